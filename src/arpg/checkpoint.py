@@ -1,0 +1,172 @@
+"""Model folders: one config.json, safetensors weights, class names. Saved whole, loaded strictly.
+
+    folder/
+      config.json             format, model, tokenizer, sampling, license
+      model.safetensors       the network
+      tokenizer.safetensors   the tokenizer
+      classes.txt             one line per class: name, synonyms
+
+A folder may hold the network, the tokenizer or both; writing one leaves the other as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from arpg.classes import ClassNames, numbered_classes, parse_classes
+from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, to_dict
+from arpg.errors import InputError, present, require
+from arpg.files import write_whole
+from arpg.model import ARPG
+from arpg.tokenizer import VQTokenizer
+
+FORMAT = "arpg-1"
+CONFIG, MODEL, TOKENIZER, CLASSES = "config.json", "model.safetensors", "tokenizer.safetensors", "classes.txt"
+
+State = dict[str, Tensor]
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """What config.json and classes.txt say."""
+
+    model: ModelConfig | None = None
+    tokenizer: TokenizerConfig | None = None
+    sampling: SamplingDefaults | None = None
+    license: str = "unknown"
+    classes: ClassNames | None = None
+
+
+def read_folder(folder: Path) -> FolderConfig:
+    path = folder / CONFIG
+    require(path.is_file(), f"{folder} is not a model folder: it has no {CONFIG}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    require(isinstance(data, dict) and data.get("format") == FORMAT, f'{path} does not say "format": "{FORMAT}"')
+    unknown = sorted(set(data) - {"format", "model", "tokenizer", "sampling", "license"})
+    require(not unknown, f"{path}: unknown key {', '.join(unknown)}")
+
+    def section(name: str, cls: type[Any]) -> Any:
+        return from_dict(cls, data[name], where=f"{path}: {name}") if name in data else None
+
+    model: ModelConfig | None = section("model", ModelConfig)
+    classes = None
+    if model is not None:
+        names = folder / CLASSES
+        if names.is_file():
+            text = names.read_text(encoding="utf-8")
+            classes = parse_classes(text, where=str(names), num_classes=model.num_classes)
+        else:
+            classes = numbered_classes(model.num_classes)
+    return FolderConfig(
+        model=model,
+        tokenizer=section("tokenizer", TokenizerConfig),
+        sampling=section("sampling", SamplingDefaults),
+        license=str(data.get("license", "unknown")),
+        classes=classes,
+    )
+
+
+def write_folder(
+    folder: Path, config: FolderConfig, *, model: State | None = None, tokenizer: State | None = None
+) -> None:
+    """Write what is given; what the folder has already and is not given stays. Config last: it names the rest."""
+    if (folder / CONFIG).exists():
+        old = read_folder(folder)
+        kept = {
+            name: getattr(old, name)
+            for name in ("model", "tokenizer", "sampling", "classes")
+            if getattr(config, name) is None
+        }
+        if config.license == "unknown":
+            kept["license"] = old.license
+        config = replace(config, **kept)
+    for name, state in ((MODEL, model), (TOKENIZER, tokenizer)):
+        if state is not None:
+            tensors = {key: tensor.detach().contiguous() for key, tensor in state.items()}
+            write_whole(folder / name, lambda path, tensors=tensors: _write_tensors(tensors, path))  # type: ignore[misc]
+    if config.classes is not None:
+        text = "\n".join(config.classes.lines) + "\n"
+        write_whole(folder / CLASSES, lambda path: path.write_text(text, encoding="utf-8"))
+    sections = {name: getattr(config, name) for name in ("model", "tokenizer", "sampling")}
+    data = {"format": FORMAT, **{name: to_dict(part) for name, part in sections.items() if part is not None}}
+    data["license"] = config.license
+    write_whole(folder / CONFIG, lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+
+
+def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ARPG:
+    """The network of a folder, in eval mode; in the stored type unless one is given."""
+    config = present(read_folder(folder).model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
+    with torch.device("meta"):
+        model = ARPG(config)
+    return _load(model, folder / MODEL, device, dtype)
+
+
+def load_tokenizer(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> VQTokenizer:
+    """The tokenizer of a folder, in eval mode; in the stored type unless one is given."""
+    described = read_folder(folder).tokenizer
+    config = present(described, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one")
+    with torch.device("meta"):
+        tokenizer = VQTokenizer(config)
+    return _load(tokenizer, folder / TOKENIZER, device, dtype)
+
+
+def read_tensors(path: Path) -> State:
+    require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch or convert it again") from None
+
+
+def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -> None:
+    """Every key there, none beside, every shape as the configuration says; else an error that lists them."""
+    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    found = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    check_keys(set(found), set(expected), where=where)
+    wrong = [
+        f"{key} is {list(found[key])}, not {list(shape)}" for key, shape in expected.items() if found[key] != shape
+    ]
+    require(not wrong, f"{where}: shapes do not fit the configuration: {_some(wrong)}")
+
+
+def check_keys(found: set[str], expected: set[str], *, where: str) -> None:
+    problems = []
+    if missing := sorted(expected - found):
+        problems.append(f"missing keys: {_some(missing)}")
+    if unknown := sorted(found - expected):
+        problems.append(f"unknown keys: {_some(unknown)}")
+    require(not problems, f"{where}: {'; '.join(problems)}; is this another kind of checkpoint?")
+
+
+def _some(items: list[str], most: int = 12) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
+def _load(module: Module, path: Path, device: torch.device | str, dtype: torch.dtype | None) -> Module:
+    state = read_tensors(path)
+    check_state(state, module, where=str(path))
+    module.load_state_dict(state, strict=True, assign=True)
+    return module.to(device=device, dtype=dtype).eval()
+
+
+def _write_tensors(tensors: State, path: Path) -> None:
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except safetensors.SafetensorError as error:  # a full disk, for one
+        raise OSError(str(error)) from None

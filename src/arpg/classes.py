@@ -1,0 +1,90 @@
+"""The names of a model's classes: one line per class, synonyms separated by commas; look-up by name or id."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+
+from arpg.errors import InputError, require
+
+
+@dataclass(frozen=True)
+class ClassNames:
+    """`lines[i]` names class i: the usual name first, synonyms after it."""
+
+    lines: tuple[str, ...]
+    _ids: dict[str, list[int]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for class_id, line in enumerate(self.lines):
+            names = [name.strip() for name in line.split(",")]
+            require(all(names), f"class {class_id} is named {line!r}; expected a name, or names separated by commas")
+            for name in [line, *names]:
+                ids = self._ids.setdefault(_key(name), [])
+                if class_id not in ids:
+                    ids.append(class_id)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def name(self, class_id: int) -> str:
+        return self.lines[class_id].split(",")[0].strip()
+
+    def find(self, name_or_id: str | int) -> int:
+        """The id of a class. Names ignore case, '_' and '-'; an ambiguous or unknown one is an error that helps."""
+        text = str(name_or_id).strip()
+        if text.lstrip("-").isdigit():
+            class_id = int(text)
+            require(
+                0 <= class_id < len(self),
+                f"class {class_id} does not exist; expected a name or an id from 0 to {len(self) - 1}",
+            )
+            return class_id
+        ids = self._ids.get(_key(text), [])
+        if len(ids) == 1:
+            return ids[0]
+        # "Cardigan" the dog and "cardigan" the garment, "partridge" and the grouse that is also called so:
+        # the whole line decides, then the usual name, as it is spelled.
+        for exact in ([i for i in ids if self.lines[i] == text], [i for i in ids if self.name(i) == text]):
+            if len(exact) == 1:
+                return exact[0]
+        if ids:
+            choices = "; ".join(f"{i} ({self.lines[i]})" for i in ids)
+            raise InputError(f"class {text!r} is ambiguous: {choices}; give the id instead")
+        raise InputError(f"class {text!r} is unknown; {self._suggestion(text)}")
+
+    def search(self, text: str) -> list[int]:
+        """The ids of all classes one of whose names contains `text`."""
+        return [i for i, line in enumerate(self.lines) if _key(text) in _key(line)]
+
+    def _suggestion(self, text: str) -> str:
+        close = difflib.get_close_matches(_key(text), list(self._ids), n=8, cutoff=0.6)
+        ids = list(dict.fromkeys([i for key in close for i in self._ids[key]] + self.search(text)))
+        if not ids:
+            return (
+                f"expected one of the {len(self)} class names or an id from 0 to {len(self) - 1} (see `arpg classes`)"
+            )
+        return "did you mean " + ", ".join(f"{self.name(i)!r} ({i})" for i in ids[:5]) + "?"
+
+
+def _key(name: str) -> str:
+    return " ".join(name.lower().replace("_", " ").replace("-", " ").split())
+
+
+def numbered_classes(num_classes: int) -> ClassNames:
+    """Names for a model that has none."""
+    return ClassNames(tuple(f"class {i}" for i in range(num_classes)))
+
+
+def parse_classes(text: str, *, where: str, num_classes: int) -> ClassNames:
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    require(len(lines) == num_classes, f"{where} names {len(lines)} classes; the model has {num_classes}")
+    return ClassNames(tuple(lines))
+
+
+def imagenet_classes() -> ClassNames:
+    """The 1,000 ImageNet classes, in the order of their ids."""
+    text = resources.files("arpg").joinpath("assets/imagenet_classes.txt").read_text(encoding="utf-8")
+    return parse_classes(text, where="the built-in ImageNet list", num_classes=1000)

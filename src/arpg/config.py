@@ -1,0 +1,268 @@
+"""Configurations: frozen dataclasses that check themselves, the presets, and strict JSON reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from arpg.errors import InputError, require
+
+ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate", "halton", "local")
+SCHEDULES = ("arccos", "cosine", "linear")
+GUIDANCE_SCHEDULES = ("linear", "constant", "none")
+ATTENTIONS = ("block", "causal")
+POSITIONS = ("rope", "cosine")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The two-pass decoder. The defaults are what every published model shares."""
+
+    width: int
+    num_heads: int
+    pass1_layers: int
+    pass2_layers: int
+    vocab_size: int = 16384
+    num_classes: int = 1000
+    grid: tuple[int, int] = (16, 16)
+    shared_kv: bool = True  # one key-value projection for all Pass-2 layers, or one for each
+    positions: str = "rope"  # or "cosine": 2-D sinusoids added to tokens and queries
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("width", "num_heads", "pass2_layers", "vocab_size", "num_classes"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require(self.pass1_layers >= 0, f"pass1_layers is {self.pass1_layers}; expected 0 or more")
+        require(
+            self.width % (4 * self.num_heads) == 0,
+            f"width {self.width} does not give {self.num_heads} heads of a multiple of 4 channels, "
+            "which 2-D rotation needs; change width or num_heads",
+        )
+        require(min(self.grid) >= 1, f"grid is {self.grid}; expected two numbers of 1 or more")
+        one_of("positions", self.positions, POSITIONS)
+        require(0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 <= dropout < 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """8/3 of the width, rounded up to a multiple of 256."""
+        return -(-(8 * self.width // 3) // 256) * 256
+
+    # One embedding table holds everything: codes, [MASK], classes, the null class and a spare row.
+
+    @property
+    def mask_id(self) -> int:
+        return self.vocab_size
+
+    @property
+    def first_class_id(self) -> int:
+        return self.vocab_size + 1
+
+    @property
+    def null_class_id(self) -> int:
+        return self.vocab_size + 1 + self.num_classes
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.vocab_size + self.num_classes + 3
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """The convolutional VQ autoencoder. The defaults are VQ-16's."""
+
+    channels: int = 128
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    res_blocks: int = 2
+    z_channels: int = 256
+    codebook_size: int = 16384
+    codebook_dim: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "res_blocks", "z_channels", "codebook_size", "codebook_dim"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require(
+            len(self.multipliers) >= 1 and min(self.multipliers) >= 1,
+            f"multipliers are {self.multipliers}; expected one number of 1 or more per level",
+        )
+        require(
+            self.channels % 32 == 0,
+            f"channels is {self.channels}; GroupNorm has 32 groups, so it must be a multiple of 32",
+        )
+
+    @property
+    def stride(self) -> int:
+        """Pixels per token along each side."""
+        return int(2 ** (len(self.multipliers) - 1))
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one request is to be sampled, fully resolved and checked."""
+
+    steps: int = 32
+    guidance: float = 1.0
+    order: str = "random"
+    schedule: str | tuple[int, ...] = "arccos"  # a name, or the tokens of each step
+    guidance_schedule: str = "linear"
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    attention: str = "block"  # "causal": the tokens of a step do not see those after them
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, f"steps is {self.steps}; expected 1 or more (32 is a good start)")
+        require(
+            math.isfinite(self.guidance) and self.guidance >= 0,
+            f"guidance is {self.guidance}; expected a finite number of 0 or more (1 turns guidance off)",
+        )
+        one_of("order", self.order, ORDERS)
+        one_of("guidance_schedule", self.guidance_schedule, GUIDANCE_SCHEDULES)
+        one_of("attention", self.attention, ATTENTIONS)
+        if isinstance(self.schedule, str):
+            one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
+        else:
+            require(
+                len(self.schedule) >= 1 and min(self.schedule) >= 1,
+                f"schedule is {list(self.schedule)}; every step must fill at least one token",
+            )
+        require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature is {self.temperature}; expected a finite number of 0 or more (0 is greedy)",
+        )
+        require(
+            self.top_k is None or self.top_k >= 1,
+            f"top_k is {self.top_k}; expected 1 or more, or nothing for all codes",
+        )
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected 0 < top_p <= 1 (1 turns it off)")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a model folder recommends: its settings, and the best guidance per number of steps."""
+
+    steps: int = 32
+    guidance_by_steps: tuple[tuple[int, float], ...] = ((32, 4.0),)
+    order: str = "random"
+    schedule: str = "arccos"
+    guidance_schedule: str = "linear"
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(len(self.guidance_by_steps) >= 1, "guidance_by_steps is empty; expected [[steps, guidance], ...]")
+        steps = [entry[0] for entry in self.guidance_by_steps]
+        require(steps == sorted(set(steps)), f"guidance_by_steps lists the steps {steps}; expected rising numbers")
+        self.settings()
+
+    def guidance_for(self, steps: int) -> float:
+        """The listed guidance; between two entries, interpolated over log(steps); outside, the nearest."""
+        table = self.guidance_by_steps
+        if steps <= table[0][0]:
+            return table[0][1]
+        for (low, low_guidance), (high, high_guidance) in itertools.pairwise(table):
+            if steps <= high:
+                t = math.log(steps / low) / math.log(high / low)
+                return round(low_guidance + t * (high_guidance - low_guidance), 3)
+        return table[-1][1]
+
+    def settings(self, **overrides: Any) -> SamplingSettings:
+        """Resolve: what is given (not None) wins; guidance follows the number of steps."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        fields = {f.name for f in dataclasses.fields(SamplingSettings)}
+        unknown = sorted(set(given) - fields)
+        require(not unknown, f"unknown sampling setting {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
+        schedule = given.get("schedule", self.schedule)
+        if not isinstance(schedule, str):
+            given["schedule"] = schedule = tuple(schedule)
+            given.setdefault("steps", len(schedule))
+        steps = given.get("steps", self.steps)
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in fields}
+        guidance = self.guidance_for(steps)
+        return SamplingSettings(**{**shared, "guidance": guidance, **given})
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
+    require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")
+
+
+# Presets. Guidance per number of steps: the paper's table of parallel decoding.
+
+MODELS: dict[str, ModelConfig] = {
+    "arpg-l": ModelConfig(width=1024, num_heads=16, pass1_layers=12, pass2_layers=12),
+    "arpg-xl": ModelConfig(width=1280, num_heads=20, pass1_layers=18, pass2_layers=18),
+    "arpg-xxl": ModelConfig(width=1536, num_heads=24, pass1_layers=24, pass2_layers=24),
+}
+
+TOKENIZERS: dict[str, TokenizerConfig] = {
+    "vq-16": TokenizerConfig(),
+    "vq-8": TokenizerConfig(multipliers=(1, 2, 2, 4)),
+}
+
+SAMPLING: dict[str, SamplingDefaults] = {
+    "arpg-l": SamplingDefaults(guidance_by_steps=((16, 7.8), (24, 6.1), (32, 5.4), (64, 5.1), (128, 4.6), (256, 4.3))),
+    "arpg-xl": SamplingDefaults(guidance_by_steps=((16, 8.4), (24, 7.0), (32, 6.6), (64, 5.3), (128, 5.1), (256, 5.0))),
+    "arpg-xxl": SamplingDefaults(
+        guidance_by_steps=((16, 9.3), (24, 8.1), (32, 6.5), (64, 6.3), (128, 6.1), (256, 6.0))
+    ),
+}
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain JSON values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[T], data: Any, *, where: str) -> T:
+    """Build `cls` from JSON values: unknown or missing keys and wrong types are errors that name `where`."""
+    require(isinstance(data, Mapping), f"{where}: expected an object with the fields of {cls.__name__}, got {data!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(data) - set(fields))
+    require(not unknown, f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(fields)}")
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in data]
+    require(not missing, f"{where}: missing key {', '.join(missing)}")
+    values = {name: _value(value, hints[name], f"{where}.{name}") for name, value in data.items()}
+    try:
+        return cls(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        for option in args:
+            try:
+                return _value(value, option, where)
+            except InputError:
+                continue
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            if args[-1] is Ellipsis:
+                return tuple(_value(item, args[0], where) for item in value)
+            if len(value) == len(args):
+                return tuple(_value(item, arg, where) for item, arg in zip(value, args, strict=True))
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise InputError(f"{where} is {value!r}; expected {getattr(hint, '__name__', hint)}")

@@ -1,0 +1,150 @@
+"""Orders: in which sequence the positions of a grid are filled.
+
+An order is a list of raster positions. The fixed ones are defined for any height x width:
+
+- raster: row by row.
+- alternate: row by row, every second row from right to left.
+- spiral-in: clockwise from the top left corner along the border, then the next ring; spiral-out is its reverse.
+- z-curve: by the Morton code of (row, column), i.e. the Z-curve of the enclosing power-of-two square, without
+  the cells outside the grid.
+
+Those that depend on the seed:
+
+- random: a uniformly random permutation.
+- halton: the Halton sequence (bases 2 and 3) over the grid, shifted around the torus; any run of it is spread out.
+- local: each step takes positions close to what is known, but away from each other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from arpg.decode.noise import Stream, random_words, seed_keys
+
+Grid = tuple[int, int]
+Positions = NDArray[np.int64]
+
+
+def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...], seed: int) -> Positions:
+    """The positions `fill` (rising raster positions) in the named order; `sizes` matters to `local` alone."""
+    if name == "local":
+        return _local(grid, fill, sizes, _random_words(grid, seed))
+    if name == "random":
+        full: Positions = np.argsort(_random_words(grid, seed), kind="stable")
+    elif name == "halton":
+        full = _halton(grid, _random_words(grid, seed))
+    else:
+        full = _FIXED[name](*grid)
+    return full[np.isin(full, fill)]
+
+
+def _random_words(grid: Grid, seed: int) -> NDArray[np.int64]:
+    """A random word for each position of the grid."""
+    positions = torch.arange(grid[0] * grid[1])[None]
+    words: NDArray[np.int64] = random_words(seed_keys([seed]), Stream.ORDER, positions, 1)[0, :, 0].numpy()
+    return words
+
+
+def _raster(height: int, width: int) -> Positions:
+    return np.arange(height * width)
+
+
+def _alternate(height: int, width: int) -> Positions:
+    cells = _raster(height, width).reshape(height, width).copy()
+    cells[1::2] = cells[1::2, ::-1]
+    return cells.ravel()
+
+
+def _spiral_in(height: int, width: int) -> Positions:
+    cells = _raster(height, width).reshape(height, width)
+    rings: list[Positions] = []
+    while cells.size:
+        rings.append(cells[0])
+        cells = np.rot90(cells[1:])
+    return np.concatenate(rings)
+
+
+def _spiral_out(height: int, width: int) -> Positions:
+    return _spiral_in(height, width)[::-1].copy()
+
+
+def _z_curve(height: int, width: int) -> Positions:
+    row, column = np.divmod(_raster(height, width), width)
+    code = np.zeros(height * width, dtype=np.int64)
+    for bit in range(max(height, width).bit_length()):
+        code |= ((column >> bit) & 1) << (2 * bit)
+        code |= ((row >> bit) & 1) << (2 * bit + 1)
+    return np.argsort(code, kind="stable")
+
+
+_FIXED = {
+    "raster": _raster,
+    "alternate": _alternate,
+    "spiral-in": _spiral_in,
+    "spiral-out": _spiral_out,
+    "z-curve": _z_curve,
+}
+
+
+def _radical_inverse(index: Positions, base: int) -> NDArray[np.float64]:
+    """The digits of each index in the base, mirrored behind the point."""
+    result, scale = np.zeros(len(index)), 1.0
+    while index.any():
+        index, digit = np.divmod(index, base)
+        scale /= base
+        result += digit * scale
+    return result
+
+
+def _halton(grid: Grid, words: NDArray[np.int64]) -> Positions:
+    """Cells in the order in which the sequence first falls into them."""
+    height, width = grid
+    # Every cell contains an elementary box of side 1/2^a x 1/3^b, so it is hit among the first 2^a 3^b points.
+    points = 2 ** math.ceil(math.log2(2 * height)) * 3 ** math.ceil(math.log(2 * width, 3))
+    index = np.arange(1, points + 1)
+    row = np.floor(_radical_inverse(index, 2) * height).astype(np.int64)
+    column = np.floor(_radical_inverse(index, 3) * width).astype(np.int64)
+    shift_row, shift_column = int(words[0]) % height, int(words[-1] >> 8) % width
+    cells = (row + shift_row) % height * width + (column + shift_column) % width
+    _, first = np.unique(cells, return_index=True)
+    order: Positions = cells[np.sort(first)]
+    return order
+
+
+def _local(grid: Grid, fill: Positions, sizes: tuple[int, ...], words: NDArray[np.int64]) -> Positions:
+    """Greedy: the next position is the one closest to what is known, and crowding its own step costs.
+
+    The cost of a neighbour in the same step falls off with the distance: a Gaussian, one cell wide. Where that
+    leaves a choice (at first, always), a wider one with a small weight spreads the step over the grid, and
+    then the seed decides.
+    """
+    height, width = grid
+    row, column = np.divmod(np.arange(height * width), width)
+
+    def distance(position: int) -> NDArray[np.float64]:
+        result: NDArray[np.float64] = np.hypot(row - row[position], column - column[position])
+        return result
+
+    open_ = np.zeros(height * width, dtype=bool)
+    open_[fill] = True
+    to_known = np.full(height * width, float(height + width))
+    for known in np.flatnonzero(~open_).tolist():
+        to_known = np.minimum(to_known, distance(known))
+    order: list[int] = []
+    for size in sizes:
+        spacing = max(1.0, math.sqrt(len(fill) / size) / 2)
+        score = words * 1e-6 / 2**32 - to_known
+        for _ in range(size):
+            score[~open_] = -np.inf
+            position = int(score.argmax())
+            open_[position] = False
+            order.append(position)
+            squared = distance(position) ** 2
+            score -= 3.0 * np.exp(-squared / 2) + 0.05 * np.exp(-squared / (2 * spacing**2))
+        for position in order[-size:]:
+            to_known = np.minimum(to_known, distance(position))
+    return np.array(order, dtype=np.int64)

@@ -1,0 +1,52 @@
+"""Request: known tokens, positions to fill and a condition. Every task is one of these.
+
+Shapes: B batch, N grid tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arpg.errors import require
+from arpg.model import Condition
+from arpg.model.rope import grid_places
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the loop is asked for. `known_BN` lives on the CPU: the plan is made from it."""
+
+    condition: Condition
+    grid: tuple[int, int]
+    ids_BN: Tensor  # anything where not known
+    known_BN: Tensor
+    seeds: tuple[int, ...]  # one for each sample
+    place_N2: Tensor | None = None  # where each token stands in the trained grid; None: its own row and column
+
+    def __post_init__(self) -> None:
+        shape = (len(self.seeds), self.grid[0] * self.grid[1])
+        require(len(self.seeds) >= 1, "the request is empty; expected at least one image")
+        for seed in self.seeds:
+            require(0 <= seed < 2**64, f"seed is {seed}; expected 0 to 2^64 - 1")
+        for name in ("ids_BN", "known_BN"):
+            require(
+                tuple(getattr(self, name).shape) == shape,
+                f"{name} has shape {tuple(getattr(self, name).shape)}; {len(self.seeds)} seeds and a grid of "
+                f"{self.grid[0]}x{self.grid[1]} need {shape}",
+            )
+        require(
+            len(self.condition) == len(self.seeds),
+            f"the condition is for {len(self.condition)} samples; there are {len(self.seeds)} seeds",
+        )
+
+    @classmethod
+    def from_nothing(cls, condition: Condition, grid: tuple[int, int], seeds: tuple[int, ...]) -> Request:
+        """Nothing is known: plain generation."""
+        shape = (len(seeds), grid[0] * grid[1])
+        return cls(condition, grid, torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool), seeds)
+
+    def places(self) -> Tensor:
+        return grid_places(*self.grid) if self.place_N2 is None else self.place_N2

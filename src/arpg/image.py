@@ -1,0 +1,59 @@
+"""Pixels: tensors to PIL images, sheets of images, and image files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image, PngImagePlugin
+from torch import Tensor
+
+from arpg.errors import require
+from arpg.files import write_whole
+
+GAP = 2  # pixels between the images of a sheet
+
+
+def to_uint8(image_B3HW: Tensor) -> Tensor:
+    """`[B, H, W, 3]` from images in [-1, 1], rounded as the published code does: truncate(127.5 x + 128)."""
+    return (127.5 * image_B3HW.float() + 128.0).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def to_pil(image_B3HW: Tensor) -> list[Image.Image]:
+    return [Image.fromarray(array) for array in to_uint8(image_B3HW).cpu().numpy()]
+
+
+def sheet(images: Sequence[Image.Image], *, columns: int | None = None) -> Image.Image:
+    """All images in one, row by row; about square unless the number of columns is given."""
+    columns = min(columns or math.ceil(math.sqrt(len(images))), len(images))
+    rows = math.ceil(len(images) / columns)
+    width, height = images[0].size
+    canvas = Image.new("RGB", (columns * (width + GAP) - GAP, rows * (height + GAP) - GAP), "white")
+    for i, image in enumerate(images):
+        canvas.paste(image, (i % columns * (width + GAP), i // columns * (height + GAP)))
+    return canvas
+
+
+def check_output(path: Path, *, folder: bool) -> None:
+    """Fail before the work starts, not after it, when the result could not be written."""
+    require(folder or not path.is_dir(), f"{path} is a folder; expected the name of an image file, like {path}/out.png")
+    require(not folder or not path.exists() or path.is_dir(), f"{path} is a file; expected a folder for the images")
+    if not folder:
+        known = sorted(Image.registered_extensions())
+        require(path.suffix.lower() in known, f"{path} has no known image ending; use .png, .jpg or .webp")
+    target = path if folder else path.parent
+    existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
+    require(existing.is_dir(), f"{path} cannot be written: {existing} is a file; choose another place")
+    require(os.access(existing, os.W_OK), f"{path} cannot be written: no permission in {existing}")
+
+
+def save(image: Image.Image, path: Path, *, about: str = "") -> None:
+    """Write an image whole; `about` (the settings that made it) is kept in a PNG's text."""
+    text = PngImagePlugin.PngInfo()
+    text.add_text("arpg", about)
+    options = {"pnginfo": text} if path.suffix.lower() == ".png" and about else {}
+    kind = Image.registered_extensions()[path.suffix.lower()]
+    write_whole(path, lambda temporary: image.save(temporary, format=kind, **options))

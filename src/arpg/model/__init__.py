@@ -1,0 +1,7 @@
+"""The network: Pass 1 turns known tokens into keys and values, Pass 2 asks for positions."""
+
+from arpg.model.arpg import ARPG
+from arpg.model.cache import Cache
+from arpg.model.condition import Condition, class_condition
+
+__all__ = ["ARPG", "Cache", "Condition", "class_condition"]

@@ -1,0 +1,166 @@
+"""ARPG: the two-pass decoder. No loop, no sampling, no state here; the cache is an argument.
+
+Shapes: B batch, N grid tokens, P prefix slots, S slots of this call, V vocabulary, D width, H heads, K head channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from arpg.config import ModelConfig
+from arpg.model.cache import Cache, sees
+from arpg.model.condition import Condition
+from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, RMSNorm, SelfAttention
+from arpg.model.rope import Rotation, grid_places, rotate, rotation, sinusoids
+
+
+class ARPG(nn.Module):
+    """Pass 1 turns known tokens into keys and values; Pass 2 predicts any positions from them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.embedding = nn.Embedding(config.num_embeddings, width)
+        self.token_dropout = nn.Dropout(config.dropout)
+        self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(config.pass1_layers))
+        self.memory_norm = RMSNorm(width)
+        num_memories = 1 if config.shared_kv else config.pass2_layers
+        self.memory_kv = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(num_memories))
+        self.pass2 = nn.ModuleList(Block(config, CrossAttention(config)) for _ in range(config.pass2_layers))
+        self.norm = RMSNorm(width)
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+
+    def init_weights(self, *, seed: int, std: float = 0.02) -> ARPG:
+        """The published initialisation: normal weights, a head of zeros. The same for a seed on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() >= 2:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                else:
+                    parameter.fill_(1.0)
+            self.head.weight.zero_()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    def embed(self, ids_BS: Tensor) -> Tensor:
+        out: Tensor = self.embedding(ids_BS)
+        return out
+
+    def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
+        config = self.config
+        return Cache(
+            config.pass1_layers + len(self.memory_kv),
+            rows,
+            slots,
+            config.num_heads,
+            config.head_dim,
+            ragged=ragged,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def encode(
+        self,
+        x_BSD: Tensor,
+        place_BS2: Tensor,
+        cache: Cache,
+        *,
+        causal: bool,
+        count_B: Tensor | None = None,
+        end: int | None = None,
+    ) -> None:
+        """Pass 1: add known tokens to the cache, as a block that sees itself or strictly causally.
+
+        In a ragged cache only the first `count_B` slots of each row count; `end` as in `Cache.commit`.
+        """
+        writer = cache.reserve(x_BSD.shape[1])
+        mask = writer.mask(causal=causal, count_B=count_B)
+        self._pass1(x_BSD, place_BS2, mask, writer.write)
+        cache.commit(writer.num_new, count_B=count_B, end=end)
+
+    def predict(
+        self, place_BS2: Tensor, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+    ) -> Tensor:
+        """Pass 2: logits `[B, S, V]` for the tokens at the places, asked with `[MASK]` or the given queries.
+
+        `visible_BS`: how many slots of the cache each query sees; None: all that its row has.
+        """
+        if visible_BS is None and cache.length_B is not None:
+            visible_BS = cache.length_B[:, None]
+        mask = None if visible_BS is None else sees(visible_BS, cache.end)
+        first = self.config.pass1_layers
+        memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
+        return self._pass2(query_BSD, place_BS2, mask, memories)
+
+    def forward(
+        self, ids_BN: Tensor, order_BN: Tensor, condition: Condition, *, grid: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Teacher forcing: logits `[B, N, V]` of the tokens in `order_BN`, each from those before it.
+
+        Causal in both passes, in train and eval mode alike.
+        """
+        height, width = grid or self.config.grid
+        place_BN2 = grid_places(height, width, device=ids_BN.device)[order_BN]
+        shuffled_BN = ids_BN.gather(1, order_BN)
+        x = torch.cat((condition.prefix_BPD, self.embed(shuffled_BN[:, :-1])), dim=1)
+        place = torch.cat((condition.place_BP2, place_BN2[:, :-1]), dim=1)
+        memories: dict[int, KeyValue] = {}
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> KeyValue:
+            memories[layer] = (key, value)
+            return key, value
+
+        self._pass1(x, place, "causal", keep)
+        query_BND = condition.query_BND
+        if query_BND is not None:
+            query_BND = query_BND.gather(1, order_BN[..., None].expand(-1, -1, query_BND.shape[-1]))
+        num_prefix = condition.prefix_BPD.shape[1]
+        mask: Mask = "causal"  # query r sees the prefix and the r tokens before it
+        if num_prefix > 1:
+            mask = sees(num_prefix + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None], x.shape[1])
+        first = self.config.pass1_layers
+        return self._pass2(query_BND, place_BN2, mask, [memories[first + i] for i in range(len(self.memory_kv))])
+
+    def _pass1(
+        self, x_BSD: Tensor, place_BS2: Tensor, mask: Mask, write: Callable[[int, Tensor, Tensor], KeyValue]
+    ) -> None:
+        by = self._rotation(place_BS2)
+        x = self.token_dropout(self._at(x_BSD, place_BS2))
+        for i, block in enumerate(self.pass1):
+            x = block(x, by, mask, partial(write, i))
+        x = self.memory_norm(x)
+        for i, project in enumerate(self.memory_kv):
+            key, value = project(x).unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)
+            write(len(self.pass1) + i, key if by is None else rotate(key, by), value)
+
+    def _pass2(self, query_BSD: Tensor | None, place_BS2: Tensor, mask: Mask, memories: list[KeyValue]) -> Tensor:
+        if query_BSD is None:
+            query_BSD = self.embedding.weight[self.config.mask_id].expand(*place_BS2.shape[:-1], -1)
+        by = self._rotation(place_BS2)
+        x = self._at(query_BSD, place_BS2)
+        for i, block in enumerate(self.pass2):
+            x = block(x, by, mask, memories[i % len(memories)])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _rotation(self, place_BS2: Tensor) -> Rotation | None:
+        return rotation(place_BS2, self.config.head_dim) if self.config.positions == "rope" else None
+
+    def _at(self, x_BSD: Tensor, place_BS2: Tensor) -> Tensor:
+        """The ablation without rotation: places are added to tokens and queries instead."""
+        if self.config.positions == "rope":
+            return x_BSD
+        return x_BSD + sinusoids(place_BS2, self.config.width).type_as(x_BSD)

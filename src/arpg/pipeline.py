@@ -1,0 +1,168 @@
+"""Pipeline: tokenizer, network and class names together; the API that most users need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from arpg import tasks
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.classes import ClassNames, numbered_classes
+from arpg.config import SamplingDefaults, SamplingSettings
+from arpg.decode import Request, Step, decode, make_plan
+from arpg.errors import InputError, require
+from arpg.hub import resolve
+from arpg.image import to_pil
+from arpg.model import ARPG
+from arpg.tokenizer import VQTokenizer
+
+
+class Pipeline:
+    """From class names to images.
+
+    >>> pipe = Pipeline.from_pretrained("arpg-xl")
+    >>> images = pipe.generate(["golden retriever", "volcano"], num_images=4, seed=0)
+    """
+
+    def __init__(
+        self,
+        model: ARPG,
+        tokenizer: VQTokenizer,
+        *,
+        sampling: SamplingDefaults | None = None,
+        classes: ClassNames | None = None,
+        license: str = "unknown",
+    ) -> None:
+        require(
+            model.config.vocab_size == tokenizer.config.codebook_size,
+            f"the model speaks {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
+            "they do not belong together",
+        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.sampling = sampling or SamplingDefaults()
+        self.classes = classes or numbered_classes(model.config.num_classes)
+        self.license = license
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+    ) -> Pipeline:
+        """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
+
+        `device="auto"` takes a GPU if there is one; `dtype="auto"` is bfloat16 there and float32 on a CPU.
+        The tokenizer stays in float32.
+        """
+        folder = resolve(name)
+        config = read_folder(folder)
+        on = _device(device)
+        model = load_model(folder, device=on, dtype=_dtype(dtype, on))
+        tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
+        return cls(model, tokenizer, sampling=config.sampling, classes=config.classes, license=config.license)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        config = FolderConfig(
+            model=self.model.config,
+            tokenizer=self.tokenizer.config,
+            sampling=self.sampling,
+            license=self.license,
+            classes=self.classes,
+        )
+        write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
+
+    def generate(
+        self,
+        classes: str | int | Sequence[str | int],
+        *,
+        num_images: int = 1,
+        seed: int = 0,
+        batch_size: int = 32,
+        on_step: Callable[[Step], None] | None = None,
+        **settings: Any,
+    ) -> list[Image.Image]:
+        """`num_images` images of each class; image i of the call has seed `seed + i`.
+
+        `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k, top_p, attention;
+        what is not given is the model's own recommendation. `on_step` is called after every step.
+        """
+        images: list[Image.Image] = []
+        for request, resolved in self.requests(
+            classes, num_images=num_images, seed=seed, batch_size=batch_size, **settings
+        ):
+            for step in self.run(request, resolved):
+                if on_step is not None:
+                    on_step(step)
+            images += self.images(step, request.grid)
+        return images
+
+    def stream(
+        self, classes: str | int | Sequence[str | int], *, num_images: int = 1, seed: int = 0, **settings: Any
+    ) -> Iterator[list[Image.Image]]:
+        """The images after each step, all in one batch; tokens that are not known yet look empty."""
+        batch = num_images * (1 if isinstance(classes, str | int) else len(classes))
+        for request, resolved in self.requests(
+            classes, num_images=num_images, seed=seed, batch_size=max(1, batch), **settings
+        ):
+            for step in self.run(request, resolved):
+                yield self.images(step, request.grid)
+
+    def requests(
+        self,
+        classes: str | int | Sequence[str | int],
+        *,
+        num_images: int = 1,
+        seed: int = 0,
+        batch_size: int = 32,
+        **settings: Any,
+    ) -> list[tuple[Request, SamplingSettings]]:
+        """What `generate` will run, one request per batch. All input is checked here, before any work."""
+        resolved = self.sampling.settings(**settings)
+        names = [classes] if isinstance(classes, str | int) else list(classes)
+        require(len(names) >= 1, "no class is given; expected a name or an id")
+        require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
+        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+        labels = [self.classes.find(name) for name in names for _ in range(num_images)]
+        seeds = [seed + i for i in range(len(labels))]
+        return [
+            (tasks.generate(self.model, labels[i : i + batch_size], seeds[i : i + batch_size]), resolved)
+            for i in range(0, len(labels), batch_size)
+        ]
+
+    def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
+        """Plan a request and put it through the loop."""
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        return decode(self.model, request, plan, settings)
+
+    @torch.inference_mode()
+    def images(self, step: Step, grid: tuple[int, int]) -> list[Image.Image]:
+        """The pixels of a step."""
+        last = step.index == step.num_steps - 1
+        return to_pil(self.tokenizer.decode(step.ids_BN, grid, known_BN=None if last else step.known_BN))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device is {device!r}; expected auto, cpu, cuda or cuda:0") from None
+    require(
+        chosen.type != "cuda" or torch.cuda.is_available(),
+        f"device is {device!r}, but torch sees no GPU; use --device cpu",
+    )
+    return chosen
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    require(dtype in known, f"dtype is {dtype!r}; expected auto, {', '.join(known)}")
+    return known[dtype]

@@ -1,0 +1,25 @@
+"""Tasks: each one only builds the request that the one loop fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from arpg.decode import Request
+from arpg.errors import require
+from arpg.model import ARPG, class_condition
+
+
+def generate(
+    model: ARPG, labels: Sequence[int], seeds: Sequence[int], *, grid: tuple[int, int] | None = None
+) -> Request:
+    """Images of classes from nothing: `labels[i]` with `seeds[i]`."""
+    require(len(labels) == len(seeds), f"there are {len(labels)} classes and {len(seeds)} seeds; expected one each")
+    for label in labels:
+        require(
+            0 <= label < model.config.num_classes,
+            f"class {label} does not exist; expected an id from 0 to {model.config.num_classes - 1}",
+        )
+    condition = class_condition(model, torch.tensor(labels))
+    return Request.from_nothing(condition, grid or model.config.grid, tuple(seeds))

@@ -1,0 +1,74 @@
+"""Shared fixtures: golden files and a small network whose head is not zero."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
+from arpg.convert import model_from_published, read_published
+
+GOLDEN = Path(__file__).parent / "golden"
+
+torch.set_num_threads(2)
+
+
+class Golden:
+    """One recorded network: our model with its weights, the settings and the tensors."""
+
+    def __init__(self, name):
+        self.info = json.loads((GOLDEN / f"{name}.json").read_text())
+        self.tensors = load_file(GOLDEN / f"{name}.safetensors")
+        self.published = read_published(GOLDEN / f"{name}.pt")
+        self.path = GOLDEN / f"{name}.pt"
+
+
+@pytest.fixture(scope="session", params=["arpg_a", "arpg_b"])
+def golden(request):
+    recorded = Golden(request.param)
+    side = round(recorded.info["config"]["block_size"] ** 0.5)
+    config, state = model_from_published(
+        recorded.published, where="golden", num_heads=recorded.info["config"]["n_head"], grid=(side, side)
+    )
+    recorded.model = ARPG(config).eval()
+    recorded.model.load_state_dict(state)
+    return recorded
+
+
+SMALL = ModelConfig(width=32, num_heads=2, pass1_layers=2, pass2_layers=2, vocab_size=24, num_classes=5, grid=(4, 4))
+
+
+def small_model(config=SMALL, seed=0):
+    """Random weights, large enough for attention to matter, and a head that is not zero."""
+    model = ARPG(config).init_weights(seed=seed, std=0.15)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator) * 0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def model():
+    return small_model()
+
+
+def small_tokenizer(codebook_size=24):
+    torch.manual_seed(0)
+    config = TokenizerConfig(
+        channels=32, multipliers=(1, 1), res_blocks=1, z_channels=8, codebook_size=codebook_size, codebook_dim=4
+    )
+    return VQTokenizer(config).eval()
+
+
+@pytest.fixture(scope="session")
+def pipeline(model):
+    return Pipeline(model, small_tokenizer(), license="MIT")
+
+
+@pytest.fixture
+def folder(pipeline, tmp_path):
+    """A saved pipeline."""
+    pipeline.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
