@@ -137,7 +137,7 @@ class Pipeline:
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         return decode(self.model, request, plan, settings)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def images(self, step: Step, grid: tuple[int, int]) -> list[Image.Image]:
         """The pixels of a step."""
         last = step.index == step.num_steps - 1

@@ -56,7 +56,7 @@ def decode(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings
     return _loop(model, request, plan, settings)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _loop(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
     device, batch, num_tokens = model.device, len(request.seeds), request.known_BN.shape[1]
     causal = settings.attention == "causal"
