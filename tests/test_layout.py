@@ -8,7 +8,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "config", "classes"},
+    {"files", "config", "classes", "storage"},
     {"image"},
     {"tokenizer", "model"},
     {"checkpoint"},
@@ -17,6 +17,9 @@ LAYERS = [
     {"decode"},
     {"tasks", "plan_picture"},
     {"pipeline"},
+    {"data"},
+    {"evaluation"},
+    {"train"},
     {"cli"},
 ]
 

@@ -27,12 +27,12 @@ from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dic
 from arpg.errors import InputError, present, require
 from arpg.files import write_whole
 from arpg.model import ARPG
+from arpg.storage import State, unpack
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
 CONFIG, MODEL, TOKENIZER, CLASSES = "config.json", "model.safetensors", "tokenizer.safetensors", "classes.txt"
 
-State = dict[str, Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -159,7 +159,7 @@ def _some(items: list[str], most: int = 12) -> str:
 
 
 def _load(module: Module, path: Path, device: torch.device | str, dtype: torch.dtype | None) -> Module:
-    state = read_tensors(path)
+    state = unpack(read_tensors(path), where=str(path))
     check_state(state, module, where=str(path))
     module.load_state_dict(state, strict=True, assign=True)
     return module.to(device=device, dtype=dtype).eval()

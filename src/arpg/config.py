@@ -234,7 +234,8 @@ def from_dict(cls: type[T], data: Any, *, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(fields))
     require(not unknown, f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(fields)}")
-    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in data]
+    required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
+    missing = sorted(required - set(data))
     require(not missing, f"{where}: missing key {', '.join(missing)}")
     values = {name: _value(value, hints[name], f"{where}.{name}") for name, value in data.items()}
     try:
@@ -245,6 +246,8 @@ def from_dict(cls: type[T], data: Any, *, where: str) -> T:
 
 def _value(value: Any, hint: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_dict(hint, value, where=where)
     if origin is types.UnionType:
         for option in args:
             try:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.checkpoint import State, check_keys, check_state, read_tensors
+from arpg.checkpoint import check_keys, check_state, read_tensors
 from arpg.config import MODELS, ModelConfig, TokenizerConfig
 from arpg.errors import InputError, present, require
 from arpg.files import write_whole
 from arpg.model import ARPG
+from arpg.storage import State
 from arpg.tokenizer import VQTokenizer
 
 USAGE_BUFFER = "quantize.codebook_used"  # the published tokenizer's training statistics; not needed, dropped by name

@@ -1,4 +1,4 @@
-"""Pixels: tensors to PIL images, sheets of images, and image files."""
+"""Pixels: tensors to PIL images, crops, sheets of images, and image files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 from torch import Tensor
 
 from arpg.errors import require
@@ -24,6 +24,27 @@ def to_uint8(image_B3HW: Tensor) -> Tensor:
 
 def to_pil(image_B3HW: Tensor) -> list[Image.Image]:
     return [Image.fromarray(array) for array in to_uint8(image_B3HW).cpu().numpy()]
+
+
+def adm_crop(image: Image.Image, size: int) -> Image.Image:
+    """The centre square of `size` pixels as ADM prepares ImageNet: halved by boxes while it can be, then bicubic."""
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    width, height = round(image.width * scale), round(image.height * scale)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.crop((left, top, left + size, top + size))
+
+
+def ten_crop(image: Image.Image, size: int) -> list[Image.Image]:
+    """Ten views of an ADM square a tenth larger: the corners in reading order, the centre, and their mirror images."""
+    room = int(1.1 * size) - size
+    square = adm_crop(image, size + room)
+    middle = round(room / 2)
+    corners = ((0, 0), (room, 0), (0, room), (room, room), (middle, middle))
+    views = [square.crop((left, top, left + size, top + size)) for left, top in corners]
+    return views + [ImageOps.mirror(view) for view in views]
 
 
 def sheet(images: Sequence[Image.Image], *, columns: int | None = None) -> Image.Image:

@@ -59,7 +59,7 @@ class Pipeline:
         """
         folder = resolve(name)
         config = read_folder(folder)
-        on = _device(device)
+        on = choose_device(device)
         model = load_model(folder, device=on, dtype=_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
         return cls(model, tokenizer, sampling=config.sampling, classes=config.classes, license=config.license)
@@ -144,7 +144,7 @@ class Pipeline:
         return to_pil(self.tokenizer.decode(step.ids_BN, grid, known_BN=None if last else step.known_BN))
 
 
-def _device(device: str | torch.device) -> torch.device:
+def choose_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -26,6 +26,9 @@ class Stream(IntEnum):
 
     TOKEN = 0
     ORDER = 1
+    TRAIN_ORDER = 2
+    LABEL_DROP = 3
+    VIEW = 4
 
 
 def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:

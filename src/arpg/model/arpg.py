@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from arpg.config import ModelConfig
 from arpg.model.cache import Cache, sees
 from arpg.model.condition import Condition
+from arpg.model.dropout import Dropout, fold
 from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, RMSNorm, SelfAttention
 from arpg.model.rope import Rotation, grid_places, rotate, rotation, sinusoids
 
@@ -26,7 +27,7 @@ class ARPG(nn.Module):
         self.config = config
         width = config.width
         self.embedding = nn.Embedding(config.num_embeddings, width)
-        self.token_dropout = nn.Dropout(config.dropout)
+        self.token_dropout = Dropout(config.dropout, 0)
         self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(config.pass1_layers))
         self.memory_norm = RMSNorm(width)
         num_memories = 1 if config.shared_kv else config.pass2_layers
@@ -103,7 +104,8 @@ class ARPG(nn.Module):
         mask = None if visible_BS is None else sees(visible_BS, cache.end)
         first = self.config.pass1_layers
         memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
-        return self._pass2(query_BSD, place_BS2, mask, memories)
+        logits: Tensor = self.head(self._pass2(query_BSD, place_BS2, mask, memories))
+        return logits
 
     def forward(
         self, ids_BN: Tensor, order_BN: Tensor, condition: Condition, *, grid: tuple[int, int] | None = None
@@ -112,18 +114,25 @@ class ARPG(nn.Module):
 
         Causal in both passes, in train and eval mode alike.
         """
+        logits: Tensor = self.head(self.hidden(ids_BN, order_BN, condition, grid=grid))
+        return logits
+
+    def hidden(
+        self,
+        ids_BN: Tensor,
+        order_BN: Tensor,
+        condition: Condition,
+        *,
+        grid: tuple[int, int] | None = None,
+        dropout_key_B: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` up to the head: `[B, N, D]`. A key per sample fixes its dropout masks."""
         height, width = grid or self.config.grid
         place_BN2 = grid_places(height, width, device=ids_BN.device)[order_BN]
         shuffled_BN = ids_BN.gather(1, order_BN)
         x = torch.cat((condition.prefix_BPD, self.embed(shuffled_BN[:, :-1])), dim=1)
         place = torch.cat((condition.place_BP2, place_BN2[:, :-1]), dim=1)
-        memories: dict[int, KeyValue] = {}
-
-        def keep(layer: int, key: Tensor, value: Tensor) -> KeyValue:
-            memories[layer] = (key, value)
-            return key, value
-
-        self._pass1(x, place, "causal", keep)
+        memories = self._pass1(x, place, "causal", None, dropout_key_B)
         query_BND = condition.query_BND
         if query_BND is not None:
             query_BND = query_BND.gather(1, order_BN[..., None].expand(-1, -1, query_BND.shape[-1]))
@@ -131,30 +140,46 @@ class ARPG(nn.Module):
         mask: Mask = "causal"  # query r sees the prefix and the r tokens before it
         if num_prefix > 1:
             mask = sees(num_prefix + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None], x.shape[1])
-        first = self.config.pass1_layers
-        return self._pass2(query_BND, place_BN2, mask, [memories[first + i] for i in range(len(self.memory_kv))])
+        return self._pass2(query_BND, place_BN2, mask, memories, dropout_key_B)
 
     def _pass1(
-        self, x_BSD: Tensor, place_BS2: Tensor, mask: Mask, write: Callable[[int, Tensor, Tensor], KeyValue]
-    ) -> None:
+        self,
+        x_BSD: Tensor,
+        place_BS2: Tensor,
+        mask: Mask,
+        write: Callable[[int, Tensor, Tensor], KeyValue] | None,
+        dropout_key_B: Tensor | None = None,
+    ) -> list[KeyValue]:
+        """The keys and values for Pass 2. `write` stores a layer's new ones and returns all; None: these are all."""
         by = self._rotation(place_BS2)
-        x = self.token_dropout(self._at(x_BSD, place_BS2))
+        x = self.token_dropout(self._at(x_BSD, place_BS2), dropout_key_B)
         for i, block in enumerate(self.pass1):
-            x = block(x, by, mask, partial(write, i))
+            x = block(x, by, mask, _own if write is None else partial(write, i), _layer_key(dropout_key_B, i))
         x = self.memory_norm(x)
+        memories: list[KeyValue] = []
         for i, project in enumerate(self.memory_kv):
             key, value = project(x).unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)
-            write(len(self.pass1) + i, key if by is None else rotate(key, by), value)
+            memory = (key if by is None else rotate(key, by), value)
+            memories.append(memory if write is None else write(len(self.pass1) + i, *memory))
+        return memories
 
-    def _pass2(self, query_BSD: Tensor | None, place_BS2: Tensor, mask: Mask, memories: list[KeyValue]) -> Tensor:
+    def _pass2(
+        self,
+        query_BSD: Tensor | None,
+        place_BS2: Tensor,
+        mask: Mask,
+        memories: list[KeyValue],
+        dropout_key_B: Tensor | None = None,
+    ) -> Tensor:
+        """The normed output of the last layer: what the head turns into logits."""
         if query_BSD is None:
             query_BSD = self.embedding.weight[self.config.mask_id].expand(*place_BS2.shape[:-1], -1)
         by = self._rotation(place_BS2)
         x = self._at(query_BSD, place_BS2)
         for i, block in enumerate(self.pass2):
-            x = block(x, by, mask, memories[i % len(memories)])
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+            x = block(x, by, mask, memories[i % len(memories)], _layer_key(dropout_key_B, len(self.pass1) + i))
+        out: Tensor = self.norm(x)
+        return out
 
     def _rotation(self, place_BS2: Tensor) -> Rotation | None:
         return rotation(place_BS2, self.config.head_dim) if self.config.positions == "rope" else None
@@ -164,3 +189,12 @@ class ARPG(nn.Module):
         if self.config.positions == "rope":
             return x_BSD
         return x_BSD + sinusoids(place_BS2, self.config.width).type_as(x_BSD)
+
+
+def _own(key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
+    """Without a cache the new keys and values are all there are."""
+    return key_BSHK, value_BSHK
+
+
+def _layer_key(dropout_key_B: Tensor | None, layer: int) -> Tensor | None:
+    return None if dropout_key_B is None else fold(dropout_key_B, layer)

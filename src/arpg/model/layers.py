@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
+from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
 
 KeyValue = tuple[Tensor, Tensor]  # key_BTHK, value_BTHK
@@ -103,9 +104,17 @@ class Block(nn.Module):
         self.attn = attention
         self.ffn_norm = RMSNorm(config.width)
         self.ffn = SwiGLU(config.width, config.ffn_width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.attn_dropout = Dropout(config.dropout, 0)
+        self.ffn_dropout = Dropout(config.dropout, 1)
 
-    def forward(self, x: Tensor, by: Rotation | None, mask: Mask, source: Remember | KeyValue) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), by, mask, source))
-        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
+    def forward(
+        self,
+        x: Tensor,
+        by: Rotation | None,
+        mask: Mask,
+        source: Remember | KeyValue,
+        dropout_key_B: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attn_dropout(self.attn(self.attn_norm(x), by, mask, source), dropout_key_B)
+        x = x + self.ffn_dropout(self.ffn(self.ffn_norm(x)), dropout_key_B)
         return x

@@ -1,0 +1,86 @@
+"""Training speed of the full step (forward, backward, clip, AdamW, EMA) on random tokens; prints and writes JSON.
+
+python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from arpg.config import MODELS
+from arpg.data.tokens import TokenWriter
+from arpg.train.distributed import start, stop
+from arpg.train.model import ModelTraining
+from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
+from arpg.train.report import peak_flops
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="arpg-l", choices=sorted(MODELS))
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    config = MODELS[options.model]
+    world = start("auto")
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens"
+        writer = TokenWriter(tokens, grid=config.grid, vocab_size=config.vocab_size, classes=(), views=1)
+        rng = np.random.default_rng(0)
+        num_tokens = config.grid[0] * config.grid[1]
+        writer.add(rng.integers(config.vocab_size, size=(2048, 1, num_tokens)).astype(np.uint16), np.zeros(2048, int))
+        writer.close()
+        recipe = ModelRecipe(
+            model=config,
+            data=TokenData(train=str(tokens)),
+            optim=OptimRecipe(lr=1e-4),
+            run=RunRecipe(steps=10_000, batch_size=options.batch_size, accumulate=options.accumulate),
+        )
+        training = ModelTraining(recipe, Path(folder) / "run", world)
+        began = time.perf_counter()
+        for step in range(5):
+            loss = training.step(step)["loss"]
+        float(loss)
+        compiled = time.perf_counter() - began
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for step in range(5, 5 + options.steps):
+            loss = training.step(step)["loss"]
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - began) / options.steps
+    name = torch.cuda.get_device_name()
+    result = {
+        "benchmark": "train_speed",
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "precision": recipe.run.precision,
+        "images/s": round(options.batch_size / seconds, 1),
+        "ms/step": round(1000 * seconds, 2),
+        "mfu": round(training.flops_per_step() / seconds / (peak_flops(name) or float("nan")), 4),
+        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first 5 steps s": round(compiled, 1),
+        "loss": round(float(loss), 4),
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    stop()
+    text = json.dumps(result, indent=1)
+    print(text)  # noqa: T201
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

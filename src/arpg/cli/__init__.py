@@ -1,0 +1,58 @@
+"""The command line: thin verbs over the library. Errors are one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+
+import typer
+import typer.exceptions
+
+from arpg.cli import convert, generate, models, train
+from arpg.cli.console import err
+from arpg.errors import InputError
+
+app = typer.Typer(name="arpg", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.command()(generate.generate)
+app.command()(models.info)
+app.command()(models.classes)
+app.command()(models.pull)
+app.command()(generate.plan)
+app.command()(train.tokenize)
+app.command("train-tokenizer")(train.train_tokenizer)
+app.command()(train.train)
+app.add_typer(convert.app, name="convert")
+
+
+def main() -> None:
+    """The entry point: one clear line for whatever goes wrong."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is reported
+    try:
+        code = app(standalone_mode=False)
+    except InputError as error:
+        code = _fail(str(error), 2)
+    except typer.exceptions.TyperException as error:
+        code = _fail(error.format_message() + _given(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail("interrupted", 130)
+    except Exception as error:
+        if os.environ.get("ARPG_DEBUG"):
+            raise
+        code = _fail(f"{type(error).__name__}: {error}; this is a bug, set ARPG_DEBUG=1 to see where", 1)
+    sys.exit(code)
+
+
+def _fail(message: str, code: int) -> int:
+    if message:  # none where help was printed instead
+        err.print("arpg: " + " ".join(message.split()), markup=False)
+    return code
+
+
+def _given(error: Exception) -> str:
+    """What stood on the command line for the option that an error is about; the parser does not say."""
+    options = getattr(getattr(error, "param", None), "opts", [])
+    pairs = itertools.pairwise(sys.argv)
+    return next((f" (got {value!r})" for option, value in pairs if option in options), "")

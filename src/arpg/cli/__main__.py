@@ -1,0 +1,5 @@
+"""`python -m arpg.cli`."""
+
+from arpg.cli import main
+
+main()

@@ -1,0 +1,46 @@
+"""What all verbs share: where they print, progress, and how arguments are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from arpg.config import SCHEDULES
+from arpg.errors import present, require
+
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+GridOption = Annotated[str, typer.Option(metavar="HxW", help="Token grid, like 16x16.")]
+ScheduleOption = Annotated[
+    str | None, typer.Option(help=f"{', '.join(SCHEDULES)}, or the tokens of each step: 16,48,80.")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        yield progress
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    match = present(
+        re.fullmatch(r"(\d+)x(\d+)", text), f"grid is {text!r}; expected HEIGHTxWIDTH in tokens, like 16x16"
+    )
+    height, width = int(match[1]), int(match[2])
+    require(1 <= height <= 1024 and 1 <= width <= 1024, f"grid is {text}; expected sides from 1 to 1024")
+    return height, width
+
+
+def parse_schedule(text: str | None) -> str | tuple[int, ...] | None:
+    if text is None or not re.fullmatch(r"\d+(,\d+)*", text):
+        return text
+    return tuple(int(size) for size in text.split(","))

@@ -1,0 +1,86 @@
+"""`arpg convert`: published checkpoints to model folders, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arpg import config as configs
+from arpg.cli.console import GridOption, err, out, parse_grid
+from arpg.errors import require
+
+app = typer.Typer(no_args_is_help=True, help="Published checkpoints to model folders, and back.")
+
+
+@app.command("model")
+def convert_model(
+    source: Annotated[Path, typer.Argument(help="A published checkpoint, or a model folder to go back.")],
+    target: Annotated[Path, typer.Argument(help="A model folder, or a .pt file to go back.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights.")] = False,
+    heads: Annotated[int | None, typer.Option(help="Attention heads; needed unless it is a published size.")] = None,
+    grid: GridOption = "16x16",
+    names: Annotated[Path | None, typer.Option("--classes", help="Class names, one line each.")] = None,
+    license: Annotated[str, typer.Option(help="Licence of the weights.")] = "unknown",
+) -> None:
+    """ARPG weights: published checkpoint to model folder, or a model folder back to the published format."""
+    from arpg import checkpoint
+    from arpg import convert as converting
+    from arpg.classes import imagenet_classes, parse_classes
+
+    with err.status(f"converting {source}"):
+        if source.is_dir():
+            _check_published_target(target)
+            loaded = checkpoint.load_model(source)
+            converting.write_published(target, converting.model_to_published(loaded.config, loaded.state_dict()))
+        else:
+            _check_folder_target(target)
+            published = converting.read_published(source, ema=ema)
+            found, state = converting.model_from_published(
+                published, where=str(source), num_heads=heads, grid=parse_grid(grid)
+            )
+            class_names = imagenet_classes() if found.num_classes == 1000 else None
+            if names is not None:
+                require(names.is_file(), f"{names} does not exist; expected a file with one class name per line")
+                class_names = parse_classes(
+                    names.read_text(encoding="utf-8"), where=str(names), num_classes=found.num_classes
+                )
+            preset = next((n for n, c in configs.MODELS.items() if dataclasses.replace(found, grid=c.grid) == c), None)
+            sampling = configs.SAMPLING[preset] if preset else configs.SamplingDefaults()
+            folder = checkpoint.FolderConfig(model=found, sampling=sampling, classes=class_names, license=license)
+            checkpoint.write_folder(target, folder, model=state)
+    out.print(f"wrote {target}")
+
+
+@app.command("tokenizer")
+def convert_tokenizer(
+    source: Annotated[Path, typer.Argument(help="A published checkpoint, or a model folder to go back.")],
+    target: Annotated[Path, typer.Argument(help="A model folder, or a .pt file to go back.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights.")] = False,
+) -> None:
+    """Tokenizer weights: published checkpoint to model folder, or a model folder back to the published format."""
+    from arpg import checkpoint
+    from arpg import convert as converting
+
+    with err.status(f"converting {source}"):
+        if source.is_dir():
+            _check_published_target(target)
+            converting.write_published(target, checkpoint.load_tokenizer(source).state_dict())
+        else:
+            _check_folder_target(target)
+            published = converting.read_published(source, ema=ema)
+            found, state = converting.tokenizer_from_published(published, where=str(source))
+            checkpoint.write_folder(target, checkpoint.FolderConfig(tokenizer=found), tokenizer=state)
+    out.print(f"wrote {target}")
+
+
+def _check_folder_target(target: Path) -> None:
+    from arpg.image import check_output
+
+    check_output(target, folder=True)
+
+
+def _check_published_target(target: Path) -> None:
+    require(not target.is_dir(), f"{target} is a folder; expected the name of a file, like {target}/published.pt")

@@ -1,0 +1,89 @@
+"""`arpg train`, `arpg train-tokenizer` and `arpg tokenize`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arpg.cli.console import DeviceOption, out, progress_bar
+
+RecipeArgument = Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
+OutOption = Annotated[Path, typer.Option("--out", "-o", help="The run's folder: logs, sheets, snapshots, the model.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue from the newest good snapshot.")]
+
+
+def train_tokenizer(
+    recipe: RecipeArgument,
+    folder: OutOption,
+    set_: SetOption = None,
+    resume: ResumeOption = False,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train a tokenizer on images."""
+    from arpg.train.recipe import TokenizerRecipe, read_recipe
+    from arpg.train.tokenizer import train_tokenizer as run
+
+    show_log()
+    out.print(f"wrote {run(read_recipe(recipe, TokenizerRecipe, set_ or []), folder, resume=resume, device=device)}")
+
+
+def train(
+    recipe: RecipeArgument,
+    folder: OutOption,
+    set_: SetOption = None,
+    resume: ResumeOption = False,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train an ARPG on tokens; the same command under `torchrun` uses many GPUs and machines."""
+    from arpg.train.model import train_model
+    from arpg.train.recipe import ModelRecipe, read_recipe
+
+    show_log()
+    out.print(
+        f"wrote {train_model(read_recipe(recipe, ModelRecipe, set_ or []), folder, resume=resume, device=device)}"
+    )
+
+
+def tokenize(
+    images: Annotated[list[str], typer.Argument(help="Image folders, zips, or paths into zips; together one set.")],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A model folder with a tokenizer.")],
+    folder: Annotated[Path, typer.Option("--out", "-o", help="The token folder to write.")],
+    size: Annotated[int, typer.Option(help="Side of the square that is tokenized, in pixels.")],
+    ten_crops: Annotated[bool, typer.Option("--ten-crops", help="Ten views of each image instead of one.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Images encoded together.")] = 64,
+    device: DeviceOption = "auto",
+) -> None:
+    """Turn images into token shards for `arpg train`; continues where it stopped."""
+    import torch
+
+    from arpg.checkpoint import load_tokenizer
+    from arpg.data.images import concatenate, open_images
+    from arpg.data.tokenize import tokenize as run
+    from arpg.hub import resolve
+    from arpg.pipeline import choose_device
+
+    loaded = load_tokenizer(resolve(tokenizer), device=choose_device(device), dtype=torch.float32)
+    sets = [open_images(path) for path in images]
+    with progress_bar() as progress:
+        task = progress.add_task("tokenizing", total=None)
+        tokens = run(
+            loaded,
+            concatenate(sets) if len(sets) > 1 else sets[0],
+            folder,
+            size=size,
+            ten_crops=ten_crops,
+            batch_size=batch_size,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    out.print(
+        f"{tokens.num_images} images, {tokens.views} views of {tokens.grid[0]}x{tokens.grid[1]} tokens in {folder}"
+    )
+
+
+def show_log() -> None:
+    """Training tells what it does through the log."""
+    logging.getLogger("arpg").setLevel(logging.INFO)

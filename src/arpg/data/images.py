@@ -1,0 +1,209 @@
+"""Image sets: folders and zip files of images, one folder per class, with captions where there are some.
+
+    ROOT/CLASS/.../FILE     classes are the folders below ROOT, sorted by name
+    ROOT/FILE               no classes: every label is 0
+    captions.json           {file: caption} or {file: {"name": caption, ...}}, beside the images it describes
+    captions.jsonl          {"file": ..., "caption": ...} per line, likewise
+
+ROOT is a folder, a zip file, or a path into a zip file, like data/fruits.zip/fruits/train.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import posixpath
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from arpg.errors import InputError, present, require
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+CAPTIONS = ("captions.json", "captions.jsonl")
+
+# What Pillow and zipfile raise for files that are damaged, encrypted or something else altogether.
+_BROKEN = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    Image.DecompressionBombError,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Images by number. `read` may be called from many threads."""
+
+    where: str  # the source, for messages
+    names: tuple[str, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+    captions: tuple[str, ...] | None
+    load: Callable[[int], Image.Image]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> Image.Image:
+        """The image as RGB: upright, and transparent parts on white."""
+        return self.load(index)
+
+
+def open_images(path: str | Path) -> ImageSet:
+    """The image set at a folder, a zip file, or a folder inside a zip file."""
+    path = Path(path)
+    if path.is_dir():
+        return _image_set(str(path), _walk(path), lambda name: (path / name).read_bytes())
+    archive = next((p for p in (path, *path.parents) if p.is_file()), None)
+    archive = present(archive, f"{path} does not exist; expected a folder of images or a zip file")
+    require(zipfile.is_zipfile(archive), f"{archive} is not a zip file; expected a folder of images or a zip file")
+    reader = _ZipReader(archive)
+    members = [info.filename for info in reader.file().infolist() if not info.is_dir()]
+    inner = path.relative_to(archive).as_posix()
+    prefix = "" if inner == "." else f"{inner}/"
+    files = [name.removeprefix(prefix) for name in members if name.startswith(prefix)]
+    tops = sorted({name.split("/")[0] for name in members})
+    require(bool(files) or not prefix, f"{archive} has no folder {inner}; at its top are {', '.join(tops[:8])}")
+    return _image_set(str(path), files, lambda name: reader.read(prefix + name))
+
+
+def concatenate(sets: Sequence[ImageSet]) -> ImageSet:
+    """One set after the other; a class that several of them have is one class."""
+    require(len(sets) >= 1, "there are no image sets to concatenate; give at least one")
+    with_classes = [bool(images.classes) for images in sets]
+    if any(with_classes) and not all(with_classes):
+        bare = sets[with_classes.index(False)].where
+        raise InputError(f"{bare} has no class folders, but other sets do; put its images into one folder per class")
+    number: dict[str, int] = {}
+    for images in sets:
+        for name in images.classes:
+            number.setdefault(name, len(number))
+    labels: list[int] = []
+    for images in sets:
+        labels += [number[images.classes[label]] if images.classes else 0 for label in images.labels]
+    captions: list[str] | None = []
+    for images in sets:
+        captions = None if captions is None or images.captions is None else [*captions, *images.captions]
+    places = [(images, i) for images in sets for i in range(len(images))]
+
+    def load(index: int) -> Image.Image:
+        images, i = places[index]
+        return images.read(i)
+
+    return ImageSet(
+        where=", ".join(images.where for images in sets),
+        names=tuple(name for images in sets for name in images.names),
+        labels=tuple(labels),
+        classes=tuple(number),
+        captions=None if captions is None else tuple(captions),
+        load=load,
+    )
+
+
+class _ZipReader:
+    """Reads members of a zip file; every thread has its own handle, because a handle has one position."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.local = threading.local()
+
+    def file(self) -> zipfile.ZipFile:
+        file: zipfile.ZipFile | None = getattr(self.local, "file", None)
+        if file is None:
+            try:
+                file = self.local.file = zipfile.ZipFile(self.path)
+            except (OSError, zipfile.BadZipFile) as error:
+                raise InputError(f"{self.path} is not a whole zip file ({error}); copy it again") from None
+        return file
+
+    def read(self, name: str) -> bytes:
+        return self.file().read(name)
+
+
+def _walk(root: Path) -> list[str]:
+    """All files below a folder, as relative paths with slashes."""
+    found = []
+    for folder, _, files in os.walk(root, followlinks=True):
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
+    return found
+
+
+def _image_set(where: str, files: Iterable[str], read: Callable[[str], bytes]) -> ImageSet:
+    # Archives made on a Mac carry "._" twins of every file under __MACOSX.
+    files = [name for name in files if not any(p.startswith((".", "__MACOSX")) for p in name.split("/"))]
+    names = tuple(sorted(name for name in files if name.lower().endswith(ENDINGS)))
+    require(len(names) >= 1, f"{where} has no images; expected files that end in {', '.join(ENDINGS)}")
+    loose = [name for name in names if "/" not in name]
+    require(
+        len(loose) in (0, len(names)),
+        f"{where} has class folders and also loose images, like {loose[0] if loose else ''}; use one or the other",
+    )
+    classes = () if loose else tuple(sorted({name.split("/")[0] for name in names}))
+    number = {name: i for i, name in enumerate(classes)}
+    labels = tuple(0 if loose else number[name.split("/")[0]] for name in names)
+    captions = _captions(where, [name for name in files if posixpath.basename(name) in CAPTIONS], names, read)
+
+    def load(index: int) -> Image.Image:
+        name = names[index]
+        try:
+            with Image.open(io.BytesIO(read(name))) as image:
+                return _rgb(image)
+        except InputError:  # the zip file itself, which says so
+            raise
+        except _BROKEN as error:
+            raise InputError(f"{where}/{name} cannot be read as an image ({error}); repair or remove it") from None
+
+    return ImageSet(where, names, labels, classes, captions, load)
+
+
+def _captions(
+    where: str, files: Sequence[str], names: Sequence[str], read: Callable[[str], bytes]
+) -> tuple[str, ...] | None:
+    """One caption per name, from all caption files; None where there is no such file."""
+    if not files:
+        return None
+    table: dict[str, str] = {}
+    for path in files:
+        try:
+            text = read(path).decode("utf-8")
+            if path.endswith(".jsonl"):
+                rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+                entries = {row["file"]: row["caption"] for row in rows}
+            else:
+                entries = {k: v["name"] if isinstance(v, dict) else v for k, v in json.loads(text).items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{where}/{path} is not a caption file ({type(error).__name__}: {error}); "
+                'expected {file: caption}, or lines of {"file": ..., "caption": ...} in a .jsonl file'
+            ) from None
+        table |= {posixpath.join(posixpath.dirname(path), name): caption for name, caption in entries.items()}
+    missing = [name for name in names if not isinstance(table.get(name), str)]
+    require(
+        not missing,
+        f"{where} has captions, but {len(missing)} images have none, like {missing[0] if missing else ''}; add them",
+    )
+    return tuple(table[name] for name in names)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")

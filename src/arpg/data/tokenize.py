@@ -1,0 +1,112 @@
+"""Images to token sets: every image is encoded once, and an interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from arpg.data.images import ImageSet
+from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
+from arpg.errors import require
+from arpg.image import adm_crop, ten_crop
+from arpg.tokenizer import VQTokenizer
+
+THREADS = 8
+
+_log = logging.getLogger(__name__)
+
+
+def tokenize(
+    tokenizer: VQTokenizer,
+    images: ImageSet,
+    folder: Path,
+    *,
+    size: int,
+    ten_crops: bool,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+    shard_size: int = 65536,
+) -> TokenSet:
+    """Encode the centre crop (or ten crops) of every image into a token folder; `batch_size` counts crops."""
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    grid, views = tokenizer.grid(size, size), 10 if ten_crops else 1
+    fingerprint = _fingerprint(tokenizer, images, size)
+    if (folder / TOKENS).exists():
+        tokens = open_tokens(folder)
+        require(
+            (tokens.info.fingerprint, tokens.views) == (fingerprint, views),
+            f"{folder} was made with another tokenizer, other images or other settings; "
+            "delete it or choose another folder",
+        )
+        return tokens
+    vocab_size = tokenizer.config.codebook_size
+    writer = TokenWriter(
+        folder,
+        grid=grid,
+        vocab_size=vocab_size,
+        classes=images.classes,
+        views=views,
+        shard_size=shard_size,
+        fingerprint=fingerprint,
+    )
+    if writer.num_done:
+        _log.info("%s: continuing after %d images", folder, writer.num_done)
+
+    def prepare(index: int) -> NDArray[np.uint8]:
+        image = images.read(index)
+        return np.stack(
+            [np.asarray(view) for view in (ten_crop(image, size) if ten_crops else [adm_crop(image, size)])]
+        )
+
+    labels = np.array(images.labels, np.int32)
+    per_batch = max(1, batch_size // views)
+    done = writer.num_done
+    for batch in _batches(prepare, range(done, len(images)), per_batch):
+        ids = _encode(tokenizer, np.concatenate(batch))
+        writer.add(ids.reshape(len(batch), views, -1), labels[done : done + len(batch)])
+        done += len(batch)
+        if progress is not None:
+            progress(done, len(images))
+    writer.close()
+    return open_tokens(folder)
+
+
+@torch.inference_mode()
+def _encode(tokenizer: VQTokenizer, pixels_BHW3: NDArray[np.uint8]) -> NDArray[np.int64]:
+    pixels_B3HW = torch.from_numpy(pixels_BHW3).to(tokenizer.device).permute(0, 3, 1, 2)
+    ids_BN: NDArray[np.int64] = tokenizer.encode((pixels_B3HW.float() / 127.5 - 1).to(tokenizer.dtype)).cpu().numpy()
+    return ids_BN
+
+
+def _batches(
+    prepare: Callable[[int], NDArray[np.uint8]], numbers: range, size: int
+) -> Iterator[list[NDArray[np.uint8]]]:
+    """Prepared images in order, `size` at a time, with the next two batches in preparation meanwhile."""
+    waiting: deque[Future[NDArray[np.uint8]]] = deque()
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize") as pool:
+        try:
+            for start in range(0, len(numbers), size):
+                ahead = numbers[start + len(waiting) : start + 3 * size]
+                waiting.extend(pool.submit(prepare, number) for number in ahead)
+                yield [waiting.popleft().result() for _ in numbers[start : start + size]]
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int) -> str:
+    """What decides the ids: the weights, the images' names and labels, and the size."""
+    digest = hashlib.sha256(f"{size} {images.classes} {images.labels}".encode())
+    digest.update("\n".join(images.names).encode())
+    for name, tensor in sorted(tokenizer.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]

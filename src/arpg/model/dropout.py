@@ -1,0 +1,44 @@
+"""Dropout whose mask is a function of (sample key, layer, site, channel): not of the process or the batch.
+
+Shapes: B batch; anything after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_GOLDEN = -1640531527  # 2^32 / golden ratio, as int32
+
+
+class Dropout(nn.Module):
+    """Acts in train mode. With a key per sample the mask depends on it alone; without, on torch's global generator."""
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p = p
+        self.site = site  # which dropout of its block this is
+
+    def forward(self, x_B: Tensor, key_B: Tensor | None) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x_B
+        if key_B is None:
+            return F.dropout(x_B, self.p)
+        start_B = fold(key_B, self.site)
+        index = torch.arange(x_B[0].numel(), device=x_B.device, dtype=torch.int32).reshape(x_B.shape[1:])
+        word = _mix(start_B.reshape(-1, *[1] * (x_B.dim() - 1)) + index)
+        keep = (word & 0xFFFFFF) >= round(self.p * 2**24)
+        return x_B * keep * (1.0 / (1.0 - self.p))
+
+
+def fold(key_B: Tensor, number: int) -> Tensor:
+    """New keys out of old ones: for each layer, and in it for each site, so that no two share a mask."""
+    return _mix(key_B + (number + 1) * _GOLDEN)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit avalanche (two multiplications, three shifts) in wrapping int32; `& mask` makes the shifts logical."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)

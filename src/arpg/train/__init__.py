@@ -1,0 +1,1 @@
+"""Training: recipes, the loops, optimisation, distribution, snapshots."""

@@ -1,0 +1,91 @@
+"""What a step trains on: a pure function of (seed, step), whatever the number of processes.
+
+Sample number = step * batch size + place in the batch; everything about a sample follows from it.
+Shapes: B local batch, N grid tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arpg.data.tokens import TokenSet
+from arpg.decode.noise import Stream, random_words, seed_keys
+from arpg.errors import require
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids_BN: Tensor
+    labels_B: Tensor  # the null class (num_classes) where the label is dropped
+    order_BN: Tensor
+    dropout_key_B: Tensor
+
+
+class TokenBatches:
+    """Every image once per epoch, in a fresh permutation; one of its views, an order and a label drop per sample."""
+
+    def __init__(
+        self,
+        tokens: TokenSet,
+        *,
+        batch_size: int,
+        parts: int,
+        num_classes: int,
+        label_drop: float,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`parts`: into how many equal parts a batch is cut (processes times accumulation)."""
+        require(
+            batch_size % parts == 0,
+            f"run.batch_size {batch_size} cannot be cut into {parts} equal parts (processes x run.accumulate)",
+        )
+        self.tokens, self.batch_size, self.part_size = tokens, batch_size, batch_size // parts
+        self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
+        self.key = seed_keys([seed], device=device)
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def indices(self, step: int, part: int) -> NDArray[np.int64]:
+        """Which images the part of a step's batch holds."""
+        numbers = self._numbers(step, part)
+        result = np.empty(len(numbers), dtype=np.int64)
+        for epoch in np.unique(numbers // self.tokens.num_images):
+            chosen = numbers // self.tokens.num_images == epoch
+            result[chosen] = self._order_of(int(epoch))[numbers[chosen] % self.tokens.num_images]
+        return result
+
+    def batch(self, step: int, part: int) -> Batch:
+        index = self.indices(step, part)
+        number = torch.from_numpy(self._numbers(step, part))[None]
+        on_cpu = seed_keys([self.seed])
+        view = (random_words(on_cpu, Stream.VIEW, number, 1)[0, :, 0] % self.tokens.views).numpy()
+        ids = torch.from_numpy(self.tokens.gather(index, view))
+        labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
+        dropped = random_words(on_cpu, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
+        labels = torch.where(dropped, self.num_classes, labels)
+        if self.device.type == "cuda":
+            ids, labels, number = ids.pin_memory(), labels.pin_memory(), number.pin_memory()
+        number = number.to(self.device, non_blocking=True)
+        words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
+        return Batch(
+            ids_BN=ids.to(self.device, non_blocking=True),
+            labels_B=labels.to(self.device, non_blocking=True),
+            order_BN=words[:, 1:].argsort(-1),
+            dropout_key_B=words[:, 0].to(torch.int32),
+        )
+
+    def _numbers(self, step: int, part: int) -> NDArray[np.int64]:
+        start = step * self.batch_size + part * self.part_size
+        return np.arange(start, start + self.part_size)
+
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+        if epoch != self._epoch:
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(self.tokens.num_images)
+            self._epoch = epoch
+        return self._permutation

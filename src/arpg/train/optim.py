@@ -1,0 +1,75 @@
+"""Optimisation: AdamW groups, the learning rate of a step, and the exponential moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from arpg.train.recipe import OptimRecipe
+
+
+def make_adamw(module: nn.Module, recipe: OptimRecipe) -> torch.optim.AdamW:
+    """Weight decay on every tensor of two or more dimensions (embeddings too), on nothing else."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=recipe.lr, betas=recipe.betas, fused=True)
+
+
+def learning_rate(recipe: OptimRecipe, step: int, num_steps: int) -> float:
+    """Linear warm-up to `lr`, then cosine or linear to `min_lr`, or constant."""
+    warmup = round(recipe.warmup * num_steps)
+    if step < warmup:
+        return recipe.lr * (step + 1) / warmup
+    if recipe.schedule == "constant" or num_steps <= warmup + 1:
+        return recipe.lr
+    done = (step - warmup) / (num_steps - 1 - warmup)
+    share = 0.5 * (1 + math.cos(math.pi * done)) if recipe.schedule == "cosine" else 1.0 - done
+    return recipe.min_lr + (recipe.lr - recipe.min_lr) * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class EMA:
+    """A moving average of a module's parameters; works on sharded parameters as on whole ones."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.names = [name for name, _ in module.named_parameters()]
+        self.live = [p for _, p in module.named_parameters()]
+        self.average = [p.detach().clone() for p in self.live]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Young averages forget faster, so that the start does not linger: (1 + step) / (10 + step) at most."""
+        weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.live], weight)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The module computes with the averaged weights inside."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, live in zip(self.average, self.live, strict=True):
+            kept = live.detach().clone()
+            live.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages by name; the very tensors, so that loading in place works."""
+        return dict(zip(self.names, self.average, strict=True))

@@ -1,0 +1,162 @@
+"""Recipes: TOML files read into frozen dataclasses. Unknown keys are an error; `--set a.b=value` overrides."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, one_of
+from arpg.errors import InputError, require
+
+T = TypeVar("T")
+SCHEDULES = ("cosine", "linear", "constant")
+PARALLEL = ("none", "ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class OptimRecipe:
+    """AdamW and its learning rate: a linear warm-up, then `schedule` down to `min_lr`."""
+
+    lr: float
+    schedule: str = "cosine"
+    min_lr: float = 1e-5
+    warmup: float = 0.25  # share of the run; 1.0 is a ramp over all of it
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.05  # on tensors of two or more dimensions
+    clip: float = 1.0  # norm of the whole gradient; 0 turns it off
+    ema: float = 0.9999
+
+    def __post_init__(self) -> None:
+        one_of("optim.schedule", self.schedule, SCHEDULES)
+        require(self.lr > 0, f"optim.lr is {self.lr}; expected more than 0")
+        require(0 <= self.warmup <= 1, f"optim.warmup is {self.warmup}; expected a share of the run, 0 to 1")
+        require(0 <= self.ema < 1, f"optim.ema is {self.ema}; expected 0 <= ema < 1")
+
+
+@dataclass(frozen=True)
+class RunRecipe:
+    """How long, how often to look, and on what."""
+
+    steps: int
+    batch_size: int  # over all processes and accumulation steps
+    accumulate: int = 1
+    precision: str = "bf16"
+    compile: bool = True
+    parallel: str = "none"
+    log_every: int = 50
+    validate_every: int = 1000
+    sample_every: int = 1000
+    save_every: int = 1000
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        one_of("run.precision", self.precision, ("bf16", "float32"))
+        one_of("run.parallel", self.parallel, PARALLEL)
+        for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "sample_every", "save_every"):
+            require(getattr(self, name) >= 1, f"run.{name} is {getattr(self, name)}; expected 1 or more")
+        require(self.keep >= 1, f"run.keep is {self.keep}; expected 1 or more snapshots")
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"run.batch_size {self.batch_size} cannot be cut into run.accumulate {self.accumulate} equal parts",
+        )
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Token folders, as `arpg tokenize` makes them."""
+
+    train: str
+    validation: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """`arpg train`: a class-conditional ARPG from tokens."""
+
+    model: ModelConfig
+    data: TokenData
+    optim: OptimRecipe
+    run: RunRecipe
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    tokenizer: str | None = None  # a model folder: for the sample sheets, and copied into the result
+    init_from: str | None = None  # a model to start from; what fits is taken
+    label_drop: float = 0.1
+    seed: int = 0
+    license: str = "unknown"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.label_drop < 1, f"label_drop is {self.label_drop}; expected 0 <= label_drop < 1")
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image folder, a zip or a path into one, and how often it is drawn from."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class PixelData:
+    size: int
+    sources: tuple[ImageSource, ...]
+    validation: tuple[ImageSource, ...] = ()
+    validation_images: int = 512  # of each validation source
+    margin: float = 1.1  # crops come from a square this much larger
+    scale: tuple[float, float] = (1.0, 1.0)  # range of the random zoom
+
+
+@dataclass(frozen=True)
+class TokenizerLoss:
+    """Weights of the terms. The adversarial one comes in after a share of the run."""
+
+    lpips_weights: str
+    mse: float = 1.0
+    lpips: float = 1.0
+    commitment: float = 0.25
+    adversarial: float = 0.5
+    adversarial_start: float = 0.5
+    discriminator_lr: float = 1e-4
+    restart_every: int = 0  # steps between replacing codes that were not used meanwhile; 0: never
+
+
+@dataclass(frozen=True)
+class TokenizerRecipe:
+    """`arpg train-tokenizer`: a VQ tokenizer from images."""
+
+    tokenizer: TokenizerConfig
+    data: PixelData
+    loss: TokenizerLoss
+    optim: OptimRecipe
+    run: RunRecipe
+    init_from: str | None = None
+    seed: int = 0
+    license: str = "unknown"
+
+
+def read_recipe(path: Path, cls: type[T], overrides: Sequence[str] = ()) -> T:
+    """The recipe of a file, with `a.b=value` overrides (values as in TOML; bare words are strings)."""
+    require(path.is_file(), f"{path} does not exist; expected a recipe (a TOML file, see recipes/)")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _override(data, override)
+    return from_dict(cls, data, where=str(path))
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    require(bool(key.strip()) and equals == "=", f"--set {override!r} is no key=value, like optim.lr=3e-4")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        require(isinstance(data, dict), f"--set {override!r}: {parent} is a value, not a section")
+    try:
+        data[last] = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        data[last] = text.strip()

@@ -1,0 +1,127 @@
+"""What a run tells while it goes: a progress line, metrics as JSON lines, TensorBoard, and a loss curve."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from arpg.files import write_whole
+
+log = logging.getLogger(__name__)
+
+# Dense bf16 peak in FLOP/s, by the vendor's data sheets.
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+class Report:
+    """`metrics.jsonl`, `tensorboard/` and `loss.png` in the run's folder. Only the main process writes."""
+
+    def __init__(self, folder: Path, *, num_steps: int, start: int, active: bool) -> None:
+        self.folder, self.num_steps, self.active = folder, num_steps, active
+        self.since, self.since_step = time.perf_counter(), start
+        self.board = _tensorboard(folder / "tensorboard") if active else None
+        if active:
+            folder.mkdir(parents=True, exist_ok=True)
+            _forget_after(folder / "metrics.jsonl", start)
+
+    def rate(self, step: int) -> float:
+        """Steps per second since the last call."""
+        now = time.perf_counter()
+        rate = (step - self.since_step) / max(now - self.since, 1e-9)
+        self.since, self.since_step = now, step
+        return rate
+
+    def pause(self) -> None:
+        """Do not count what just happened (validation, sheets, saving) as training time."""
+        self.since = time.perf_counter()
+
+    def add(self, step: int, metrics: dict[str, float], *, quiet: bool = False) -> None:
+        if not self.active:
+            return
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+        if not quiet:
+            shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+            left = ""
+            if rate := metrics.get("steps/s"):
+                seconds = int((self.num_steps - step) / rate)
+                left = f"  left {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+            log.info("step %d/%d  %s%s", step, self.num_steps, shown, left)
+
+    def picture(self, name: str, image: Any) -> None:
+        """Keep a PIL image in the run's folder."""
+        if self.active:
+            write_whole(self.folder / f"{name}.png", lambda path: image.save(path, format="PNG"))
+
+    def curve(self) -> None:
+        if self.active:
+            draw_curve(self.folder)
+
+    def close(self) -> None:
+        self.curve()
+        if self.board is not None:
+            self.board.close()
+
+
+def draw_curve(folder: Path) -> None:
+    """`loss.png` out of `metrics.jsonl`: every metric whose name has "loss" in it, over the steps."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        log.warning("no loss.png: matplotlib is not installed (pip install 'arpg[train]')")
+        return
+    series: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        for name, value in entry.items():
+            if "loss" in name:
+                series[name].append((entry["step"], value))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in sorted(series.items()):
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.2, marker="o" if "validation" in name else "")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    if series:
+        axes.legend()
+    write_whole(folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png"))
+
+
+def peak_flops(device_name: str) -> float | None:
+    return next((peak for name, peak in PEAK.items() if name in device_name), None)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """A resumed run repeats the steps after its snapshot; what an interrupted one said of them is dropped."""
+    if path.exists():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        text = "".join(line + "\n" for line in lines)
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):  # a line cut short by a crash
+        return float("inf")
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.warning("no TensorBoard files: tensorboard is not installed (pip install 'arpg[train]')")
+        return None
+    return SummaryWriter(str(folder))
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

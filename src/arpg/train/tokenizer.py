@@ -1,0 +1,299 @@
+"""`arpg train-tokenizer`: the VQ tokenizer learns from images.
+
+Shapes: B local batch, HW pixels, hw latent grid, V codes, E codebook channels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed
+from PIL import Image
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import functional as F
+
+from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
+from arpg.data.images import open_images
+from arpg.data.pixels import PixelStream, eval_pixels
+from arpg.errors import require
+from arpg.evaluation.reconstruction import reconstruction_report, to_images
+from arpg.hub import resolve
+from arpg.image import sheet, to_pil
+from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer.losses import (
+    LPIPS,
+    PatchDiscriminator,
+    hinge_discriminator_loss,
+    hinge_generator_loss,
+    restart_dead_codes,
+    vector_quantize,
+)
+from arpg.train.distributed import World, parallelize, start, stop
+from arpg.train.loop import run_training
+from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
+from arpg.train.recipe import OptimRecipe, RunRecipe, TokenizerRecipe
+from arpg.train.snapshot import Snapshots
+
+
+class Reconstruction(NamedTuple):
+    image_B3HW: Tensor
+    ids_BN: Tensor
+    z_BEhw: Tensor
+    mse: Tensor
+    lpips: Tensor
+    codebook: Tensor
+    commitment: Tensor
+
+
+class Objective(nn.Module):
+    """The tokenizer with its losses, but for the adversarial one."""
+
+    def __init__(self, tokenizer: VQTokenizer, lpips: LPIPS) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.lpips = [lpips]  # not a submodule: it is not trained, distributed or saved
+
+    def forward(self, image_B3HW: Tensor) -> Reconstruction:
+        t = self.tokenizer
+        z = t.quant_conv(t.encoder(image_B3HW))
+        quantized = vector_quantize(z, t.quantize.codes())
+        out = t.decode_codes(quantized.codes_BEhw)
+        return Reconstruction(
+            image_B3HW=out,
+            ids_BN=quantized.ids_BN,
+            z_BEhw=z.detach(),
+            mse=F.mse_loss(out.float(), image_B3HW.float()),
+            lpips=self.lpips[0](out, image_B3HW).mean(),
+            codebook=quantized.codebook_loss,
+            commitment=quantized.commitment_loss,
+        )
+
+
+class TokenizerTraining:
+    """One run of a tokenizer recipe."""
+
+    def __init__(self, recipe: TokenizerRecipe, folder: Path, world: World) -> None:
+        require(
+            recipe.run.accumulate == 1 and recipe.run.parallel != "fsdp",
+            "a tokenizer is trained with run.accumulate = 1 and run.parallel = none or ddp: it is small",
+        )
+        self.recipe, self.folder, self.world = recipe, folder, world
+        torch.manual_seed(recipe.seed)
+        if recipe.init_from is not None:
+            tokenizer = load_tokenizer(resolve(recipe.init_from), dtype=torch.float32)
+            require(
+                tokenizer.config == recipe.tokenizer,
+                f"init_from {recipe.init_from} is {tokenizer.config}; the recipe says {recipe.tokenizer}",
+            )
+        else:
+            tokenizer = VQTokenizer(recipe.tokenizer)
+            nn.init.normal_(tokenizer.quantize.embedding.weight)  # anywhere on the sphere
+        fast = world.device.type == "cuda"
+        layout = torch.channels_last if fast else torch.contiguous_format
+        self.tokenizer = tokenizer.to(world.device, memory_format=layout).train()  # type: ignore[call-overload]
+        self.lpips = LPIPS.load(Path(recipe.loss.lpips_weights)).to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        self.objective = Objective(self.tokenizer, self.lpips)
+        self.discriminator = PatchDiscriminator().to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        if recipe.run.compile and fast:
+            self.objective.compile()
+        self.parallel = parallelize(self.objective, recipe.run.parallel, world, [])
+        self.parallel_discriminator = parallelize(self.discriminator, recipe.run.parallel, world, [])
+        self.optimizer = make_adamw(self.objective, recipe.optim)
+        self.discriminator_optimizer = torch.optim.AdamW(
+            self.discriminator.parameters(), lr=recipe.loss.discriminator_lr, betas=(0.5, 0.95), fused=True
+        )
+        self.ema = EMA(self.objective, recipe.optim.ema)
+        self.counts_V = torch.zeros(recipe.tokenizer.codebook_size, device=world.device)
+        self.stream = PixelStream(
+            [(open_images(source.path), source.weight) for source in recipe.data.sources],
+            recipe.data.size,
+            seed=recipe.seed,
+            batch_size=recipe.run.batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            margin=recipe.data.margin,
+            scale=recipe.data.scale,
+        )
+        self.validation = {
+            _name(source.path): eval_pixels(
+                open_images(source.path), recipe.data.size, limit=recipe.data.validation_images
+            )
+            for source in recipe.data.validation
+        }
+        self.snapshots = Snapshots(folder / "snapshots", world, keep=recipe.run.keep)
+
+    @property
+    def run(self) -> RunRecipe:
+        return self.recipe.run
+
+    @property
+    def optim(self) -> OptimRecipe:
+        return self.recipe.optim
+
+    def step(self, step: int) -> dict[str, Tensor]:
+        """The tokenizer's step, then the discriminator's once it is on, then dead codes."""
+        loss, run = self.recipe.loss, self.recipe.run
+        rate = learning_rate(self.recipe.optim, step, run.steps)
+        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.discriminator_optimizer, loss.discriminator_lr * rate / self.recipe.optim.lr)
+        adversarial = loss.adversarial > 0 and step >= loss.adversarial_start * run.steps
+        image = self.stream.images(step, self.world.device)
+        with self._autocast():
+            out: Reconstruction = self.parallel(image)
+            total = loss.mse * out.mse + loss.lpips * out.lpips + out.codebook + loss.commitment * out.commitment
+            if adversarial:
+                self.discriminator.requires_grad_(False)
+                generator = hinge_generator_loss(self.discriminator(out.image_B3HW))
+                total = total + loss.adversarial * generator
+                self.discriminator.requires_grad_(True)
+        total.backward()  # type: ignore[no-untyped-call]
+        if self.recipe.optim.clip > 0:
+            nn.utils.clip_grad_norm_(self.objective.parameters(), self.recipe.optim.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = {"loss": total, "mse": out.mse, "lpips": out.lpips, "codebook": out.codebook}
+        if adversarial:
+            losses |= {
+                "generator": generator,
+                "discriminator": self._discriminator_step(image, out.image_B3HW.detach()),
+            }
+        self._restart(step, out)
+        self.ema.update(step)
+        return {name: value.detach() for name, value in losses.items()}
+
+    def _discriminator_step(self, real: Tensor, fake: Tensor) -> Tensor:
+        with self._autocast():
+            logits = self.parallel_discriminator(torch.cat((real, fake.to(real.dtype))))
+            loss = hinge_discriminator_loss(*logits.chunk(2))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.discriminator_optimizer.step()
+        self.discriminator_optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _restart(self, step: int, out: Reconstruction) -> None:
+        """Now and then, codes that nothing chose since the last time start again from what the encoder says."""
+        every = self.recipe.loss.restart_every
+        if every == 0:
+            return
+        self.counts_V += torch.bincount(out.ids_BN.flatten(), minlength=len(self.counts_V))
+        # Not in the last quarter: what starts then does not find its place any more.
+        if (step + 1) % every == 0:
+            if step < 0.75 * self.recipe.run.steps:
+                candidates = out.z_BEhw.float().transpose(0, 1).flatten(1).T.contiguous()
+                if self.world.size > 1:
+                    torch.distributed.all_reduce(self.counts_V)
+                    torch.distributed.broadcast(candidates, 0)
+                generator = torch.Generator().manual_seed(self.recipe.seed + step)
+                weight = self.tokenizer.quantize.embedding.weight
+                restart_dead_codes(weight, self.counts_V, candidates, generator=generator)
+            self.counts_V.zero_()
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """PSNR, LPIPS and codebook usage of the averaged weights, for each validation source."""
+        metrics: dict[str, float] = {}
+        with self._averaged() as tokenizer:
+            for name, pixels in self.validation.items():
+                report = reconstruction_report(tokenizer, pixels, self.lpips, batch_size=128)
+                metrics |= {f"{name} {key}": float(report[key]) for key in ("psnr", "lpips", "usage")}
+        return metrics
+
+    @torch.no_grad()
+    def sheet(self, num_images: int = 8) -> Any:
+        """Validation images over their reconstructions."""
+        if not self.validation:
+            return None
+        pixels = np.concatenate([p[:: max(1, len(p) // num_images)][:num_images] for p in self.validation.values()])
+        with self._averaged() as tokenizer:
+            images = to_images(pixels, self.world.device)
+            out = tokenizer.decode(tokenizer.encode(images), tokenizer.grid(*images.shape[2:]))
+        rows = []
+        shown = [Image.fromarray(p) for p in pixels]
+        for i in range(0, len(shown), num_images):
+            rows += shown[i : i + num_images] + to_pil(out[i : i + num_images])
+        return sheet(rows, columns=num_images)
+
+    def _averaged(self) -> Any:
+        return _Averaged(self.ema, self.tokenizer)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.run.precision == "bf16")
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.objective),
+            "optimizer": get_optimizer_state_dict(self.objective, self.optimizer),
+            "discriminator": get_model_state_dict(self.discriminator),
+            "discriminator_optimizer": get_optimizer_state_dict(self.discriminator, self.discriminator_optimizer),
+            "ema": self.ema.state_dict(),
+            "counts": self.counts_V,
+        }
+
+    def restore(self) -> int:
+        state = self.state()
+        step = self.snapshots.load(state)
+        if step is None:
+            return 0
+        set_model_state_dict(self.objective, state["model"])
+        set_optimizer_state_dict(self.objective, self.optimizer, state["optimizer"])
+        set_model_state_dict(self.discriminator, state["discriminator"])
+        set_optimizer_state_dict(self.discriminator, self.discriminator_optimizer, state["discriminator_optimizer"])
+        return step
+
+    def export(self) -> Path:
+        """`folder/model`: the averaged weights as a model folder that holds the tokenizer alone."""
+        target = self.folder / "model"
+        if self.world.main:
+            with self._averaged() as tokenizer:
+                state = {key: tensor.detach().cpu().clone() for key, tensor in tokenizer.state_dict().items()}
+            config = FolderConfig(tokenizer=self.recipe.tokenizer, license=self.recipe.license)
+            write_folder(target, config, tokenizer=state)
+        return target
+
+    def describe_batch(self, step: int) -> str:
+        return (
+            f"samples {step * self.run.batch_size} to {(step + 1) * self.run.batch_size - 1} of seed {self.recipe.seed}"
+        )
+
+    def flops_per_step(self) -> float:
+        """Unknown for a convolutional network of any shape; 0 leaves the utilisation out."""
+        return 0.0
+
+
+class _Averaged:
+    """The tokenizer with its averaged weights, in eval mode, inside a `with`."""
+
+    def __init__(self, ema: EMA, tokenizer: VQTokenizer) -> None:
+        self.swap, self.tokenizer = ema.swapped_in(), tokenizer
+
+    def __enter__(self) -> VQTokenizer:
+        self.swap.__enter__()
+        return self.tokenizer.eval()
+
+    def __exit__(self, *error: Any) -> None:
+        self.swap.__exit__(*error)
+        self.tokenizer.train()
+
+
+def _name(path: str) -> str:
+    """What a validation source is called in the logs: the last folder that is no split."""
+    parts = [part for part in Path(path).parts if part not in ("train", "test", "val", "validation")]
+    return parts[-1].removesuffix(".zip")
+
+
+def train_tokenizer(recipe: TokenizerRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
+    """Run a recipe to its end; returns the folder of the finished tokenizer."""
+    world = start(device)
+    try:
+        return run_training(TokenizerTraining(recipe, folder, world), resume=resume)
+    finally:
+        stop()

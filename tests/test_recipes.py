@@ -1,0 +1,111 @@
+"""Recipes: every shipped one loads; unknown keys, bad values and overrides."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from arpg import InputError
+from arpg.config import MODELS
+from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+def kind(path):
+    return TokenizerRecipe if "loss" in tomllib.loads(path.read_text()) else ModelRecipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(path):
+    recipe = read_recipe(path, kind(path))
+    assert recipe.run.steps > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "batch_size", "lr"),
+    [("l", 500_000, 1024, 4e-4), ("xl", 670_000, 768, 3e-4), ("xxl", 1_000_000, 512, 2e-4)],
+)
+def test_the_papers_recipes(name, steps, batch_size, lr):
+    path = next(p for p in RECIPES if p.stem == f"imagenet-256-{name}")
+    recipe = read_recipe(path, ModelRecipe)
+    assert recipe.model == MODELS[f"arpg-{name}"]
+    assert (recipe.run.steps, recipe.run.batch_size, recipe.optim.lr) == (steps, batch_size, lr)
+    assert (recipe.optim.warmup, recipe.optim.weight_decay, recipe.optim.betas) == (0.25, 0.05, (0.9, 0.95))
+    assert recipe.optim.min_lr == 1e-5
+
+
+def test_the_papers_512_fine_tune():
+    path = next(p for p in RECIPES if p.stem == "imagenet-512-xl")
+    recipe = read_recipe(path, ModelRecipe)
+    assert recipe.model == dataclasses.replace(MODELS["arpg-xl"], grid=(32, 32))
+    assert recipe.init_from == "arpg-xl"
+    assert (recipe.run.steps, recipe.run.batch_size) == (500_000, 128)
+    assert (recipe.optim.lr, recipe.optim.schedule, recipe.optim.warmup) == (5e-5, "linear", 1.0)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text(
+        """
+[model]
+width = 32
+num_heads = 2
+pass1_layers = 1
+pass2_layers = 1
+[data]
+train = "tokens"
+[optim]
+lr = 1e-3
+[run]
+steps = 10
+batch_size = 8
+"""
+    )
+    return path
+
+
+def test_overrides(recipe):
+    changed = read_recipe(
+        recipe, ModelRecipe, ["optim.lr=3e-4", "model.grid=[4, 6]", "data.train=other", "run.compile=false", "seed=7"]
+    )
+    assert (changed.optim.lr, changed.model.grid, changed.data.train) == (3e-4, (4, 6), "other")
+    assert (changed.run.compile, changed.seed) == (False, 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.rate=1", "unknown key rate"),
+        ("speed=1", "unknown key speed"),
+        ("optim.lr=-1", "optim.lr is -1"),
+        ("optim.lr=fast", "optim.lr is 'fast'; expected float"),
+        ("optim.schedule=step", "'step'"),
+        ("run.steps=0", "run.steps is 0"),
+        ("run.accumulate=3", "cannot be cut into"),
+        ("run.parallel=zero", "'zero'"),
+        ("label_drop=1.0", "label_drop is 1.0"),
+        ("model.num_heads=3", "width 32"),
+        ("nonsense", "no key=value"),
+        ("seed.x=1", "not a section|is a value"),
+    ],
+)
+def test_bad_overrides(recipe, override, message):
+    if override.startswith("seed."):
+        recipe.write_text("seed = 1\n" + recipe.read_text())
+    with pytest.raises(InputError, match=message):
+        read_recipe(recipe, ModelRecipe, [override])
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        read_recipe(tmp_path / "none.toml", ModelRecipe)
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[model")
+    with pytest.raises(InputError, match="not valid TOML"):
+        read_recipe(bad, ModelRecipe)
+    bad.write_text("[model]\nwidth = 32\n")
+    with pytest.raises(InputError, match="missing key data, optim, run"):
+        read_recipe(bad, ModelRecipe)
