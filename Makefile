@@ -11,11 +11,11 @@ BIN := .venv/bin
 	@touch $@
 
 demo: .venv/.installed
-	@$(BIN)/python examples/untrained.py demo-out/untrained
-	@$(BIN)/arpg plan --output demo-out/orders.png
-	@$(BIN)/arpg generate --model demo-out/untrained --class 3 --class 7 --num 8 --seed 0 --output demo-out/untrained.png
-	@echo "No trained model is in the box yet: demo-out/untrained.png is what random weights draw (noise)."
-	@echo "demo-out/orders.png shows in which step each token is decoded, for every order."
+	@$(BIN)/arpg generate --num 1 --seed 0 --output demo-out/garden.png \
+	  --class "Apple Red 1" --class Banana --class Blueberry --class Corn --class "Cherry 1" --class Kiwi --class Lemon \
+	  --class Orange --class "Pepper Green" --class Raspberry --class Strawberry --class daisy --class dandelion \
+	  --class roses --class sunflowers --class tulips
+	@echo "Look at demo-out/garden.png: 16 classes of garden, the model in the box."
 
 test: .venv/.installed
 	$(BIN)/pytest

@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(run, folder, tmp_path,
 
 def test_broken_models(run, folder, tmp_path):
     output = ["-c", 0, "-o", tmp_path / "out.png"]
-    check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither a folder")
+    check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither in the box")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:999])
     check_error(generate(run, folder, *output), "model.safetensors", "not a whole safetensors file")
@@ -166,6 +166,15 @@ def test_convert_there_and_back(run, tmp_path):
     assert run("convert", "model", tmp_path / "ema", tmp_path / "ema.pt")[0] == 0
     half, whole = read_published(tmp_path / "ema.pt"), read_published(GOLDEN / "arpg_a.pt")
     assert all(torch.equal(half[key], whole[key] / 2) for key in whole)
+
+
+def test_storing_small(run, folder, tmp_path):
+    assert run("convert", "store", folder, tmp_path / "small", "--as", "int8")[0] == 0
+    sizes = [(path / "model.safetensors").stat().st_size for path in (tmp_path / "small", folder)]
+    assert sizes[0] < 0.5 * sizes[1]
+    assert generate(run, tmp_path / "small", "-c", 0, "-o", tmp_path / "a.png")[0] == 0
+    check_error(run("convert", "store", folder, tmp_path / "x", "--as", "int3"), "'int3'", "float16")
+    assert not (tmp_path / "x").exists()
 
 
 def test_convert_errors(run, tmp_path):
@@ -197,10 +206,10 @@ def test_info_and_classes(run, folder):
     assert code == 0
     for part in ("width 32", "shared_kv true", "MIT", "model.safetensors", "guidance_by_steps", "M parameters"):
         assert part in out
-    code, out, _ = run("classes", folder)
+    code, out, _ = run("classes", "--model", folder)
     assert out.splitlines() == [f"    {i}  class {i}" for i in range(5)]
-    assert run("classes", folder, "s 3")[1].split() == ["3", "class", "3"]
-    check_error(run("classes", folder, "zebra"), "'zebra'")
+    assert run("classes", "s 3", "--model", folder)[1].split() == ["3", "class", "3"]
+    check_error(run("classes", "zebra", "--model", folder), "'zebra'")
     check_error(run("pull", "arpg-m"), "'arpg-m'", "arpg-xl")
 
 

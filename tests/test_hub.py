@@ -153,9 +153,9 @@ def test_hub_ids(stand_in, folder):
 
 
 def test_unknown_names():
-    with pytest.raises(InputError, match="neither a folder, a published name"):
+    with pytest.raises(InputError, match="neither in the box .garden., a folder, a published name"):
         Pipeline.from_pretrained("arpg-m")
-    with pytest.raises(InputError, match="neither a folder"):
+    with pytest.raises(InputError, match="neither in the box"):
         Pipeline.from_pretrained("./nowhere/model")
     with pytest.raises(InputError, match="'arpg-m' is not published"):
         hub.pull("arpg-m")

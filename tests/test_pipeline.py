@@ -34,7 +34,13 @@ def test_previews_end_in_the_images(pipeline):
     final = pipeline.generate([1, 2], num_images=2, seed=3, steps=5)
     for a, b in zip(previews[-1], final, strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
-    assert not np.array_equal(np.asarray(previews[0][0]), np.asarray(final[0]))
+    # Each preview shows exactly the known patches (2 x 2 pixels here); the others are grey.
+    request, settings = pipeline.requests([1, 2], num_images=2, seed=3, steps=5)[0]
+    for step, images in zip(list(pipeline.run(request, settings))[:-1], previews[:-1], strict=True):
+        for known, image in zip(step.known_BN, images, strict=True):
+            patches = np.asarray(image).reshape(4, 2, 4, 2, 3).transpose(0, 2, 1, 3, 4).reshape(16, -1)
+            assert (patches[~known.numpy()] == 223).all()
+            assert not (patches[known.numpy()] == 223).all(1).any()
 
 
 def test_seed_plus_i(pipeline):

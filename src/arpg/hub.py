@@ -1,4 +1,4 @@
-"""Where models come from: a folder, a published name (fetched, converted and kept) or a Hugging Face hub id."""
+"""Where models come from: the box, a folder, a published name (fetched, converted, kept) or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, write_folder
 from arpg.classes import imagenet_classes
-from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, SamplingDefaults, TokenizerConfig
+from arpg.config import MODELS, SAMPLING, SHIPPED, TOKENIZERS, ModelConfig, SamplingDefaults, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
 from arpg.errors import InputError, require
 
@@ -56,6 +57,10 @@ PUBLISHED = {
 }
 
 
+def shipped(name: str) -> Path:
+    return Path(str(resources.files("arpg").joinpath("assets", name)))
+
+
 def home() -> Path:
     """Where fetched models are kept: $ARPG_HOME, else the user's cache folder."""
     if value := os.environ.get("ARPG_HOME"):
@@ -65,17 +70,19 @@ def home() -> Path:
 
 
 def resolve(name: str | Path) -> Path:
-    """The folder of a model: an existing one, a published name, or `user/repository` on the hub."""
-    folder = Path(name)
+    """The folder of a model: a shipped name, an existing folder, a published name, or `user/repository` on the hub."""
+    folder, text = Path(name), str(name)
+    if text in SHIPPED:
+        return shipped(text)
     if folder.is_dir():
         return folder
-    text = str(name)
     if text in PUBLISHED:
         return pull(text)
     if text.count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/"):
         return _snapshot(text)
     raise InputError(
-        f"model {text!r} is neither a folder, a published name ({', '.join(PUBLISHED)}) nor a hub id (user/repository)"
+        f"model {text!r} is neither in the box ({', '.join(SHIPPED)}), a folder, a published name "
+        f"({', '.join(PUBLISHED)}) nor a hub id (user/repository)"
     )
 
 

@@ -20,6 +20,8 @@ from arpg.image import to_pil
 from arpg.model import ARPG
 from arpg.tokenizer import VQTokenizer
 
+UNKNOWN = 0.75  # the grey of a patch that is not there yet, in [-1, 1]
+
 
 class Pipeline:
     """From class names to images.
@@ -102,7 +104,7 @@ class Pipeline:
     def stream(
         self, classes: str | int | Sequence[str | int], *, num_images: int = 1, seed: int = 0, **settings: Any
     ) -> Iterator[list[Image.Image]]:
-        """The images after each step, all in one batch; tokens that are not known yet look empty."""
+        """The images after each step, all in one batch; patches that are not there yet are grey."""
         batch = num_images * (1 if isinstance(classes, str | int) else len(classes))
         for request, resolved in self.requests(
             classes, num_images=num_images, seed=seed, batch_size=max(1, batch), **settings
@@ -139,9 +141,14 @@ class Pipeline:
 
     @torch.no_grad()
     def images(self, step: Step, grid: tuple[int, int]) -> list[Image.Image]:
-        """The pixels of a step."""
-        last = step.index == step.num_steps - 1
-        return to_pil(self.tokenizer.decode(step.ids_BN, grid, known_BN=None if last else step.known_BN))
+        """The pixels of a step; patches whose token is not known yet are light grey."""
+        if step.index == step.num_steps - 1:
+            return to_pil(self.tokenizer.decode(step.ids_BN, grid))
+        decoded = self.tokenizer.decode(step.ids_BN, grid, known_BN=step.known_BN)
+        stride = self.tokenizer.config.stride
+        known_B1hw = step.known_BN.reshape(-1, 1, *grid)
+        known_B1HW = known_B1hw.repeat_interleave(stride, 2).repeat_interleave(stride, 3)
+        return to_pil(torch.where(known_B1HW, decoded, UNKNOWN))
 
 
 def choose_device(device: str | torch.device) -> torch.device:

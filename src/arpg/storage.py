@@ -10,7 +10,6 @@ from arpg.errors import InputError
 State = dict[str, Tensor]
 SCALE = ".scale"  # the key of a row-wise scale, after the key of its int8 tensor
 KEEP = ("quantize.embedding.weight",)  # codes are directions: small, and every decoded token depends on them
-FORMATS = ("int8", "float16", "bfloat16", "float32")
 
 
 def pack(state: State, form: str) -> State:

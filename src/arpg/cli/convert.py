@@ -12,6 +12,8 @@ from arpg import config as configs
 from arpg.cli.console import GridOption, err, out, parse_grid
 from arpg.errors import require
 
+FORMATS = ("int8", "float16", "bfloat16", "float32")
+
 app = typer.Typer(no_args_is_help=True, help="Published checkpoints to model folders, and back.")
 
 
@@ -73,6 +75,31 @@ def convert_tokenizer(
             published = converting.read_published(source, ema=ema)
             found, state = converting.tokenizer_from_published(published, where=str(source))
             checkpoint.write_folder(target, checkpoint.FolderConfig(tokenizer=found), tokenizer=state)
+    out.print(f"wrote {target}")
+
+
+@app.command("store")
+def convert_store(
+    source: Annotated[str, typer.Argument(help="A model folder, a published name or a hub id.")],
+    target: Annotated[Path, typer.Argument(help="The model folder to write.")],
+    form: Annotated[str, typer.Option("--as", help=f"{', '.join(FORMATS)}.")] = "int8",
+) -> None:
+    """Write a model folder again in another storage format, e.g. a quarter of the size as int8."""
+    from arpg import checkpoint
+    from arpg.hub import resolve
+    from arpg.storage import pack
+
+    configs.one_of("--as", form, FORMATS)
+    _check_folder_target(target)
+    with err.status(f"packing {source}"):
+        folder = resolve(source)
+        described = checkpoint.read_folder(folder)
+        parts = {}
+        if described.model is not None:
+            parts["model"] = pack(checkpoint.load_model(folder).state_dict(), form)
+        if described.tokenizer is not None:
+            parts["tokenizer"] = pack(checkpoint.load_tokenizer(folder).state_dict(), form)
+        checkpoint.write_folder(target, described, **parts)
     out.print(f"wrote {target}")
 
 

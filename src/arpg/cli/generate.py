@@ -30,7 +30,9 @@ Attention = Enum("Attention", {name: name for name in configs.ATTENTIONS}, type=
 
 def generate(
     class_: Annotated[list[str], typer.Option("--class", "-c", help="Class name or id; give it once per class.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A folder, a published name or a hub id.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
+    ] = configs.DEFAULT_MODEL,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="An image (a sheet), or a folder (one file each).")
     ] = Path("out.png"),
@@ -87,7 +89,7 @@ def generate(
         out.print(f"{len(images)} images in {output}/")
     else:
         text = json.dumps({**about, "classes": labels, "seed": seed})
-        save(sheet(images, columns=num if len(class_) > 1 else None), output, about=text)
+        save(sheet(images, columns=num if min(num, len(class_)) > 1 else None), output, about=text)
         out.print(f"{len(images)} images in {output}")
 
 

@@ -12,8 +12,6 @@ from arpg import config as configs
 from arpg.cli.console import err, out
 from arpg.errors import InputError, present, require
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a published name or a hub id.")]
-
 
 def info(model: Annotated[str | None, typer.Argument(help="A folder, a published name or a hub id.")] = None) -> None:
     """Say what there is: the models known here, or all about one of them."""
@@ -40,7 +38,10 @@ def info(model: Annotated[str | None, typer.Argument(help="A folder, a published
 
 
 def classes(
-    model: ModelArgument, search: Annotated[str, typer.Argument(help="Only names with this in them.")] = ""
+    search: Annotated[str, typer.Argument(help="Only names with this in them.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
+    ] = configs.DEFAULT_MODEL,
 ) -> None:
     """List a model's classes."""
     from arpg.checkpoint import read_folder
@@ -48,7 +49,7 @@ def classes(
 
     names = present(read_folder(resolve(model)).classes, f"{model} has no model, so it has no classes")
     found = names.search(search)
-    require(bool(found), f"no class of {model} has {search!r} in its name; list all with `arpg classes {model}`")
+    require(bool(found), f"no class of {model} has {search!r} in its name; leave it out to list all")
     for class_id in found:
         out.print(f"{class_id:5d}  {names.lines[class_id]}", markup=False)
 
@@ -69,16 +70,23 @@ def _info_all() -> None:
     import torch
 
     import arpg
-    from arpg.hub import PUBLISHED, home
+    from arpg.checkpoint import read_folder
+    from arpg.hub import PUBLISHED, home, shipped
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
-    out.print(f"{'model':<10}{'layers':>8}{'width':>7}{'heads':>7}  here")
+    out.print(f"{'model':<10}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
+    for name in configs.SHIPPED:
+        described = present(read_folder(shipped(name)).model, f"{name} has no model")
+        out.print(_line(name, described, "in the box"), markup=False)
     for name, published in PUBLISHED.items():
-        c = published.model
         here = home() / "models" / name
-        layers = f"{c.pass1_layers}+{c.pass2_layers}"
         found = str(here) if (here / "config.json").is_file() else f"no (arpg pull {name})"
-        out.print(f"{name:<10}{layers:>8}{c.width:>7}{c.num_heads:>7}  {found}", markup=False)
+        out.print(_line(name, published.model, found), markup=False)
+
+
+def _line(name: str, c: configs.ModelConfig, here: str) -> str:
+    layers = f"{c.pass1_layers}+{c.pass2_layers}"
+    return f"{name:<10}{layers:>8}{c.width:>7}{c.num_heads:>7}{c.num_classes:>9}  {here}"
 
 
 def _hardware() -> str:
@@ -94,9 +102,12 @@ def _parameters(file: Path) -> int:
 
     from safetensors import SafetensorError, safe_open
 
+    from arpg.storage import SCALE
+
     try:
         with safe_open(file, framework="pt") as tensors:
-            return sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+            keys = [key for key in tensors.keys() if not key.endswith(SCALE)]  # noqa: SIM118
+            return sum(math.prod(tensors.get_slice(key).get_shape()) for key in keys)
     except SafetensorError as error:
         raise InputError(f"{file} is not a whole safetensors file ({error}); fetch or convert it again") from None
 

@@ -1,0 +1,87 @@
+"""The model in the box: small, quick to load, and it draws what it is asked for."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from arpg import Pipeline
+from arpg.config import SHIPPED
+from arpg.hub import resolve
+from arpg.image import adm_crop
+from arpg.model import class_condition
+
+
+@pytest.fixture(scope="module")
+def garden():
+    return Pipeline.from_pretrained("garden", device="cpu")
+
+
+def test_it_is_whole_and_small():
+    for name in SHIPPED:
+        folder = resolve(name)
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        assert size < 40e6
+        card = (folder / "README.md").read_text()
+        for part in ("licence", "Numbers", "Limits", "MIT", "CC BY"):
+            assert part in card
+
+
+def test_classes_and_defaults(garden):
+    assert len(garden.classes) == 136
+    assert garden.classes.find("banana") == 16
+    assert garden.classes.lines[-5:] == ("daisy", "dandelion", "roses", "sunflowers", "tulips")
+    settings = garden.sampling.settings()
+    assert (settings.steps, settings.guidance) == (24, 3.0)
+    assert garden.license == "MIT"
+
+
+def test_colours_are_those_of_the_fruit(garden):
+    """The mean colour of what is not white: bananas yellow, strawberries red, green peppers green."""
+    images = garden.generate(["Banana", "Strawberry", "Pepper Green"], num_images=3, steps=12)
+    means = []
+    for i in range(0, 9, 3):
+        pixels = np.concatenate([np.asarray(image).reshape(-1, 3) for image in images[i : i + 3]]).astype(float)
+        means.append(pixels[pixels.min(1) < 200].mean(0))
+    banana, strawberry, pepper = means
+    assert min(banana[0], banana[1]) > 1.5 * banana[2]
+    assert strawberry[0] > 1.5 * max(strawberry[1], strawberry[2])
+    assert pepper[1] > max(pepper[0], pepper[2])
+
+
+def test_its_images_are_most_likely_under_their_own_class(garden):
+    """Teacher-forced likelihood, and so the tokenizer's encoder, the condition and the network together."""
+    names = ["Banana", "Kiwi", "sunflowers", "Tomato 1"]
+    images = garden.generate(names, steps=12)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2) / 127.5 - 1
+    labels = torch.tensor([garden.classes.find(name) for name in names])
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(144, generator=generator).expand(4, 144)
+    with torch.no_grad():
+        ids = garden.tokenizer.encode(pixels)
+        targets = ids.gather(1, order)
+        losses = torch.stack(
+            [
+                F.cross_entropy(
+                    garden.model(ids, order, class_condition(garden.model, labels[[k] * 4])).transpose(1, 2),
+                    targets,
+                    reduction="none",
+                ).mean(1)
+                for k in range(4)
+            ]
+        )
+    assert losses.argmin(0).tolist() == [0, 1, 2, 3]
+
+
+def test_the_tokenizer_keeps_pictures(garden):
+    """A drawn apple-like disc survives encoding and decoding (far better than its mean colour would)."""
+    from PIL import Image, ImageDraw, ImageFilter
+
+    image = Image.new("RGB", (120, 120), "white")
+    ImageDraw.Draw(image).ellipse((15, 20, 105, 105), fill=(190, 40, 30))
+    image = adm_crop(image.filter(ImageFilter.GaussianBlur(1)), 96)
+    pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.no_grad():
+        out = garden.tokenizer.decode(garden.tokenizer.encode(pixels), (12, 12))
+    mse = (out - pixels).square().mean()
+    assert mse < 0.05 * (pixels - pixels.mean((2, 3), keepdim=True)).square().mean()
