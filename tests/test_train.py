@@ -259,8 +259,8 @@ def test_two_processes_stop_together_and_one_goes_on(recipe, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
     loss = ModelTraining.loss
 
-    def poisoned(self, batch, **options):
-        value = loss(self, batch, **options)
+    def poisoned(self, batch):
+        value = loss(self, batch)
         self.count = getattr(self, "count", 0) + 1
         return value * float("nan") if self.count == 6 else value
 

@@ -68,19 +68,16 @@ def run_training(training: Training, *, resume: bool) -> Path:
                 if now % run.log_every == 0 or last or stopping:
                     totals.stop_if_bad(training)
                     report.add(now, _metrics(training, report.rate(now), totals, step))
-                if now % run.validate_every == 0 or last:
-                    if metrics := training.validate():
+                with report.paused():
+                    if (now % run.validate_every == 0 or last) and (metrics := training.validate()):
                         report.add(now, metrics)
-                    report.pause()
-                if now % run.sample_every == 0 or last:
-                    if (image := training.sheet()) is not None:
-                        report.picture(f"samples-{now:07d}", image)
-                    report.curve()
-                    report.pause()
-                if now % run.save_every == 0 or last or stopping:
-                    totals.stop_if_bad(training)
-                    training.snapshots.save(now, training.state(), wait=last or stopping)
-                    report.pause()
+                    if now % run.sample_every == 0 or last:
+                        if (image := training.sheet()) is not None:
+                            report.picture(f"samples-{now:07d}", image)
+                        report.curve()
+                    if now % run.save_every == 0 or last or stopping:
+                        totals.stop_if_bad(training)
+                        training.snapshots.save(now, training.state(), wait=last or stopping)
                 if stopping and not last:
                     raise InputError(f"stopped by a signal at step {now}; everything is saved, continue with --resume")
     finally:
@@ -95,9 +92,9 @@ def _metrics(training: Training, rate: float, totals: _Totals, step: int) -> dic
     metrics["lr"] = learning_rate(training.optim, step, training.run.steps)
     metrics["steps/s"] = rate
     metrics["images/s"] = rate * training.run.batch_size
-    device = training.world.device
-    if device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(device))):
-        metrics["mfu"] = rate * training.flops_per_step() / (peak * training.world.size)
+    device, flops = training.world.device, training.flops_per_step()
+    if device.type == "cuda" and flops and (peak := peak_flops(torch.cuda.get_device_name(device))):
+        metrics["mfu"] = rate * flops / (peak * training.world.size)
     return metrics
 
 

@@ -98,11 +98,9 @@ class ModelTraining:
             device=self.world.device,
         )
 
-    def loss(self, batch: Batch, *, dropout: bool = True) -> Tensor:
-        device = self.world.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.recipe.run.precision == "bf16"):
-            key = batch.dropout_key_B if dropout else None
-            loss: Tensor = self.parallel(batch.ids_BN, batch.labels_B, batch.order_BN, key)
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.run.precision == "bf16"):
+            loss: Tensor = self.parallel(batch.ids_BN, batch.labels_B, batch.order_BN, batch.dropout_key_B)
         return loss
 
     @property
@@ -147,7 +145,7 @@ class ModelTraining:
         with self.ema.swapped_in():
             for step in range(count):
                 for micro in range(accumulate):
-                    total += self.loss(batches.batch(step, self.world.rank * accumulate + micro), dropout=False)
+                    total += self.loss(batches.batch(step, self.world.rank * accumulate + micro))
         self.objective.train()
         return {"validation loss": float(mean_over_ranks(total / (count * accumulate), self.world))}
 

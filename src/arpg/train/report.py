@@ -6,6 +6,8 @@ import json
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,12 @@ class Report:
         self.since, self.since_step = now, step
         return rate
 
-    def pause(self) -> None:
-        """Do not count what just happened (validation, sheets, saving) as training time."""
-        self.since = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside (validation, sheets, saving) does not count as training time."""
+        began = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - began
 
     def add(self, step: int, metrics: dict[str, float], *, quiet: bool = False) -> None:
         if not self.active:
