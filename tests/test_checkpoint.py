@@ -122,7 +122,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", full_disk)
+    monkeypatch.setattr(checkpoint, "write_tensors", full_disk)
     with pytest.raises(InputError, match="No space left on device"):
         write_folder(folder, FolderConfig(model=SMALL), model=small_model(seed=5).state_dict())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -10,8 +10,8 @@ import torch
 from arpg.errors import InputError
 from arpg.evaluation.classifier import Classifier, ClassifierConfig, accuracy, augment, predict, train_classifier
 from arpg.evaluation.diversity import mean_pairwise_lpips, nearest_lpips
-from arpg.evaluation.reconstruction import reconstruction_report, to_images
-from arpg.image import to_uint8
+from arpg.evaluation.reconstruction import reconstruction_report
+from arpg.image import to_images, to_uint8
 from arpg.tokenizer.losses import LPIPS
 from conftest import small_tokenizer
 from test_losses import CHANNELS

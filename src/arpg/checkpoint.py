@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +25,7 @@ from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dic
 from arpg.errors import InputError, present, require
 from arpg.files import write_whole
 from arpg.model import ARPG
-from arpg.storage import State, unpack
+from arpg.storage import State, read_tensors, unpack, write_tensors
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
@@ -96,7 +94,7 @@ def write_folder(
     for name, state in ((MODEL, model), (TOKENIZER, tokenizer)):
         if state is not None:
             tensors = {key: tensor.detach().contiguous() for key, tensor in state.items()}
-            write_whole(folder / name, lambda path, tensors=tensors: _write_tensors(tensors, path))  # type: ignore[misc]
+            write_whole(folder / name, lambda path, tensors=tensors: write_tensors(tensors, path))  # type: ignore[misc]
     if config.classes is not None:
         text = "\n".join(config.classes.lines) + "\n"
         write_whole(folder / CLASSES, lambda path: path.write_text(text, encoding="utf-8"))
@@ -123,14 +121,6 @@ def load_tokenizer(
     with torch.device("meta"):
         tokenizer = VQTokenizer(config)
     return _load(tokenizer, folder / TOKENIZER, device, dtype)
-
-
-def read_tensors(path: Path) -> State:
-    require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
-    try:
-        return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch or convert it again") from None
 
 
 def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -> None:
@@ -163,10 +153,3 @@ def _load(module: Module, path: Path, device: torch.device | str, dtype: torch.d
     check_state(state, module, where=str(path))
     module.load_state_dict(state, strict=True, assign=True)
     return module.to(device=device, dtype=dtype).eval()
-
-
-def _write_tensors(tensors: State, path: Path) -> None:
-    try:
-        safetensors.torch.save_file(tensors, path)
-    except safetensors.SafetensorError as error:  # a full disk, for one
-        raise OSError(str(error)) from None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import pickle
 import re
-import struct
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.checkpoint import check_keys, check_state, read_tensors
+from arpg.checkpoint import check_keys, check_state
 from arpg.config import MODELS, ModelConfig, TokenizerConfig
-from arpg.errors import InputError, present, require
+from arpg.errors import present, require
 from arpg.files import write_whole
 from arpg.model import ARPG
-from arpg.storage import State
+from arpg.storage import State, read_pickle, read_tensors
 from arpg.tokenizer import VQTokenizer
 
 USAGE_BUFFER = "quantize.codebook_used"  # the published tokenizer's training statistics; not needed, dropped by name
 WRAPPERS = ("model", "module", "state_dict")
-# What torch.load raises for files that are cut short or no checkpoints at all.
-_BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 
 
@@ -61,7 +55,7 @@ def key_map(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def read_published(path: Path, *, ema: bool = False) -> State:
     """The weights of a published file, out of whatever wrapper they came in; `ema` takes the averaged ones."""
-    payload: Any = read_tensors(path) if path.suffix == ".safetensors" else _unpickle(path)
+    payload: Any = read_tensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     require(isinstance(payload, dict), f"{path} holds a {type(payload).__name__}; expected a dictionary of weights")
     state: Any = payload
     if ema:
@@ -149,22 +143,6 @@ def tokenizer_from_published(state: State, *, where: str) -> tuple[TokenizerConf
 
 def write_published(path: Path, state: State) -> None:
     write_whole(path, lambda temporary: torch.save({"model": state}, temporary))
-
-
-def _unpickle(path: Path) -> Any:
-    require(path.exists(), f"{path} does not exist; expected a published checkpoint (.pt)")
-    require(path.is_file(), f"{path} is not a file; expected a published checkpoint (.pt)")
-    try:
-        # Training checkpoints carry their command line; nothing else may be constructed.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols: what matters ends up in an error
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        first = str(error).splitlines()[0].rstrip(". ")
-        raise InputError(f"{path} is refused by the safe loader: {first[:200]}; expected plain tensors") from None
-    except _BROKEN as error:
-        first = str(error).splitlines()[0][:200] if str(error) else "no content"
-        raise InputError(f"{path} cannot be read ({first}); is it truncated? Fetch it again") from None
 
 
 def _is_state(value: Any) -> bool:

@@ -7,14 +7,31 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 from torch import Tensor
 
 from arpg.errors import require
 from arpg.files import write_whole
 
+Pixels = NDArray[np.uint8]
 GAP = 2  # pixels between the images of a sheet
+
+
+def check_pixels(pixels: Pixels, *, what: str = "pixels") -> None:
+    require(
+        pixels.ndim == 4 and pixels.shape[-1] == 3 and len(pixels) > 0 and pixels.dtype == np.uint8,
+        f"{what} are {pixels.dtype} {list(pixels.shape)}; expected images as uint8 [n, H, W, 3], at least one",
+    )
+
+
+def to_images(pixels_BHW3: Pixels | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """`[B, 3, H, W]` in [-1, 1], channels last; `to_uint8` gives the pixels back exactly."""
+    # A copy, because arrays from files are often read-only, which tensors cannot be.
+    tensor = torch.from_numpy(np.array(pixels_BHW3)) if isinstance(pixels_BHW3, np.ndarray) else pixels_BHW3
+    return tensor.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(image_B3HW: Tensor) -> Tensor:

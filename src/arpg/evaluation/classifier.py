@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.checkpoint import check_state, read_tensors
+from arpg.checkpoint import check_state
 from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, require
-from arpg.evaluation.reconstruction import Pixels, check_pixels, to_images
 from arpg.files import write_whole
+from arpg.image import Pixels, check_pixels, to_images
+from arpg.storage import read_tensors
 
 CONFIG, WEIGHTS = "classifier.json", "classifier.safetensors"
 SMALLEST = 64  # pixels: four halvings leave a map worth averaging

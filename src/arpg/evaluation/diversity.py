@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.errors import require
-from arpg.evaluation.reconstruction import Pixels, check_pixels, to_images
+from arpg.image import Pixels, check_pixels, to_images
 from arpg.tokenizer.losses import LPIPS
 
 Labels = NDArray[np.integer[Any]]

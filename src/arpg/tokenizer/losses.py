@@ -6,28 +6,22 @@ Shapes: B batch, HW pixels, hw latent grid, N = h * w tokens, E codebook channel
 from __future__ import annotations
 
 import math
-import pickle
-import struct
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
+from arpg.storage import read_pickle, read_tensors
 
 VGG16_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 TAPS = (1, 3, 6, 9, 12)  # LPIPS compares what comes out of these convolutions
 POOL_BEFORE = (2, 4, 7, 10)
 TORCHVISION = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # where the convolutions stand in vgg16().features
 NOISE = 1e-3  # keeps two codes that restart from one candidate apart
-# What torch.load raises for files that are cut short or no checkpoints at all.
-_BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 
 class LPIPS(nn.Module):
@@ -179,18 +173,7 @@ def restart_dead_codes(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    require(path.is_file(), f"{path} does not exist; expected LPIPS weights (.safetensors, .pth or .pt)")
-    try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols: what matters ends up in an error
-            state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(f"{path} is refused by the safe loader; expected a dictionary of plain tensors") from None
-    except (*_BROKEN, safetensors.SafetensorError) as error:
-        first = str(error).splitlines()[0][:200] if str(error) else "no content"
-        raise InputError(f"{path} cannot be read ({first}); is it truncated? Fetch it again") from None
+    state: Any = read_tensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     is_state = isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values())
     require(is_state, f"{path} holds no plain dictionary of tensors; expected a published state dict")
     return dict(state)

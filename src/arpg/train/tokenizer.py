@@ -25,9 +25,9 @@ from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.data.images import open_images
 from arpg.data.pixels import PixelStream, eval_pixels
 from arpg.errors import require
-from arpg.evaluation.reconstruction import reconstruction_report, to_images
+from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.hub import resolve
-from arpg.image import sheet, to_pil
+from arpg.image import sheet, to_images, to_pil
 from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import (
     LPIPS,
