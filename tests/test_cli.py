@@ -51,7 +51,7 @@ def test_a_sheet(run, folder, tmp_path):
     with Image.open(tmp_path / "out.png") as image:
         assert image.size == (18, 18)
         about = json.loads(image.text["arpg"])
-    assert (about["steps"], about["seed"], about["classes"]) == (3, 5, [3] * 4)
+    assert (about["steps"], about["seed"], about["class"], about["images"]) == (3, 5, 3, 4)
 
 
 def test_a_folder_and_the_api_give_the_same_images(run, folder, tmp_path):

@@ -10,6 +10,7 @@ LAYERS = [
     {"errors"},
     {"files", "config", "classes", "storage"},
     {"image"},
+    {"canvas"},
     {"tokenizer", "model"},
     {"checkpoint"},
     {"convert"},

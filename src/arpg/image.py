@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +14,40 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 from torch import Tensor
 
-from arpg.errors import require
+from arpg.errors import InputError, require
 from arpg.files import write_whole
 
 Pixels = NDArray[np.uint8]
+MAX_PIXELS = 64 * 10**6
+_TOO_LARGE = f"at most {MAX_PIXELS // 10**6} million pixels are taken; make it smaller"
 GAP = 2  # pixels between the images of a sheet
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Upright (EXIF), on white where it is transparent, three channels of 8 bits."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def open_image(path: Path, *, what: str = "image") -> Image.Image:
+    """A picture from a file, as RGB. Its size is checked before a pixel is decoded."""
+    require(path.is_file(), f"{what} {path} does not exist; expected an image file")
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            require(width * height <= MAX_PIXELS, f"{what} {path} is {width}x{height} pixels; {_TOO_LARGE}")
+            return to_rgb(image)
+    except Image.DecompressionBombError:
+        raise InputError(f"{what} {path} is very large; {_TOO_LARGE}") from None
+    except (OSError, SyntaxError, ValueError, struct.error) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{what} {path} cannot be read as an image ({error}); is it truncated?") from None
 
 
 def check_pixels(pixels: Pixels, *, what: str = "pixels") -> None:

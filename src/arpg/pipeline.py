@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from arpg import tasks
+from arpg.canvas import Box, Canvas, box_mask
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import SamplingDefaults, SamplingSettings
 from arpg.decode import Request, Step, decode, make_plan
 from arpg.errors import InputError, require
 from arpg.hub import resolve
-from arpg.image import to_pil
+from arpg.image import to_images, to_pil, to_rgb
 from arpg.model import ARPG
 from arpg.tokenizer import VQTokenizer
 
@@ -100,6 +102,44 @@ class Pipeline:
                     on_step(step)
             images += self.images(step, request.grid)
         return images
+
+    @torch.no_grad()
+    def inpaint(
+        self,
+        image: Image.Image,
+        mask: Image.Image,
+        class_: str | int | None = None,
+        *,
+        num_images: int = 1,
+        seed: int = 0,
+        feather: int = 0,
+        on_step: Callable[[Step], None] | None = None,
+        **settings: Any,
+    ) -> list[Image.Image]:
+        """Fill the white of the mask, given the rest, with a class or with what fits; pixels outside stay as they are.
+
+        `feather` blends that many pixels inside the mask. Settings and seeds as in `generate`.
+        """
+        resolved = self.sampling.settings(**settings)
+        require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
+        require(feather >= 0, f"feather is {feather}; expected 0 or more pixels")
+        label = None if class_ is None else self.classes.find(class_)
+        picture = to_rgb(image)
+        masked = np.asarray(mask.convert("L")) >= 128
+        grid, stride = self.model.config.grid, self.tokenizer.config.stride
+        canvas = Canvas.fit(picture, masked, grid=grid, stride=stride)
+        known = torch.from_numpy(canvas.known())
+        ids = self.tokenizer.encode(to_images(canvas.pixels()[None], self.tokenizer.device))[0]
+        request = tasks.fill(self.model, label, range(seed, seed + num_images), ids_N=ids, known_N=known)
+        for step in self.run(request, resolved):
+            if on_step is not None:
+                on_step(step)
+        return [canvas.paste(made, feather=feather) for made in self.images(step, grid)]
+
+    def edit(self, image: Image.Image, box: Box, class_: str | int, **options: Any) -> list[Image.Image]:
+        """Put a class into the box (left, top, right, bottom) of an image; options as in `inpaint`."""
+        mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
+        return self.inpaint(image, mask, class_, **options)
 
     def stream(
         self, classes: str | int | Sequence[str | int], *, num_images: int = 1, seed: int = 0, **settings: Any

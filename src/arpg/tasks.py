@@ -5,10 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from arpg.decode import Request
 from arpg.errors import require
 from arpg.model import ARPG, class_condition
+
+
+def fill(
+    model: ARPG,
+    label: int | None,
+    seeds: Sequence[int],
+    *,
+    ids_N: Tensor,
+    known_N: Tensor,
+    grid: tuple[int, int] | None = None,
+) -> Request:
+    """The unknown tokens of one image, once for each seed: inpainting and editing. No label: the null class."""
+    labels = torch.full((len(seeds),), model.config.num_classes if label is None else label)
+    return Request(
+        class_condition(model, labels),
+        grid or model.config.grid,
+        ids_N.cpu().expand(len(seeds), -1),
+        known_N.cpu().expand(len(seeds), -1),
+        tuple(seeds),
+    )
 
 
 def generate(

@@ -16,6 +16,8 @@ from arpg.errors import InputError
 
 app = typer.Typer(name="arpg", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.command()(generate.generate)
+app.command()(generate.inpaint)
+app.command()(generate.edit)
 app.command()(models.info)
 app.command()(models.classes)
 app.command()(models.pull)

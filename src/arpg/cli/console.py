@@ -27,7 +27,7 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         yield progress
 
 

@@ -1,96 +1,96 @@
-"""`arpg generate` and `arpg plan`."""
+"""`arpg generate`, `arpg inpaint`, `arpg edit` and `arpg plan`: what makes pictures."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-from enum import Enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from PIL import Image
 
 from arpg import config as configs
-from arpg.cli.console import (
-    DeviceOption,
-    GridOption,
-    ScheduleOption,
-    err,
-    out,
-    parse_grid,
-    parse_schedule,
-    progress_bar,
-)
+from arpg.cli.console import GridOption, ScheduleOption, out, parse_grid, parse_schedule, progress_bar
+from arpg.cli.sampling import Sampling, samples
+from arpg.errors import present
+from arpg.image import check_output, open_image, save, sheet
 
-Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
-GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
-Attention = Enum("Attention", {name: name for name in configs.ATTENTIONS}, type=str)  # type: ignore[misc]
+OutputOption = Annotated[
+    Path, typer.Option("--output", "-o", help="An image (a sheet if there are several), or a folder (one file each).")
+]
+ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: whatever fits.")]
+ImageArgument = Annotated[Path, typer.Argument(help="The picture, of any size.")]
+NumOption = Annotated[int, typer.Option("--num", "-n", help="How many results.")]
+FeatherOption = Annotated[int, typer.Option(help="Blend this many pixels inside the seam.")]
 
 
+@samples
 def generate(
     class_: Annotated[list[str], typer.Option("--class", "-c", help="Class name or id; give it once per class.")],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
-    ] = configs.DEFAULT_MODEL,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="An image (a sheet), or a folder (one file each).")
-    ] = Path("out.png"),
+    output: OutputOption = Path("out.png"),
     num: Annotated[int, typer.Option("--num", "-n", help="Images of each class.")] = 4,
-    steps: Annotated[int | None, typer.Option(help="Decoding steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 turns it off.")] = None,
-    guidance_schedule: Annotated[GuidanceSchedule | None, typer.Option(help="How guidance grows.")] = None,
-    order: Annotated[Order | None, typer.Option(help="In which order the tokens are filled.")] = None,
-    schedule: ScheduleOption = None,
-    attention: Annotated[Attention | None, typer.Option(help="Do the tokens of a step see each other?")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely codes.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Only the most likely codes that reach this share.")] = None,
-    seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Images decoded together; does not change them.")] = 32,
-    device: DeviceOption = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    *,
+    sampling: Sampling,
 ) -> None:
     """Generate images of classes. What is not given is the model's own recommendation."""
-    from arpg.decode import Step
-    from arpg.image import check_output, save, sheet
-
-    folder = output.is_dir() or not output.suffix
-    check_output(output, folder=folder)
-    settings: dict[str, Any] = {
-        "steps": steps,
-        "guidance": guidance,
-        "guidance_schedule": _value(guidance_schedule),
-        "order": _value(order),
-        "schedule": parse_schedule(schedule),
-        "attention": _value(attention),
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
-    configs.SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
-    pipe = _load_pipeline(model, device, dtype)
-    requests = pipe.requests(class_, num_images=num, seed=seed, batch_size=batch_size, **settings)
-    resolved = requests[0][1]
-    with progress_bar() as progress:
-        task = progress.add_task("generating", total=None)
-
-        def advance(step: Step) -> None:
-            progress.update(task, advance=1, total=len(requests) * step.num_steps)
-
-        images = pipe.generate(class_, num_images=num, seed=seed, batch_size=batch_size, on_step=advance, **settings)
+    folder = _check_output(output)
+    pipe = sampling.load()
+    options = {"num_images": num, "seed": sampling.seed, "batch_size": batch_size, **sampling.settings}
+    requests = pipe.requests(class_, **options)
+    with _steps(len(requests)) as on_step:
+        images = pipe.generate(class_, on_step=on_step, **options)
     labels = [pipe.classes.find(name) for name in class_ for _ in range(num)]
-    about = {"model": model, **dataclasses.asdict(resolved)}
-    if folder:
-        for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-            name = re.sub(r"[^a-z0-9]+", "-", pipe.classes.name(label).lower()).strip("-")
-            text = json.dumps({**about, "class": label, "seed": seed + i})
-            save(image, output / f"{i:05d}-{name}-seed{seed + i}.png", about=text)
-        out.print(f"{len(images)} images in {output}/")
-    else:
-        text = json.dumps({**about, "classes": labels, "seed": seed})
-        save(sheet(images, columns=num if min(num, len(class_)) > 1 else None), output, about=text)
-        out.print(f"{len(images)} images in {output}")
+    about = {"model": sampling.model, **configs.to_dict(requests[0][1])}
+    names = [f"{i:05d}-{_slug(pipe.classes.name(label))}" for i, label in enumerate(labels)]
+    abouts = [{**about, "class": label, "seed": sampling.seed + i} for i, label in enumerate(labels)]
+    columns = num if min(num, len(class_)) > 1 else None
+    _write(images, output, folder=folder, names=names, abouts=abouts, columns=columns)
+
+
+@samples
+def inpaint(
+    image: ImageArgument,
+    mask: Annotated[Path, typer.Option(help="As large as the picture; white is filled.")],
+    class_: ClassOption = None,
+    output: OutputOption = Path("out.png"),
+    num: NumOption = 1,
+    feather: FeatherOption = 0,
+    *,
+    sampling: Sampling,
+) -> None:
+    """Fill the masked part of a picture, given the rest; every other pixel stays as it is."""
+    folder = _check_output(output)
+    picture, painted = open_image(image), open_image(mask, what="mask")
+    pipe = sampling.load()
+    with _steps(1) as on_step:
+        options = {"num_images": num, "seed": sampling.seed, "feather": feather, **sampling.settings}
+        images = pipe.inpaint(picture, painted, class_, on_step=on_step, **options)
+    _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
+
+
+@samples
+def edit(
+    image: ImageArgument,
+    box: Annotated[str, typer.Option(metavar="L,T,R,B", help="Left, top, right and bottom of the part to replace.")],
+    class_: Annotated[str, typer.Option("--class", "-c", help="What to put there: class name or id.")],
+    output: OutputOption = Path("out.png"),
+    num: NumOption = 1,
+    feather: FeatherOption = 0,
+    *,
+    sampling: Sampling,
+) -> None:
+    """Replace a box of a picture by another class; every other pixel stays as it is."""
+    folder = _check_output(output)
+    picture, corners = open_image(image), _box(box)
+    pipe = sampling.load()
+    with _steps(1) as on_step:
+        options = {"num_images": num, "seed": sampling.seed, "feather": feather, **sampling.settings}
+        images = pipe.edit(picture, corners, class_, on_step=on_step, **options)
+    _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
 
 
 def plan(
@@ -101,7 +101,6 @@ def plan(
     seed: Annotated[int, typer.Option(help="For the orders that depend on one.")] = 0,
 ) -> None:
     """Draw in which step each token is decoded, for every order. Needs no model."""
-    from arpg.image import check_output, save
     from arpg.plan_picture import draw_plans
 
     check_output(output, folder=False)
@@ -110,12 +109,58 @@ def plan(
     out.print(f"wrote {output}")
 
 
-def _load_pipeline(model: str, device: str, dtype: str) -> Any:
-    with err.status("loading"):
-        from arpg.pipeline import Pipeline
+@contextmanager
+def _steps(num_batches: int) -> Iterator[Callable[[Any], None]]:
+    """A progress bar over the steps of all batches."""
+    with progress_bar() as progress:
+        task = progress.add_task("drawing", total=None)
+        yield lambda step: progress.update(task, advance=1, total=num_batches * step.num_steps)
 
-        return Pipeline.from_pretrained(model, device=device, dtype=dtype)
+
+def _check_output(output: Path) -> bool:
+    """Whether the output is a folder; fails now if it could not be written later."""
+    folder = output.is_dir() or not output.suffix
+    check_output(output, folder=folder)
+    return folder
 
 
-def _value(choice: Enum | None) -> Any:
-    return None if choice is None else choice.value
+def _write_results(
+    images: Sequence[Image.Image], output: Path, *, folder: bool, sampling: Sampling, class_: str | None, source: Path
+) -> None:
+    given = {name: value for name, value in sampling.settings.items() if value is not None}
+    about = {"model": sampling.model, "image": source.name, "class": class_, **given}
+    names = [f"{i:05d}-{_slug(source.stem)}" for i in range(len(images))]
+    abouts = [{**about, "seed": sampling.seed + i} for i in range(len(images))]
+    _write(images, output, folder=folder, names=names, abouts=abouts)
+
+
+def _write(
+    images: Sequence[Image.Image],
+    output: Path,
+    *,
+    folder: bool,
+    names: Sequence[str],
+    abouts: Sequence[dict[str, Any]],
+    columns: int | None = None,
+) -> None:
+    if folder:
+        for image, name, about in zip(images, names, abouts, strict=True):
+            save(image, output / f"{name}-seed{about['seed']}.png", about=json.dumps(about))
+    else:
+        whole = images[0] if len(images) == 1 else sheet(images, columns=columns)
+        text = json.dumps({**abouts[0], "images": len(images)})
+        save(whole, output, about=text)
+    out.print(f"{len(images)} image{'s' if len(images) > 1 else ''} in {output}{'/' if folder else ''}")
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _box(text: str) -> tuple[int, int, int, int]:
+    match = present(
+        re.fullmatch(r"(-?\d+),(-?\d+),(-?\d+),(-?\d+)", text.replace(" ", "")),
+        f"box is {text!r}; expected left,top,right,bottom in pixels, like 10,10,80,80",
+    )
+    left, top, right, bottom = (int(part) for part in match.groups())
+    return left, top, right, bottom

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from arpg.errors import InputError, present, require
+from arpg.image import to_rgb
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 CAPTIONS = ("captions.json", "captions.jsonl")
@@ -161,7 +161,7 @@ def _image_set(where: str, files: Iterable[str], read: Callable[[str], bytes]) -
         name = names[index]
         try:
             with Image.open(io.BytesIO(read(name))) as image:
-                return _rgb(image)
+                return to_rgb(image)
         except InputError:  # the zip file itself, which says so
             raise
         except _BROKEN as error:
@@ -197,13 +197,3 @@ def _captions(
         f"{where} has captions, but {len(missing)} images have none, like {missing[0] if missing else ''}; add them",
     )
     return tuple(table[name] for name in names)
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image.convert("RGBA"))
-    return image.convert("RGB")

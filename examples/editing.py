@@ -1,0 +1,32 @@
+"""Inpainting and editing: a picture, a hole in it, two ways to fill it, and two other classes put into it.
+
+Usage: python examples/editing.py OUT.png
+"""
+
+import sys
+
+from PIL import Image
+
+from arpg import Pipeline
+from arpg.image import sheet
+
+ROWS = (("sunflowers", 5, "roses", "daisy"), ("Apple Red 1", 4, "Kiwi", "Lemon"), ("Banana", 1, "Strawberry", "Corn"))
+HOLE, MOST = (24, 24, 72, 72), (10, 10, 86, 86)
+
+
+def main() -> None:
+    pipe = Pipeline.from_pretrained("garden", device="cpu")
+    images = []
+    for name, seed, *others in ROWS:
+        (picture,) = pipe.generate(name, seed=seed)
+        mask = Image.new("L", picture.size, 0)
+        mask.paste(255, HOLE)
+        hole = picture.copy()
+        hole.paste("grey", HOLE)
+        images += [picture, hole, *pipe.inpaint(picture, mask, name, seed=1), *pipe.inpaint(picture, mask, seed=1)]
+        images += [made for other in others for made in pipe.edit(picture, MOST, other, seed=1, feather=3)]
+    sheet(images, columns=len(images) // len(ROWS)).save(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The options that every verb which samples has, added to its signature; it gets them as one argument."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from arpg import config as configs
+from arpg.cli.console import DeviceOption, ScheduleOption, err, parse_schedule
+
+Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
+GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
+Attention = Enum("Attention", {name: name for name in configs.ATTENTIONS}, type=str)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the options say: the model, the seed, and the settings that were given."""
+
+    model: str
+    seed: int
+    device: str
+    dtype: str
+    settings: dict[str, Any]
+
+    def load(self) -> Any:
+        with err.status("loading"):
+            from arpg.pipeline import Pipeline
+
+            return Pipeline.from_pretrained(self.model, device=self.device, dtype=self.dtype)
+
+
+def _options(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
+    ] = configs.DEFAULT_MODEL,
+    steps: Annotated[int | None, typer.Option(help="Decoding steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 turns it off.")] = None,
+    guidance_schedule: Annotated[GuidanceSchedule | None, typer.Option(help="How guidance grows.")] = None,
+    order: Annotated[Order | None, typer.Option(help="In which order the tokens are filled.")] = None,
+    schedule: ScheduleOption = None,
+    attention: Annotated[Attention | None, typer.Option(help="Do the tokens of a step see each other?")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely codes.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only the most likely codes that reach this share.")] = None,
+    seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
+    device: DeviceOption = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> Sampling:
+    given = {
+        "steps": steps,
+        "guidance": guidance,
+        "guidance_schedule": guidance_schedule,
+        "order": order,
+        "attention": attention,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
+    settings = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+    settings["schedule"] = parse_schedule(schedule)
+    configs.SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
+    return Sampling(model, seed, device, dtype, settings)
+
+
+def samples(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the sampling options; its last parameter, `sampling`, receives what they say."""
+    own = list(inspect.signature(command).parameters.values())[:-1]
+    shared = list(inspect.signature(_options).parameters.values())
+
+    def run(**values: Any) -> None:
+        sampling = _options(**{p.name: values.pop(p.name) for p in shared})
+        command(**values, sampling=sampling)
+
+    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(_options, include_extras=True)}
+    required = [p for p in own if p.default is p.empty]
+    optional = [p for p in own if p.default is not p.empty]
+    parameters = [p.replace(annotation=hints[p.name]) for p in (*required, *optional, *shared)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: hints[p.name] for p in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
