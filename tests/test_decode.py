@@ -153,6 +153,7 @@ def test_bad_requests(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_same_tokens_on_the_gpu_and_no_waiting():
     cpu, gpu = small_model(), small_model().cuda()
