@@ -213,7 +213,7 @@ def test_info_and_classes(run, folder):
     check_error(run("pull", "arpg-m"), "'arpg-m'", "arpg-xl")
 
 
-def test_plan_picture(run, tmp_path):
+def test_grid_picture(run, tmp_path):
     assert run("plan", "--grid", "6x8", "--steps", 5, "-o", tmp_path / "plan.png")[0] == 0
     with Image.open(tmp_path / "plan.png") as image:
         assert image.width > image.height > 200

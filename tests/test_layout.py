@@ -16,7 +16,7 @@ LAYERS = [
     {"convert"},
     {"hub"},
     {"decode"},
-    {"tasks", "plan_picture"},
+    {"tasks", "grid_picture"},
     {"pipeline"},
     {"data"},
     {"evaluation"},

@@ -14,7 +14,7 @@ from arpg.decode import SamplePlan
 from arpg.decode.order import make_order
 from arpg.decode.plan import plan_sample
 from arpg.decode.schedule import guidance_scales, step_sizes
-from arpg.plan_picture import draw_plans
+from arpg.grid_picture import draw_plans
 
 GRIDS = st.tuples(st.integers(1, 9), st.integers(1, 9))
 

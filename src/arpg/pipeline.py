@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from arpg import tasks
 from arpg.canvas import Box, Canvas, box_mask
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import SamplingDefaults, SamplingSettings
+from arpg.config import ORDERS, SamplingDefaults, SamplingSettings, one_of
 from arpg.decode import Request, Step, decode, make_plan
+from arpg.decode.score import make_orders, token_bits
 from arpg.errors import InputError, require
 from arpg.hub import resolve
-from arpg.image import to_images, to_pil, to_rgb
-from arpg.model import ARPG
+from arpg.image import adm_crop, to_images, to_pil, to_rgb
+from arpg.model import ARPG, class_condition
 from arpg.tokenizer import VQTokenizer
 
 UNKNOWN = 0.75  # the grey of a patch that is not there yet, in [-1, 1]
@@ -140,6 +142,51 @@ class Pipeline:
         """Put a class into the box (left, top, right, bottom) of an image; options as in `inpaint`."""
         mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
         return self.inpaint(image, mask, class_, **options)
+
+    def score(
+        self,
+        image: Image.Image,
+        class_: str | int | None = None,
+        *,
+        orders: int = 1,
+        order: str = "random",
+        seed: int = 0,
+    ) -> NDArray[np.float32]:
+        """`[orders, h, w]`: the bits of each token of an image under each order; their mean is the bits per token.
+
+        The image is brought to the model's size by a centre crop. No class: the unconditional likelihood.
+        """
+        require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
+        one_of("order", order, ORDERS)
+        label = self.model.config.num_classes if class_ is None else self.classes.find(class_)
+        bits: NDArray[np.float32] = self._bits(image, [label], orders=orders, order=order, seed=seed)[0]
+        return bits
+
+    def classify(self, image: Image.Image, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
+        """`[classes]`: bits per token of an image under each class, over the same random orders; the least is best."""
+        require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
+        bits = self._bits(image, range(self.model.config.num_classes), orders=orders, order="random", seed=seed)
+        means: NDArray[np.float32] = bits.mean((1, 2, 3))
+        return means
+
+    @torch.no_grad()
+    def _bits(
+        self, image: Image.Image, labels: Sequence[int], *, orders: int, order: str, seed: int, batch_size: int = 32
+    ) -> NDArray[np.float32]:
+        """`[labels, orders, h, w]`."""
+        grid, stride = self.model.config.grid, self.tokenizer.config.stride
+        require(grid[0] == grid[1], f"the model's grid is {grid[0]}x{grid[1]}; only square ones can be scored")
+        pixels = np.asarray(adm_crop(to_rgb(image), grid[0] * stride))
+        ids_N = self.tokenizer.encode(to_images(pixels[None], self.tokenizer.device))[0]
+        order_KN = make_orders(order, grid, range(seed, seed + orders))
+        pairs = [(label, k) for label in labels for k in range(orders)]
+        parts = []
+        for i in range(0, len(pairs), batch_size):
+            chosen, ks = (list(part) for part in zip(*pairs[i : i + batch_size], strict=True))
+            condition = class_condition(self.model, torch.tensor(chosen))
+            parts.append(token_bits(self.model, ids_N.expand(len(ks), -1), condition, order_KN[ks]).cpu())
+        bits: NDArray[np.float32] = torch.cat(parts).numpy().reshape(len(labels), orders, *grid)
+        return bits
 
     def stream(
         self, classes: str | int | Sequence[str | int], *, num_images: int = 1, seed: int = 0, **settings: Any

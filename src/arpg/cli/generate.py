@@ -101,7 +101,7 @@ def plan(
     seed: Annotated[int, typer.Option(help="For the orders that depend on one.")] = 0,
 ) -> None:
     """Draw in which step each token is decoded, for every order. Needs no model."""
-    from arpg.plan_picture import draw_plans
+    from arpg.grid_picture import draw_plans
 
     check_output(output, folder=False)
     settings = configs.SamplingDefaults().settings(steps=steps, schedule=parse_schedule(schedule))

@@ -1,0 +1,35 @@
+"""How likely an image is: the exact log-likelihood of its tokens under an order, in bits.
+
+An any-order model gives a likelihood for every order; their mean is steadier than any one of them.
+Shapes: B batch, N grid tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from arpg.decode.order import make_order
+from arpg.model import ARPG, Condition
+
+
+def make_orders(name: str, grid: tuple[int, int], seeds: range) -> Tensor:
+    """`[len(seeds), N]`: whole-image orders. (`local` is taken one token at a time.)"""
+    num_tokens = grid[0] * grid[1]
+    everything, ones = np.arange(num_tokens), (1,) * num_tokens
+    return torch.from_numpy(np.stack([make_order(name, grid, everything, sizes=ones, seed=seed) for seed in seeds]))
+
+
+@torch.no_grad()
+def token_bits(
+    model: ARPG, ids_BN: Tensor, condition: Condition, order_BN: Tensor, *, grid: tuple[int, int] | None = None
+) -> Tensor:
+    """`[B, N]`: -log2 p of each token given the condition and the tokens before it in the order; raster positions."""
+    ids_BN, order_BN = ids_BN.to(model.device), order_BN.to(model.device)
+    logits_BNV = model(ids_BN, order_BN, condition, grid=grid).float()
+    bits = F.cross_entropy(logits_BNV.transpose(1, 2), ids_BN.gather(1, order_BN), reduction="none") / math.log(2)
+    return torch.zeros_like(bits).scatter_(1, order_BN, bits)
