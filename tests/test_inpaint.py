@@ -14,6 +14,7 @@ from PIL import Image
 from arpg import InputError, cli
 from arpg.canvas import Canvas, box_mask
 from arpg.image import open_image
+from arpg.windows import plan_windows
 
 
 def noise(width, height, seed=0):
@@ -193,6 +194,53 @@ def test_bad_files(tmp_path, monkeypatch):
             open_image(tmp_path / name)
 
 
+@given(st.integers(4, 14), st.integers(4, 14), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_windows_cover_everything_and_lean_on_what_is_known(height, width, seed):
+    rng = np.random.default_rng(seed)
+    known = np.zeros((height, width), dtype=bool)
+    top, left = rng.integers(height - 3), rng.integers(width - 3)
+    known[top : top + 4, left : left + 4] = True
+    covered = known.copy()
+    for row, column in plan_windows(known, (4, 4)):
+        part = covered[row : row + 4, column : column + 4]
+        assert part.shape == (4, 4)
+        assert not part.all(), "a window with nothing to do"
+        assert part.any(), "a window that sees nothing"
+        part[:] = True
+    assert covered.all()
+
+
+@pytest.mark.parametrize(
+    "sides", [{"left": 8}, {"right": 5, "bottom": 11}, {"top": 1}, {"left": 9, "top": 7, "right": 3}]
+)
+@pytest.mark.parametrize("size", [(8, 8), (20, 12)])
+def test_outpainting_leaves_the_picture_as_it_is(pipeline, size, sides):
+    image = noise(*size)
+    results = pipeline.outpaint(image, 2, **sides, num_images=2, steps=4)
+    left, top, right, bottom = (sides.get(side, 0) for side in ("left", "top", "right", "bottom"))
+    for result in results:
+        assert result.size == (size[0] + left + right, size[1] + top + bottom)
+        inside = np.asarray(result)[top : top + size[1], left : left + size[0]]
+        assert np.array_equal(inside, np.asarray(image))
+    assert not np.array_equal(np.asarray(results[0]), np.asarray(results[1]))
+    again = pipeline.outpaint(image, 2, **sides, seed=1, steps=4)[0]
+    assert np.array_equal(np.asarray(again), np.asarray(results[1])), "a picture depends on its seed alone"
+
+
+def test_outpainting_draws_each_window_anew(pipeline):
+    """Far out, two windows with the same surroundings do not repeat each other."""
+    result = np.asarray(pipeline.outpaint(Image.new("RGB", (8, 8), "white"), 2, right=64, steps=4)[0])
+    tiles = [result[:, 8 + 8 * k : 16 + 8 * k] for k in range(8)]
+    assert not any(np.array_equal(a, b) for i, a in enumerate(tiles) for b in tiles[i + 1 :])
+
+
+@pytest.mark.parametrize("sides", [{}, {"left": -1}, {"left": 4, "right": -2}, {"right": 10**9}])
+def test_bad_sides(pipeline, sides):
+    with pytest.raises(InputError, match=r"expected 0 or more|ask for less"):
+        pipeline.outpaint(noise(8, 8), 1, **sides)
+
+
 def test_command_line(folder, tmp_path, monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["arpg", *map(str, arguments), "--model", str(folder), "--steps", "3"])
@@ -210,7 +258,11 @@ def test_command_line(folder, tmp_path, monkeypatch, capsys):
     assert np.array_equal(np.asarray(Image.open(out)), np.asarray(Image.open(tmp_path / "edit.png")))
     assert run("inpaint", source, "--mask", mask, "-n", 3, "-o", tmp_path / "many")[0] == 0
     assert sorted(p.name for p in (tmp_path / "many").iterdir()) == [f"0000{i}-in-seed{i}.png" for i in range(3)]
+    assert run("outpaint", source, "--right", 9, "--top", 3, "-o", tmp_path / "wide.png")[0] == 0
+    with Image.open(tmp_path / "wide.png") as wide:
+        assert wide.size == (29, 15)
     for arguments, part in (
+        (("outpaint", source), "expected 0 or more"),
         (("edit", source, "--box", "5,2,12", "--class", 2), "box is '5,2,12'"),
         (("edit", source, "--box", "5,2,50,9", "--class", 2), "inside 20x12 pixels"),
         (("inpaint", source, "--mask", out.with_name("no.png")), "no.png does not exist"),

@@ -16,7 +16,7 @@ LAYERS = [
     {"convert"},
     {"hub"},
     {"decode"},
-    {"tasks", "grid_picture"},
+    {"tasks", "grid_picture", "windows"},
     {"pipeline"},
     {"data"},
     {"evaluation"},

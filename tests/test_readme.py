@@ -26,7 +26,16 @@ def test_commands_and_snippets_run(tmp_path):
     for command in commands:
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, f"{command[-1]}\n{result.stderr}"
-    for made in ("out.png", "orders.png", "first.png", "preview.png", "kiwi.png", "edited.png", "kiwi-inside.png"):
+    for made in (
+        "out.png",
+        "orders.png",
+        "first.png",
+        "preview.png",
+        "kiwi.png",
+        "edited.png",
+        "wide.png",
+        "kiwi-inside.png",
+    ):
         assert (tmp_path / made).stat().st_size > 100
     assert len(list((tmp_path / "images").iterdir())) == 4
 

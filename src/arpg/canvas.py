@@ -6,6 +6,7 @@ size, and only where the mask says so: every other pixel stays as it was.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from arpg.errors import require
-from arpg.image import Pixels
+from arpg.image import MAX_PIXELS, Pixels
 
 Mask = NDArray[np.bool_]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
@@ -69,6 +70,29 @@ class Canvas:
             soft = np.asarray(alpha.filter(ImageFilter.BoxBlur(feather))).astype(np.int64)
             alpha = Image.fromarray((np.clip(2 * soft - 255, 0, 255) * self.mask_HW).astype(np.uint8))
         return Image.composite(layer, self.image, alpha)
+
+    @classmethod
+    def extend(cls, image: Image.Image, sides: Box, *, grid: tuple[int, int], stride: int) -> Canvas:
+        """Room around a picture (pixels at the left, top, right and bottom), all of it to be filled.
+
+        The view is everything, on a grid as much larger than the model's as the canvas is than the picture: the
+        picture's shorter side spans the model's.
+        """
+        require(
+            min(sides) >= 0 and max(sides) > 0,
+            "outpainting is left {}, top {}, right {}, bottom {} pixels; expected 0 or more, and more than 0 on some "
+            "side".format(*sides),
+        )
+        left, top, right, bottom = sides
+        size = (image.width + left + right, image.height + top + bottom)
+        require(size[0] * size[1] <= MAX_PIXELS, f"the result would have {size[0]}x{size[1]} pixels; ask for less")
+        # Beyond the picture its border goes on, so that patches at the seam see no edge that is not there.
+        wide = np.pad(np.asarray(image), ((top, bottom), (left, right), (0, 0)), mode="edge")
+        mask = np.ones((size[1], size[0]), dtype=bool)
+        mask[top : top + image.height, left : left + image.width] = False
+        scale = min(grid) / min(image.size)
+        larger = (max(grid[0], math.ceil(size[1] * scale)), max(grid[1], math.ceil(size[0] * scale)))
+        return cls(Image.fromarray(wide), mask, (0, 0, *size), larger, (larger[1] * stride, larger[0] * stride))
 
 
 def box_mask(size: tuple[int, int], box: Box) -> Mask:

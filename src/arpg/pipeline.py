@@ -23,6 +23,7 @@ from arpg.hub import resolve
 from arpg.image import adm_crop, to_images, to_pil, to_rgb
 from arpg.model import ARPG, class_condition
 from arpg.tokenizer import VQTokenizer
+from arpg.windows import plan_windows
 
 UNKNOWN = 0.75  # the grey of a patch that is not there yet, in [-1, 1]
 
@@ -142,6 +143,48 @@ class Pipeline:
         """Put a class into the box (left, top, right, bottom) of an image; options as in `inpaint`."""
         mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
         return self.inpaint(image, mask, class_, **options)
+
+    @torch.no_grad()
+    def outpaint(
+        self,
+        image: Image.Image,
+        class_: str | int | None = None,
+        *,
+        left: int = 0,
+        top: int = 0,
+        right: int = 0,
+        bottom: int = 0,
+        num_images: int = 1,
+        seed: int = 0,
+        on_step: Callable[[Step], None] | None = None,
+        **settings: Any,
+    ) -> list[Image.Image]:
+        """Continue a picture beyond its sides, by as many pixels as wanted; the picture itself stays as it is.
+
+        A canvas larger than the trained grid is filled window by window, each leaning on what is there already.
+        """
+        resolved = self.sampling.settings(**settings)
+        require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
+        label = None if class_ is None else self.classes.find(class_)
+        window, stride = self.model.config.grid, self.tokenizer.config.stride
+        canvas = Canvas.extend(to_rgb(image), (left, top, right, bottom), grid=window, stride=stride)
+        known = torch.from_numpy(canvas.known().reshape(canvas.grid))
+        ids = self.tokenizer.encode(to_images(canvas.pixels()[None], self.tokenizer.device)).cpu()
+        ids = ids.reshape(1, *canvas.grid).repeat(num_images, 1, 1)
+        for k, (row, column) in enumerate(plan_windows(known.numpy(), window)):
+            # Each window has noise of its own; the same would repeat the same picture.
+            seeds = [(seed + i + (k << 40)) % 2**64 for i in range(num_images)]
+            part = (slice(row, row + window[0]), slice(column, column + window[1]))
+            request = tasks.fill(
+                self.model, label, seeds, ids_N=ids[:, *part].flatten(1), known_N=known[part].flatten()
+            )
+            for step in self.run(request, resolved):
+                if on_step is not None:
+                    on_step(step)
+            ids[:, *part] = step.ids_BN.reshape(num_images, *window).cpu()
+            known[part] = True
+        made = self.tokenizer.decode(ids.flatten(1).to(self.tokenizer.device), canvas.grid)
+        return [canvas.paste(picture) for picture in to_pil(made)]
 
     def score(
         self,

@@ -26,7 +26,7 @@ def fill(
     return Request(
         class_condition(model, labels),
         grid or model.config.grid,
-        ids_N.cpu().expand(len(seeds), -1),
+        ids_N.cpu().expand(len(seeds), -1),  # one for all, or one for each
         known_N.cpu().expand(len(seeds), -1),
         tuple(seeds),
     )

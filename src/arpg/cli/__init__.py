@@ -18,6 +18,7 @@ app = typer.Typer(name="arpg", no_args_is_help=True, pretty_exceptions_enable=Fa
 app.command()(generate.generate)
 app.command()(generate.inpaint)
 app.command()(generate.edit)
+app.command()(generate.outpaint)
 app.command()(models.info)
 app.command()(models.classes)
 app.command()(models.pull)

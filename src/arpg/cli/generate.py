@@ -24,6 +24,7 @@ OutputOption = Annotated[
 ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: whatever fits.")]
 ImageArgument = Annotated[Path, typer.Argument(help="The picture, of any size.")]
 NumOption = Annotated[int, typer.Option("--num", "-n", help="How many results.")]
+SideOption = Annotated[int, typer.Option(help="Pixels to add on this side.")]
 FeatherOption = Annotated[int, typer.Option(help="Blend this many pixels inside the seam.")]
 
 
@@ -93,6 +94,30 @@ def edit(
     _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
 
 
+@samples
+def outpaint(
+    image: ImageArgument,
+    left: SideOption = 0,
+    top: SideOption = 0,
+    right: SideOption = 0,
+    bottom: SideOption = 0,
+    class_: ClassOption = None,
+    output: OutputOption = Path("out.png"),
+    num: NumOption = 1,
+    *,
+    sampling: Sampling,
+) -> None:
+    """Continue a picture beyond its sides; the picture itself stays as it is."""
+    folder = _check_output(output)
+    picture = open_image(image)
+    pipe = sampling.load()
+    with _steps(None) as on_step:
+        sides = {"left": left, "top": top, "right": right, "bottom": bottom}
+        options = {"num_images": num, "seed": sampling.seed, **sides, **sampling.settings}
+        images = pipe.outpaint(picture, class_, on_step=on_step, **options)
+    _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
+
+
 def plan(
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("plan.png"),
     grid: GridOption = "16x16",
@@ -110,11 +135,12 @@ def plan(
 
 
 @contextmanager
-def _steps(num_batches: int) -> Iterator[Callable[[Any], None]]:
-    """A progress bar over the steps of all batches."""
+def _steps(num_batches: int | None) -> Iterator[Callable[[Any], None]]:
+    """A progress bar over the steps of all batches; None: it is not known how many there will be."""
     with progress_bar() as progress:
         task = progress.add_task("drawing", total=None)
-        yield lambda step: progress.update(task, advance=1, total=num_batches * step.num_steps)
+        total = (lambda step: num_batches * step.num_steps) if num_batches else (lambda step: None)
+        yield lambda step: progress.update(task, advance=1, total=total(step))
 
 
 def _check_output(output: Path) -> bool:

@@ -42,10 +42,6 @@ class Cache:
     def slots(self) -> int:
         return self.key_LBTHK.shape[2]
 
-    @property
-    def num_bytes(self) -> int:
-        return 2 * self.key_LBTHK.numel() * self.key_LBTHK.element_size()
-
     def reserve(self, num_new: int) -> Writer:
         """Room for `num_new` slots in every row, after what the row already has."""
         if self.end + num_new > self.slots:

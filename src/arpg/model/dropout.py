@@ -34,7 +34,8 @@ class Dropout(nn.Module):
 
 def fold(key_B: Tensor, number: int) -> Tensor:
     """New keys out of old ones: for each layer, and in it for each site, so that no two share a mask."""
-    return _mix(key_B + (number + 1) * _GOLDEN)
+    step = ((number + 1) * _GOLDEN + 2**31) % 2**32 - 2**31  # wrapped here: a compiler might widen it instead
+    return _mix(key_B + step)
 
 
 def _mix(x: Tensor) -> Tensor:
