@@ -1,10 +1,13 @@
 """Shared fixtures: golden files and a small network whose head is not zero."""
 
 import json
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
@@ -72,3 +75,27 @@ def folder(pipeline, tmp_path):
     """A saved pipeline."""
     pipeline.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def write_zip(folder, path, prefix=""):
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in sorted(folder.rglob("*"), reverse=True):  # a zip file is in no particular order
+            if file.is_file():
+                archive.write(file, prefix + file.relative_to(folder).as_posix())
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Three classes with 2, 3 and 4 images of different sizes."""
+    root = tmp_path / "photos"
+    for c, name in enumerate(["pear", "apple", "apple red"]):
+        (root / name).mkdir(parents=True)
+        for i in range(2 + c):
+            noise(30 + 7 * i, 26 + 9 * c, seed=10 * c + i).save(root / name / f"{i}.png")
+    (root / "LICENSE").write_text("MIT")
+    return root

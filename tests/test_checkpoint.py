@@ -126,3 +126,20 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     with pytest.raises(InputError, match="No space left on device"):
         write_folder(folder, FolderConfig(model=SMALL), model=small_model(seed=5).state_dict())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    """The weights are written first; when the configuration after them fails, they do not stay behind either."""
+    from pathlib import Path
+
+    write_text = Path.write_text
+
+    def full_disk(self, text, **options):
+        if "config.json" in self.name:
+            raise OSError(28, "No space left on device")
+        return write_text(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(InputError, match=r"config\.json cannot be written: No space left"):
+        write_folder(tmp_path / "a" / "new", FolderConfig(model=SMALL), model=small_model().state_dict())
+    assert list(tmp_path.iterdir()) == []

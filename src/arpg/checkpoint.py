@@ -12,8 +12,9 @@ A folder may hold the network, the tokenizer or both; writing one leaves the oth
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from arpg.classes import ClassNames, numbered_classes, parse_classes
 from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, to_dict
 from arpg.errors import InputError, present, require
-from arpg.files import write_whole
+from arpg.files import write_together
 from arpg.model import ARPG
 from arpg.storage import State, read_tensors, unpack, write_tensors
 from arpg.tokenizer import VQTokenizer
@@ -91,17 +92,19 @@ def write_folder(
         if config.license == "unknown":
             kept["license"] = old.license
         config = replace(config, **kept)
+    writes: dict[Path, Callable[[Path], object]] = {}
     for name, state in ((MODEL, model), (TOKENIZER, tokenizer)):
         if state is not None:
             tensors = {key: tensor.detach().contiguous() for key, tensor in state.items()}
-            write_whole(folder / name, lambda path, tensors=tensors: write_tensors(tensors, path))  # type: ignore[misc]
+            writes[folder / name] = partial(write_tensors, tensors)
     if config.classes is not None:
         text = "\n".join(config.classes.lines) + "\n"
-        write_whole(folder / CLASSES, lambda path: path.write_text(text, encoding="utf-8"))
+        writes[folder / CLASSES] = lambda path: path.write_text(text, encoding="utf-8")
     sections = {name: getattr(config, name) for name in ("model", "tokenizer", "sampling")}
     data = {"format": FORMAT, **{name: to_dict(part) for name, part in sections.items() if part is not None}}
     data["license"] = config.license
-    write_whole(folder / CONFIG, lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+    writes[folder / CONFIG] = lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_together(writes)
 
 
 def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ARPG:

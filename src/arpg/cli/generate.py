@@ -64,13 +64,12 @@ def inpaint(
     sampling: Sampling,
 ) -> None:
     """Fill the masked part of a picture, given the rest; every other pixel stays as it is."""
-    folder = _check_output(output)
-    picture, painted = open_image(image), open_image(mask, what="mask")
-    pipe = sampling.load()
-    with _steps(1) as on_step:
-        options = {"num_images": num, "seed": sampling.seed, "feather": feather, **sampling.settings}
-        images = pipe.inpaint(picture, painted, class_, on_step=on_step, **options)
-    _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
+    painted = open_image(mask, what="mask")
+
+    def draw(pipe: Any, picture: Image.Image, options: dict[str, Any]) -> list[Image.Image]:
+        return list(pipe.inpaint(picture, painted, class_, feather=feather, **options))
+
+    _redraw(image, draw, output, num=num, class_=class_, sampling=sampling)
 
 
 @samples
@@ -85,13 +84,12 @@ def edit(
     sampling: Sampling,
 ) -> None:
     """Replace a box of a picture by another class; every other pixel stays as it is."""
-    folder = _check_output(output)
-    picture, corners = open_image(image), _box(box)
-    pipe = sampling.load()
-    with _steps(1) as on_step:
-        options = {"num_images": num, "seed": sampling.seed, "feather": feather, **sampling.settings}
-        images = pipe.edit(picture, corners, class_, on_step=on_step, **options)
-    _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
+    corners = _box(box)
+
+    def draw(pipe: Any, picture: Image.Image, options: dict[str, Any]) -> list[Image.Image]:
+        return list(pipe.edit(picture, corners, class_, feather=feather, **options))
+
+    _redraw(image, draw, output, num=num, class_=class_, sampling=sampling)
 
 
 @samples
@@ -108,14 +106,12 @@ def outpaint(
     sampling: Sampling,
 ) -> None:
     """Continue a picture beyond its sides; the picture itself stays as it is."""
-    folder = _check_output(output)
-    picture = open_image(image)
-    pipe = sampling.load()
-    with _steps(None) as on_step:
-        sides = {"left": left, "top": top, "right": right, "bottom": bottom}
-        options = {"num_images": num, "seed": sampling.seed, **sides, **sampling.settings}
-        images = pipe.outpaint(picture, class_, on_step=on_step, **options)
-    _write_results(images, output, folder=folder, sampling=sampling, class_=class_, source=image)
+    sides = {"left": left, "top": top, "right": right, "bottom": bottom}
+
+    def draw(pipe: Any, picture: Image.Image, options: dict[str, Any]) -> list[Image.Image]:
+        return list(pipe.outpaint(picture, class_, **sides, **options))
+
+    _redraw(image, draw, output, num=num, class_=class_, sampling=sampling)
 
 
 def plan(
@@ -135,7 +131,7 @@ def plan(
 
 
 @contextmanager
-def _steps(num_batches: int | None) -> Iterator[Callable[[Any], None]]:
+def _steps(num_batches: int | None = None) -> Iterator[Callable[[Any], None]]:
     """A progress bar over the steps of all batches; None: it is not known how many there will be."""
     with progress_bar() as progress:
         task = progress.add_task("drawing", total=None)
@@ -150,9 +146,22 @@ def _check_output(output: Path) -> bool:
     return folder
 
 
-def _write_results(
-    images: Sequence[Image.Image], output: Path, *, folder: bool, sampling: Sampling, class_: str | None, source: Path
+def _redraw(
+    source: Path,
+    draw: Callable[[Any, Image.Image, dict[str, Any]], list[Image.Image]],
+    output: Path,
+    *,
+    num: int,
+    class_: str | None,
+    sampling: Sampling,
 ) -> None:
+    """What all verbs that start from a picture do around the drawing itself."""
+    folder = _check_output(output)
+    picture = open_image(source)
+    pipe = sampling.load()
+    with _steps() as on_step:
+        options = {"num_images": num, "seed": sampling.seed, "on_step": on_step, **sampling.settings}
+        images = draw(pipe, picture, options)
     given = {name: value for name, value in sampling.settings.items() if value is not None}
     about = {"model": sampling.model, "image": source.name, "class": class_, **given}
     names = [f"{i:05d}-{_slug(source.stem)}" for i in range(len(images))]

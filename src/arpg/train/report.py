@@ -44,7 +44,7 @@ class Report:
         yield
         self.since += time.perf_counter() - began
 
-    def add(self, step: int, metrics: dict[str, float], *, quiet: bool = False) -> None:
+    def add(self, step: int, metrics: dict[str, float]) -> None:
         if not self.active:
             return
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -52,13 +52,12 @@ class Report:
         if self.board is not None:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
-        if not quiet:
-            shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
-            left = ""
-            if rate := metrics.get("steps/s"):
-                seconds = int((self.num_steps - step) / rate)
-                left = f"  left {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-            log.info("step %d/%d  %s%s", step, self.num_steps, shown, left)
+        shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+        left = ""
+        if rate := metrics.get("steps/s"):
+            seconds = int((self.num_steps - step) / rate)
+            left = f"  left {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        log.info("step %d/%d  %s%s", step, self.num_steps, shown, left)
 
     def picture(self, name: str, image: Any) -> None:
         """Keep a PIL image in the run's folder."""
