@@ -10,7 +10,7 @@ LAYERS = [
     {"errors"},
     {"files", "config", "classes", "storage"},
     {"image"},
-    {"canvas"},
+    {"canvas", "kernels"},
     {"tokenizer", "model"},
     {"checkpoint"},
     {"convert"},

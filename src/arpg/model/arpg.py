@@ -15,8 +15,8 @@ from arpg.config import ModelConfig
 from arpg.model.cache import Cache, sees
 from arpg.model.condition import Condition
 from arpg.model.dropout import Dropout, fold
-from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, RMSNorm, SelfAttention
-from arpg.model.rope import Rotation, grid_places, rotate, rotation, sinusoids
+from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, MemoryProjection, RMSNorm, SelfAttention
+from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
 
 
 class ARPG(nn.Module):
@@ -31,7 +31,7 @@ class ARPG(nn.Module):
         self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(config.pass1_layers))
         self.memory_norm = RMSNorm(width)
         num_memories = 1 if config.shared_kv else config.pass2_layers
-        self.memory_kv = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(num_memories))
+        self.memory_kv = nn.ModuleList(MemoryProjection(config) for _ in range(num_memories))
         self.pass2 = nn.ModuleList(Block(config, CrossAttention(config)) for _ in range(config.pass2_layers))
         self.norm = RMSNorm(width)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
@@ -47,6 +47,12 @@ class ARPG(nn.Module):
                     parameter.fill_(1.0)
             self.head.weight.zero_()
         return self
+
+    def compile_parts(self) -> None:
+        """Compile the parts that repeat, each on its own: seconds, where the whole network takes a minute."""
+        parts = (self.token_dropout, self.memory_norm, self.norm, *self.pass1, *self.memory_kv, *self.pass2)
+        for part in parts:
+            part.compile()
 
     @property
     def device(self) -> torch.device:
@@ -152,14 +158,13 @@ class ARPG(nn.Module):
     ) -> list[KeyValue]:
         """The keys and values for Pass 2. `write` stores a layer's new ones and returns all; None: these are all."""
         by = self._rotation(place_BS2)
-        x = self.token_dropout(self._at(x_BSD, place_BS2), dropout_key_B)
+        x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), dropout_key_B)
         for i, block in enumerate(self.pass1):
-            x = block(x, by, mask, _own if write is None else partial(write, i), _layer_key(dropout_key_B, i))
+            x = block(x, by, mask, None if write is None else partial(write, i), _layer_key(dropout_key_B, i))
         x = self.memory_norm(x)
         memories: list[KeyValue] = []
         for i, project in enumerate(self.memory_kv):
-            key, value = project(x).unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)
-            memory = (key if by is None else rotate(key, by), value)
+            memory = project(x, by)
             memories.append(memory if write is None else write(len(self.pass1) + i, *memory))
         return memories
 
@@ -175,7 +180,7 @@ class ARPG(nn.Module):
         if query_BSD is None:
             query_BSD = self.embedding.weight[self.config.mask_id].expand(*place_BS2.shape[:-1], -1)
         by = self._rotation(place_BS2)
-        x = self._at(query_BSD, place_BS2)
+        x = _stream(self._at(query_BSD, place_BS2))
         for i, block in enumerate(self.pass2):
             x = block(x, by, mask, memories[i % len(memories)], _layer_key(dropout_key_B, len(self.pass1) + i))
         out: Tensor = self.norm(x)
@@ -191,9 +196,10 @@ class ARPG(nn.Module):
         return x_BSD + sinusoids(place_BS2, self.config.width).type_as(x_BSD)
 
 
-def _own(key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
-    """Without a cache the new keys and values are all there are."""
-    return key_BSHK, value_BSHK
+def _stream(x: Tensor) -> Tensor:
+    """The residual stream runs in autocast's type, where there is one: half the traffic of float32."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _layer_key(dropout_key_B: Tensor | None, layer: int) -> Tensor | None:

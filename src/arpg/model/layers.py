@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
+from arpg.kernels import usable
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
 
@@ -43,9 +44,40 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(swiglu(self.gate_up(x)))
         return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if usable(gate_up):
+        from arpg.kernels.swiglu import swiglu as fused
+
+        hidden: Tensor = fused(gate_up)
+        return hidden
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def turn(x_BSHK: Tensor, by: Rotation) -> Tensor:
+    """`rotate`, fused where that can be."""
+    if usable(x_BSHK):
+        from arpg.kernels.rotary import turn as fused
+
+        turned: Tensor = fused(x_BSHK, *by)
+        return turned
+    return rotate(x_BSHK, by)
+
+
+def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated, and values."""
+    if usable(qkv_BS3HK):
+        from arpg.kernels.rotary import split_turned as fused
+
+        parts: tuple[Tensor, ...] = fused(qkv_BS3HK, *by)
+        return parts
+    q, k, v = qkv_BS3HK.unbind(2)
+    return rotate(q, by), rotate(k, by), v
 
 
 def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask) -> Tensor:
@@ -62,7 +94,7 @@ def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Pass 1: a slot brings its own key and value; `remember` adds those of the slots before."""
+    """Pass 1: a slot brings its own key and value; `remember` adds those of the slots before (None: there are none)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,11 +102,10 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, remember: Remember) -> Tensor:
-        q, k, v = self.qkv(x_BSD).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        if by is not None:
-            q, k = rotate(q, by), rotate(k, by)
-        out: Tensor = self.out(attend(q, remember(k, v), mask))
+    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, remember: Remember | None) -> Tensor:
+        qkv_BS3HK = self.qkv(x_BSD).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
+        out: Tensor = self.out(attend(q, (k, v) if remember is None else remember(k, v), mask))
         return out
 
 
@@ -89,10 +120,21 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
         q = self.q(x_BSD).unflatten(-1, (self.num_heads, -1))
-        if by is not None:
-            q = rotate(q, by)
-        out: Tensor = self.out(attend(q, memory, mask))
+        out: Tensor = self.out(attend(q if by is None else turn(q, by), memory, mask))
         return out
+
+
+class MemoryProjection(nn.Linear):
+    """Between the passes: the keys, turned, and the values that Pass 2 asks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.width, 2 * config.width, bias=False)
+        self.num_heads = config.num_heads
+
+    def forward(self, x_BSD: Tensor, by: Rotation | None) -> KeyValue:  # type: ignore[override]
+        kv_BSE = super().forward(x_BSD)
+        key, value = kv_BSE.unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
+        return key if by is None else turn(key, by), value
 
 
 class Block(nn.Module):
@@ -112,7 +154,7 @@ class Block(nn.Module):
         x: Tensor,
         by: Rotation | None,
         mask: Mask,
-        source: Remember | KeyValue,
+        source: Remember | KeyValue | None,
         dropout_key_B: Tensor | None = None,
     ) -> Tensor:
         x = x + self.attn_dropout(self.attn(self.attn_norm(x), by, mask, source), dropout_key_B)

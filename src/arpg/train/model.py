@@ -77,8 +77,7 @@ class ModelTraining:
         model.to(world.device).train()
         self.objective = Objective(model, self.tokens.grid)
         if run.compile and world.device.type == "cuda":
-            for block in (*model.pass1, *model.pass2):
-                block.compile()
+            model.compile_parts()
         blocks = [*model.pass1, *model.pass2]
         self.parallel = parallelize(self.objective, run.parallel, world, blocks)
         self.optimizer = make_adamw(self.objective, recipe.optim)

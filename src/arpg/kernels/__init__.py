@@ -1,0 +1,15 @@
+"""Fused kernels in Triton, for NVIDIA GPUs. Each has a plain twin in `model/layers.py`, which runs everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the kernels take this tensor: half precision on a GPU, where Triton is installed."""
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
