@@ -10,7 +10,7 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import attention, convert, generate, likelihood, models, sample, train
+from arpg.cli import attention, convert, generate, likelihood, models, sample, sweep, train
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -27,6 +27,7 @@ app.command()(likelihood.score)
 app.command()(likelihood.classify)
 app.command()(attention.attention)
 app.command()(sample.sample)
+app.command()(sweep.sweep)
 app.command()(train.tokenize)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
