@@ -19,7 +19,7 @@ from typing import Any
 
 from arpg.config import ORDERS, SCHEDULES
 from arpg.evaluation.results import Line, markdown, read_about, read_lines
-from arpg.evaluation.sweep import number
+from arpg.evaluation.sweep import NUMBERS, number
 from arpg.files import write_whole
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +33,8 @@ STEPS = (24, 12, 8, 144, 16, 32, 64)  # in the order in which they are measured
 ORDER_STEPS = (24, 12, 144)
 FEW_STEPS = (24, 12)
 PLAIN = {"attention": "block", "order": "random", "schedule": "arccos", "guidance_schedule": "linear"}
+SHOWN = ("fid", "kid", "precision", "recall", "accuracy")
+TITLES = tuple(NUMBERS[name][0] for name in SHOWN)
 NOTHING = "Not measured yet.\n"
 
 
@@ -92,7 +94,7 @@ def _conditions(about: dict[str, Any]) -> str:
 
 def _baselines(baselines: dict[str, Any]) -> str:
     rows = [[name, line["num"], *_numbers(line)] for name, line in baselines.items()]
-    return markdown(["images", "number", "FID", "KID", "precision", "recall", "recognised"], rows) if rows else NOTHING
+    return markdown(["images", "number", *TITLES], rows) if rows else NOTHING
 
 
 def _steps(lines: Sequence[Line]) -> str:
@@ -103,7 +105,7 @@ def _steps(lines: Sequence[Line]) -> str:
             if line is not None:
                 scale = f"{line['settings']['guidance']:g}"
                 rows.append([steps, attention, scale, *_numbers(line), number(line, "images/s")])
-    header = ["steps", "attention", "best guidance", "FID", "KID", "precision", "recall", "recognised", "images/s"]
+    header = ["steps", "attention", "best guidance", *TITLES, "images/s"]
     figures = ("FID over steps", "steps"), ("FID over images per second", "speed"), ("FID over guidance", "guidance")
     return markdown(header, rows) + "".join(_figure(*each) for each in figures) if rows else NOTHING
 
@@ -145,7 +147,7 @@ def _rows(lines: Sequence[Line], axis: str, values: Sequence[str]) -> str:
                 line = final(lines, steps=steps, **{axis: value})
             if line is not None:
                 rows.append([value, steps, f"{line['settings']['guidance']:g}", *_numbers(line)])
-    header = [axis.replace("_", " "), "steps", "best guidance", "FID", "KID", "precision", "recall", "recognised"]
+    header = [axis.replace("_", " "), "steps", "best guidance", *TITLES]
     return markdown(header, rows) if rows else NOTHING
 
 
@@ -154,7 +156,7 @@ def _figure(title: str, name: str) -> str:
 
 
 def _numbers(line: Line) -> list[str | None]:
-    return [number(line, "fid", interval=True), *(number(line, n) for n in ("kid", "precision", "recall", "accuracy"))]
+    return [number(line, name, interval=name == "fid") for name in SHOWN]
 
 
 def draw(lines: Sequence[Line], baselines: dict[str, Any], folder: Path) -> list[Path]:

@@ -63,7 +63,7 @@ def test_tables():
     assert parts["baselines"].splitlines()[2] == "| real | 9 | 1.00 |  |  | 0.700 |  |"
     assert "](images/ablations-steps.png)" in parts["steps"]
     rows = parts["steps"].splitlines()[2:]
-    assert rows[0] == "| 12 | block | 3 | 9.00 ± 0.50 | 0.01000 | 0.600 | 0.500 | 0.900 | 83.3 |"
+    assert rows[0] == "| 12 | block | 3 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 | 83.3 |"
     assert rows[1].startswith("| 12 | causal | 5 | 13.00 ± 0.50 |")
     assert parts["gap"].splitlines()[2:] == ["| 12 | +4.00 | +44% |", "| 24 | +2.00 | +22% |"]
     orders = parts["orders"].split("\n\n")[0].splitlines()[2:]

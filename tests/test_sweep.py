@@ -1,5 +1,6 @@
 """Sweeps: every combination once, measured as the metrics alone would, and continued where they stopped."""
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -36,9 +37,7 @@ class Eye:
 
 
 @pytest.fixture
-def eye(monkeypatch):
-    monkeypatch.setattr(features, "POOL", SIZE)
-    monkeypatch.setattr(features, "SPATIAL", SIZE)
+def eye():
     return Eye()
 
 
@@ -104,6 +103,10 @@ def test_images_against_themselves(pipeline, eye):
     line = measure.measure(generate_features(pipeline, settings(), judge, labels=labels), judge)
     assert line["fid"] < 1e-3
     assert (line["precision"], line["recall"]) == (1.0, 1.0)
+    statistics = Judge(eye, dataclasses.replace(judge.reference, pool_MF=None, gain_M=None))
+    alone = measure.measure(generate_features(pipeline, settings(), statistics, labels=labels), statistics)
+    assert "fid" in alone
+    assert not {"precision", "recall", "kid"} & set(alone)  # statistics alone do not allow them
 
 
 def test_only_what_is_missing_is_measured(pipeline, judge, tmp_path):
@@ -156,7 +159,7 @@ def test_table_and_curves(tmp_path):
         line(12.0, 50.0, steps=16, guidance=2.0),
     ]
     assert table(lines) == markdown(
-        ["steps", "guidance", "fid", "images/s"],
+        ["steps", "guidance", "FID", "images/s"],
         [["8", "2", "20.00", "100.0"], ["8", "3", "14.13", "99.0"], ["16", "2", "12.00", "50.0"]],
     )
     assert table(lines).splitlines()[3] == "| 8 | 3 | 14.13 | 99.0 |"
@@ -175,8 +178,8 @@ def test_table_and_curves(tmp_path):
 def test_command(folder, eye, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("arpg.evaluation.inception.Inception.load", lambda path, device: eye)
 
-    def run(*arguments):
-        command = ["arpg", "sweep", "-m", str(folder), "--device", "cpu", "-r", str(photos), *arguments]
+    def run(*arguments, reference=photos):
+        command = ["arpg", "sweep", "-m", str(folder), "--device", "cpu", "-r", str(reference), *arguments]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as exited:
             cli.main()
@@ -187,12 +190,16 @@ def test_command(folder, eye, photos, tmp_path, monkeypatch, capsys):
     options = ["--num", "6", "--steps", "2,3", "--attention", "block, causal", "-o", str(target)]
     code, said, err = run(*options)
     assert code == 0, err
-    assert "| attention | steps | fid | kid | precision | recall | images/s |" in said
+    assert "| attention | steps | FID | KID x 1000 | precision | recall | images/s |" in said
     assert len(read_lines(target)) == 4
     assert {"about.json", "results.jsonl", "table.md", "steps.png", "speed.png"} <= {p.name for p in target.iterdir()}
     seen = eye.seen
     assert run(*options)[1] == said
     assert eye.seen == seen  # nothing is measured twice
+    monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
+    np.savez(tmp_path / "real.npz", np.random.default_rng(0).integers(256, size=(9, 8, 8, 3), dtype=np.uint8))
+    assert run("--num", "6", "--steps", "2", "-o", str(tmp_path / "b"), reference=tmp_path / "real.npz")[0] == 0
+    assert read_lines(tmp_path / "b")[0]["fid"] != read_lines(target)[0]["fid"]
     for arguments, part in (
         (["--steps", "2,x"], "steps is '2,x'"),
         (["--order", "zigzag"], "order is 'zigzag'"),

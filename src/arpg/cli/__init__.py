@@ -10,7 +10,7 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import attention, convert, generate, likelihood, models, sample, sweep, train
+from arpg.cli import attention, convert, evaluate, generate, likelihood, models, sample, sweep, train
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -28,6 +28,8 @@ app.command()(likelihood.classify)
 app.command()(attention.attention)
 app.command()(sample.sample)
 app.command()(sweep.sweep)
+app.command()(evaluate.evaluate)
+app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command()(train.tokenize)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)

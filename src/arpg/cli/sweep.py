@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 def sweep(
     reference: Annotated[
-        list[str], typer.Option("--reference", "-r", help="Real images: a folder or zip; as often as needed.")
+        list[str],
+        typer.Option("--reference", "-r", help="Real images: folders or zips, as often as needed; or one npz."),
     ],
     output: Annotated[Path, typer.Option("--out", "-o", help="A folder for results, table and plots.")] = Path("sweep"),
     num: Annotated[int, typer.Option("--num", "-n", help="Images of each combination.")] = 1000,
@@ -58,11 +59,13 @@ def sweep(
     from arpg.evaluation.sweep import combinations
 
     combinations(configs.SamplingDefaults(), grid)  # bad settings fail before anything is loaded
-    images = concatenate([open_images(path) for path in reference])
+    npz = reference[0].endswith(".npz") and len(reference) == 1
+    images = None if npz else concatenate([open_images(path) for path in reference])
     with err.status("loading"):
         from arpg.evaluation.classifier import Classifier
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.measure import Judge, reference_features
+        from arpg.evaluation.reference import read_features
         from arpg.evaluation.sweep import draw, table
         from arpg.evaluation.sweep import sweep as run
         from arpg.files import write_whole
@@ -76,8 +79,11 @@ def sweep(
     combos = combinations(pipe.sampling, grid)
     labels = choose_labels(pipe, num, like)
     with image_progress("reference") as progress:
-        real = reference_features(network, images, height, keep=output, progress=progress)
-    about: dict[str, Any] = {"reference": images.where, "real images": real.n, "classes like": like}
+        if images is None:
+            real = read_features(Path(reference[0]), network, keep=True, progress=progress)
+        else:
+            real = reference_features(network, images, height, keep=output, progress=progress)
+    about: dict[str, Any] = {"reference": ", ".join(reference), "real images": real.n, "classes like": like}
     if classifier is not None:
         about["classifier"] = str(classifier)
     with image_progress(f"{len(combos)} combinations") as progress:

@@ -18,12 +18,12 @@ from torch import Tensor
 from arpg.errors import InputError, require
 from arpg.evaluation.frechet import Moments, Statistics
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.inception_network import POOL, SPATIAL
 from arpg.evaluation.inception_score import RunningGains
 from arpg.files import write_whole
 from arpg.image import Pixels
 
 FORMAT = "arpg features 1"
+KEYS = ("network", "n", "mu", "sigma", "mu_s", "sigma_s", "pool", "gains")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +68,11 @@ class Features:
         require(path.is_file(), f"{path} does not exist; expected an npz file of features or statistics")
         try:
             with np.load(path) as file:
-                found = {key: torch.from_numpy(file[key]) for key in file.files if file[key].dtype.kind in "fi"}
-                network = str(file["network"]) if "network" in file.files else ""
+                arrays = {key: file[key] for key in file.files if key in KEYS}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is not a whole npz file ({error}); make it again") from None
+        network = str(arrays.pop("network", ""))
+        found = {key: torch.from_numpy(np.asarray(array)) for key, array in arrays.items()}
         require("mu" in found and "sigma" in found, f"{path} has no mu and sigma; expected features or statistics")
         n = int(found["n"]) if "n" in found else 0
 
@@ -85,29 +86,43 @@ class Features:
         return Features(pool, statistics("_s"), found.get("pool"), found.get("gains"), network)
 
 
+class Collector:
+    """Takes uint8 images [B, H, W, 3] batch by batch; memory grows by 4 kB per image."""
+
+    def __init__(self, inception: Inception) -> None:
+        # Sums in double precision: on a GPU where there is one, but not every accelerator has float64.
+        exact = inception.device if inception.device.type == "cuda" else torch.device("cpu")
+        self.inception = inception
+        self.pool, self.spatial = Moments(device=exact), Moments(device=exact)
+        self.gains = RunningGains() if inception.has_logits else None
+        self.kept: list[Tensor] = []
+
+    def add(self, pixels_BHW3: Pixels | Tensor) -> None:
+        found = self.inception.features(pixels_BHW3)
+        self.pool.add(found.pool)
+        self.spatial.add(found.spatial)
+        self.kept.append(found.pool.half().cpu())
+        if self.gains is not None and found.logits is not None:
+            self.gains.add(found.logits)
+
+    def features(self) -> Features:
+        require(self.pool.n >= 2, f"there are {self.pool.n} images; a covariance needs 2 or more")
+        return Features(
+            self.pool.statistics().to("cpu"),
+            self.spatial.statistics().to("cpu"),
+            torch.cat(self.kept),
+            None if self.gains is None else self.gains.gains(),
+            self.inception.identity,
+        )
+
+
 def collect(
     inception: Inception, batches: Iterable[Pixels | Tensor], *, progress: Callable[[int], None] | None = None
 ) -> Features:
-    """Features of uint8 images [B, H, W, 3]; `progress(images done)` is called after each batch."""
-    # Sums in double precision: on a GPU where there is one, but not every accelerator has float64.
-    exact = inception.device if inception.device.type == "cuda" else torch.device("cpu")
-    pool, spatial = Moments(POOL, device=exact), Moments(SPATIAL, device=exact)
-    gains = RunningGains() if inception.has_logits else None
-    kept = []
+    """Features of all batches; `progress(images done)` is called after each."""
+    collector = Collector(inception)
     for pixels_BHW3 in batches:
-        found = inception.features(pixels_BHW3)
-        pool.add(found.pool)
-        spatial.add(found.spatial)
-        if gains is not None and found.logits is not None:
-            gains.add(found.logits)
-        kept.append(found.pool.half().cpu())
+        collector.add(pixels_BHW3)
         if progress is not None:
-            progress(pool.n)
-    require(len(kept) > 0, "there are no images; give at least 2")
-    return Features(
-        pool.statistics().to("cpu"),
-        spatial.statistics().to("cpu"),
-        torch.cat(kept),
-        None if gains is None else gains.gains(),
-        inception.identity,
-    )
+            progress(collector.pool.n)
+    return collector.features()

@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 
 from arpg.data.images import open_images
 from arpg.errors import InputError, require
-from arpg.image import Pixels, check_pixels
+from arpg.image import Pixels, adm_crop, check_pixels
 
 ARRAY = "arr_0"  # where np.savez puts what it is given, and where ADM's files have their images
 THREADS = 8
@@ -30,10 +30,14 @@ class ImageSource:
     batches: Callable[[int], Iterator[Pixels]]
 
 
-def open_source(path: str | Path) -> ImageSource:
-    """An npz file with the images in arr_0 (uint8 [n, H, W, 3]), or a folder or zip file of image files."""
+def open_source(path: str | Path, *, size: int | None = None) -> ImageSource:
+    """An npz file with the images in arr_0 (uint8 [n, H, W, 3]), or a folder or zip file of image files.
+
+    With a size, image files are cropped to that square as ADM prepares ImageNet; an npz file must have it already.
+    """
     path = Path(path)
-    return _open_npz(path) if path.suffix == ".npz" else _open_files(path)
+    require(size is None or size >= 1, f"size is {size}; expected 1 or more pixels")
+    return _open_npz(path, size) if path.suffix == ".npz" else _open_files(path, size)
 
 
 def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
@@ -56,7 +60,7 @@ def npz_names(path: Path) -> set[str]:
         raise InputError(f"{path} is not a whole npz file ({error}); make or copy it again") from None
 
 
-def _open_npz(path: Path) -> ImageSource:
+def _open_npz(path: Path, size: int | None) -> ImageSource:
     names = npz_names(path)
     require(
         ARRAY in names, f"{path} has no {ARRAY}, only {', '.join(sorted(names)) or 'nothing'}; expected images in it"
@@ -66,7 +70,11 @@ def _open_npz(path: Path) -> ImageSource:
         dtype == np.uint8 and len(shape) == 4 and shape[-1] == 3 and min(shape) > 0,
         f"{path}: {ARRAY} is {dtype} {list(shape)}; expected images as uint8 [n, height, width, 3], from 0 to 255",
     )
-    size = shape[1] * shape[2] * shape[3]
+    require(
+        size is None or shape[1:3] == (size, size),
+        f"{path}: images are {shape[2]}x{shape[1]} pixels, not {size}x{size}; only image files are cropped",
+    )
+    bytes_each = shape[1] * shape[2] * shape[3]
 
     def batches(batch_size: int) -> Iterator[Pixels]:
         require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
@@ -75,8 +83,10 @@ def _open_npz(path: Path) -> ImageSource:
                 _skip_header(file)
                 for start in range(0, shape[0], batch_size):
                     n = min(batch_size, shape[0] - start)
-                    data = file.read(n * size)
-                    require(len(data) == n * size, f"{path} ends after {start} of {shape[0]} images; make it again")
+                    data = file.read(n * bytes_each)
+                    require(
+                        len(data) == n * bytes_each, f"{path} ends after {start} of {shape[0]} images; make it again"
+                    )
                     yield np.frombuffer(data, np.uint8).reshape(n, *shape[1:])
         except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path} is damaged ({error}); make or copy it again") from None
@@ -100,8 +110,12 @@ def _skip_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.ge
     return read(file)
 
 
-def _open_files(path: Path) -> ImageSource:
+def _open_files(path: Path, size: int | None) -> ImageSource:
     images = open_images(path)
+
+    def read(index: int) -> Pixels:
+        image = images.read(index)
+        return np.asarray(image if size is None else adm_crop(image, size))
 
     def batches(batch_size: int) -> Iterator[Pixels]:
         require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
@@ -109,13 +123,13 @@ def _open_files(path: Path) -> ImageSource:
         with ThreadPoolExecutor(THREADS) as pool:
             for start in range(0, len(images), batch_size):
                 stop = min(start + batch_size, len(images))
-                arrays = list(pool.map(lambda i: np.asarray(images.read(i)), range(start, stop)))
+                arrays = list(pool.map(read, range(start, stop)))
                 for i, array in enumerate(arrays, start):
                     shape = shape or array.shape
                     require(
                         array.shape == shape,
                         f"{path}: {images.names[i]} is {array.shape[1]}x{array.shape[0]} pixels, but "
-                        f"{images.names[0]} is {shape[1]}x{shape[0]}; bring all images to one size first",
+                        f"{images.names[0]} is {shape[1]}x{shape[0]}; give a size to crop to",
                     )
                 yield np.stack(arrays)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SIDE = 299
-POOL, SPATIAL, LOGITS = 2048, 7 * 17 * 17, 1008
+POOL, LOGITS = 2048, 1008
 SPATIAL_CHANNELS = 7  # of mixed_6/conv: what sFID looks at
 
 Kernel = int | tuple[int, int]

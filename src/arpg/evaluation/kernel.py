@@ -28,7 +28,7 @@ class KernelDistance(NamedTuple):
 def kernel_distance(
     a_MF: Tensor, b_MF: Tensor, *, subsets: int = SUBSETS, size: int = SUBSET_SIZE, seed: int = 0
 ) -> KernelDistance:
-    """Kernel (x.y / F + 1)^3. Subsets are no larger than the smaller set; both are drawn without replacement."""
+    """Kernel (x.y / F + 1)^3. Subsets are drawn without replacement and are no larger than the smaller set."""
     require(
         a_MF.ndim == b_MF.ndim == 2 and a_MF.shape[1] == b_MF.shape[1],
         f"features are {list(a_MF.shape)} and {list(b_MF.shape)}; expected [n, features] of one network",
@@ -36,7 +36,10 @@ def kernel_distance(
     require(subsets >= 1 and size >= 2, f"subsets is {subsets}, size {size}; expected 1 and 2 or more")
     size = min(size, len(a_MF), len(b_MF))
     require(size >= 2, f"there are {len(a_MF)} and {len(b_MF)} images; KID needs 2 or more of each")
-    rng = np.random.default_rng(seed)
+    if size == len(a_MF) == len(b_MF):
+        subsets = 1  # they would all be the same
+    # The old generator: its stream never changes, and with seed 2020 the subsets are those of torch-fidelity.
+    rng = np.random.RandomState(seed)
     values = []
     for _ in range(subsets):
         rows = (torch.from_numpy(rng.choice(len(x), size, replace=False)).to(x.device) for x in (a_MF, b_MF))

@@ -122,7 +122,7 @@ def measure(sampled: Sampled, judge: Judge, *, metrics: Sequence[str] = METRICS)
         if sampled.features.n >= INTERVAL and sampled.features.pool_MF is not None:
             influence = frechet_influence(ours, theirs, sampled.features.pool_MF)
             line["fid interval"] = list(bootstrap(line["fid"], influence.cpu().numpy()))
-    others = [metric for metric in metrics if metric != "fid"]
+    others = [metric for metric in metrics if metric != "fid" and judge.reference.pool_MF is not None]
     if judge.inception.has_logits:
         others.append("is")
     report = evaluate(sampled.features, judge.reference, metrics=others, device=device) if others else {}

@@ -106,7 +106,7 @@ def _bias(value: float, samples: Features, reference: Statistics, *, device: tor
     """FID of n samples is too large by about c / n, so what halving the samples adds is what n of them still have."""
     rows_MF = _rows(samples).to(device)
     halves = [frechet_distance(statistics(rows_MF[i::2]), reference) for i in range(2)]
-    return max(sum(halves) / 2 - value, 0.0)
+    return min(max(sum(halves) / 2 - value, 0.0), value)
 
 
 def _manifold(
@@ -148,3 +148,31 @@ def _warnings(samples: Features, reference: Features) -> list[str]:
         elif 0 < n < USUAL:
             warnings.append(f"{n} {name} are few: FID is biased up; published numbers use 50,000")
     return warnings
+
+
+def table(report: Report) -> str:
+    """One line per metric: the value, how sure it is, and of how many images."""
+    lines = [f"{'':10} {'value':>9}  {'95% interval':19} {'samples':>9} {'reference':>9}  notes"]
+    for metric, title in zip(METRICS, ("FID", "sFID", "IS", "precision", "recall", "KID x 1000"), strict=True):
+        if (entry := report.get(metric)) is None:
+            continue
+        scale, digits = (1000, 3) if metric == "kid" else (1, 4 if metric in ("precision", "recall") else 3)
+        interval = " to ".join(f"{end * scale:.{digits}f}" for end in entry.get("interval", ())) or "-"
+        against = entry.get("reference", "-")
+        lines.append(
+            f"{title:10} {entry['value'] * scale:9.{digits}f}  {interval:19} {entry['samples']:>9} {against:>9}  "
+            f"{_notes(metric, entry)}".rstrip()
+        )
+    lines += [f"{metric}: skipped: {why}" for metric, why in report["skipped"].items()]
+    lines += [f"note: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)
+
+
+def _notes(metric: str, entry: dict[str, Any]) -> str:
+    if metric == "fid" and "bias" in entry:
+        return f"about {entry['bias']:.3f} or more of it because the samples are few"
+    if metric == "is" and entry["splits"] > 1:
+        return f"std {entry['std']:.3f} over {entry['splits']} splits"
+    if metric == "kid" and entry["subsets"] > 1:
+        return f"std {entry['std'] * 1000:.3f} over {entry['subsets']} subsets of {entry['subset_size']}"
+    return ""

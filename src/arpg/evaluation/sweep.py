@@ -18,7 +18,16 @@ from arpg.files import write_whole
 from arpg.pipeline import Pipeline
 
 AXES = ("attention", "order", "schedule", "guidance_schedule", "temperature", "steps", "guidance")
-NUMBERS = {"fid": 2, "kid": 5, "is": 1, "precision": 3, "recall": 3, "accuracy": 3, "images/s": 1}
+# How each number is shown: its title, its digits, and what it is multiplied by.
+NUMBERS = {
+    "fid": ("FID", 2, 1),
+    "kid": ("KID x 1000", 2, 1000),
+    "is": ("IS", 1, 1),
+    "precision": ("precision", 3, 1),
+    "recall": ("recall", 3, 1),
+    "accuracy": ("recognised", 3, 1),
+    "images/s": ("images/s", 1, 1),
+}
 
 log = logging.getLogger(__name__)
 
@@ -80,18 +89,18 @@ def table(lines: Sequence[Line]) -> str:
     for line in lines:
         cells = [_cell(line["settings"][axis]) for axis in axes]
         rows.append([*cells, *(number(line, name) for name in metrics)])
-    return markdown([axis.replace("_", " ") for axis in axes] + metrics, rows)
+    return markdown([*(axis.replace("_", " ") for axis in axes), *(NUMBERS[name][0] for name in metrics)], rows)
 
 
 def number(line: Line, name: str, *, interval: bool = False) -> str | None:
     """A measured value with its digits, and half the width of its interval where there is one."""
     if name not in line:
         return None
-    digits = NUMBERS[name]
-    text = f"{line[name]:.{digits}f}"
+    _, digits, scale = NUMBERS[name]
+    text = f"{scale * line[name]:.{digits}f}"
     if interval and f"{name} interval" in line:
         low, high = line[f"{name} interval"]
-        text += f" ± {(high - low) / 2:.{digits}f}"
+        text += f" ± {scale * (high - low) / 2:.{digits}f}"
     return text
 
 
