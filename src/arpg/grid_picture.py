@@ -46,7 +46,7 @@ def draw_bits(bits_hw: NDArray[np.float32], image: Image.Image) -> Image.Image:
     cell = max(1, SIDE // max(bits_hw.shape))
     height, width = (side * cell for side in bits_hw.shape)
     low, high = float(bits_hw.min()), float(bits_hw.max())
-    colours = _ramp((bits_hw.ravel() - low) / max(high - low, 1e-9)).reshape(*bits_hw.shape, 3)
+    colours = ramp((bits_hw.ravel() - low) / max(high - low, 1e-9)).reshape(*bits_hw.shape, 3)
     canvas = Image.new("RGB", (2 * width + 3 * MARGIN, height + CAPTION + 2 * MARGIN), "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=14)
     draw.text((MARGIN, MARGIN), "picture", fill="black", font=font)
@@ -62,10 +62,11 @@ def _colours(plan: SamplePlan) -> NDArray[np.uint8]:
     step_of = np.repeat(np.arange(len(plan.sizes)), plan.sizes)
     share = np.empty(len(plan.order))
     share[np.array(plan.order)] = step_of / max(1, len(plan.sizes) - 1)
-    return _ramp(share)
+    return ramp(share)
 
 
-def _ramp(share_N: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+def ramp(share_N: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+    """`[N, 3]`: the colours of numbers from 0 (dark) to 1 (light)."""
     stops = np.linspace(0, 1, len(RAMP))
     channels = [np.interp(share_N, stops, RAMP[:, c]) for c in range(3)]
     return np.stack(channels, axis=-1).round().astype(np.uint8)

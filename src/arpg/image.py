@@ -112,6 +112,11 @@ def check_output(path: Path, *, folder: bool) -> None:
     if not folder:
         known = sorted(Image.registered_extensions())
         require(path.suffix.lower() in known, f"{path} has no known image ending; use .png, .jpg or .webp")
+    check_writable(path, folder=folder)
+
+
+def check_writable(path: Path, *, folder: bool = False) -> None:
+    """Whether a file (or files in a folder) could be written there, made or not."""
     target = path if folder else path.parent
     existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
     require(existing.is_dir(), f"{path} cannot be written: {existing} is a file; choose another place")

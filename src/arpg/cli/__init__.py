@@ -10,7 +10,7 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import convert, generate, likelihood, models, train
+from arpg.cli import attention, convert, evaluate, generate, likelihood, models, sample, sweep, train
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -25,6 +25,11 @@ app.command()(models.pull)
 app.command()(generate.plan)
 app.command()(likelihood.score)
 app.command()(likelihood.classify)
+app.command()(attention.attention)
+app.command()(sample.sample)
+app.command()(sweep.sweep)
+app.command()(evaluate.evaluate)
+app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command()(train.tokenize)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)

