@@ -1,6 +1,7 @@
 """Shared fixtures: golden files and a small network whose head is not zero."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from arpg.convert import model_from_published, read_published
 GOLDEN = Path(__file__).parent / "golden"
 
 torch.set_num_threads(2)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own functions are made for one of both ways
 
 
 class Golden:

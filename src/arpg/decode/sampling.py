@@ -10,6 +10,7 @@ from torch import Tensor
 
 from arpg.config import SamplingSettings
 from arpg.decode.noise import Stream, gumbel
+from arpg.kernels import HAS_TRITON
 
 
 def guide(logits_RSV: Tensor, scale_B1: Tensor | None) -> Tensor:
@@ -51,6 +52,11 @@ def warp(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
 
 def sample(logits_BSV: Tensor, settings: SamplingSettings, key_B2: Tensor, position_BS: Tensor) -> Tensor:
     """Ids `[B, S]`: the Gumbel-max draw, with noise that only depends on seed, position and code."""
+    plain = settings.top_k is None and settings.top_p >= 1 and settings.temperature > 0
+    if plain and logits_BSV.is_cuda and HAS_TRITON:
+        from arpg.kernels.draw import draw
+
+        return draw(logits_BSV, settings.temperature, key_B2, position_BS, Stream.TOKEN)
     warped = warp(logits_BSV, settings)
     if settings.temperature == 0:
         return warped.argmax(-1)
