@@ -76,19 +76,19 @@ def test_rotation_of_queries():
     torch.testing.assert_close(turn(fused, *by, True)[:, 1:], x[:, 1:])  # turned back: where it was
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
 @pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
-def test_the_draw(num_codes, temperature, monkeypatch):
+def test_the_draw(num_codes, stream, monkeypatch):
     """The very numbers of the plain draw, in one block of codes and in several."""
     monkeypatch.setattr(draws, "_CODES", 64)
     key, position = seed_keys([5, 2**63 + 12345]), torch.tensor([[0, 3, 143], [70000, 6, 7]])
     logits = draw(2, 3, num_codes)
-    noise = gumbel(key, Stream.TOKEN, position, num_codes).to(DEVICE)
-    plain = (logits / temperature + noise).argmax(-1)
-    fused = draws.draw(logits, temperature, key.to(DEVICE), position.to(DEVICE), Stream.TOKEN)
+    noise = gumbel(key, stream, position, num_codes).to(DEVICE)
+    plain = (logits + noise).argmax(-1)
+    fused = draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE))
     assert fused.tolist() == plain.tolist()
     logits[..., 1] = float("-inf")  # never drawn
-    assert (draws.draw(logits, temperature, key.to(DEVICE), position.to(DEVICE), Stream.TOKEN) != 1).all()
+    assert (draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE)) != 1).all()
 
 
 @pytest.mark.gpu

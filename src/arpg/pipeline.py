@@ -272,7 +272,7 @@ class Pipeline:
     @torch.no_grad()
     def images(self, step: Step, grid: tuple[int, int]) -> list[Image.Image]:
         """The pixels of a step; patches whose token is not known yet are light grey."""
-        if step.index == step.num_steps - 1:
+        if step.last:
             return to_pil(self.tokenizer.decode(step.ids_BN, grid))
         decoded = self.tokenizer.decode(step.ids_BN, grid, known_BN=step.known_BN)
         stride = self.tokenizer.config.stride

@@ -13,14 +13,14 @@ from torch import Tensor
 _CODES = 1024  # at a time; a multiple of 4
 
 
-def draw(logits_BSV: Tensor, temperature: float, key_B2: Tensor, position_BS: Tensor, stream: int) -> Tensor:
-    """Ids `[B, S]`: argmax(logits / temperature + noise)."""
+def draw(logits_BSV: Tensor, key_B2: Tensor, stream: int, position_BS: Tensor) -> Tensor:
+    """Ids `[B, S]`: argmax(logits + noise)."""
     logits_BSV, position_BS, key_B2 = logits_BSV.contiguous(), position_BS.contiguous(), key_B2.contiguous()
     batch, num_tokens, num_codes = logits_BSV.shape
     ids_BS = torch.empty_like(position_BS)
     if ids_BS.numel():
         _draw[(batch * num_tokens,)](
-            logits_BSV, key_B2, position_BS, ids_BS, num_tokens, num_codes, temperature, stream,
+            logits_BSV, key_B2, position_BS, ids_BS, num_tokens, num_codes, int(stream),
             _CODES, triton.cdiv(num_codes, _CODES), num_warps=4,
         )  # fmt: skip
     return ids_BS
@@ -28,7 +28,7 @@ def draw(logits_BSV: Tensor, temperature: float, key_B2: Tensor, position_BS: Te
 
 @triton.jit
 def _draw(  # type: ignore[no-untyped-def]
-    logits, keys, positions, ids, S, V, temperature, stream: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr
+    logits, keys, positions, ids, S, V, stream: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr
 ):
     """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code."""
     token = tl.program_id(0).to(tl.int64)
@@ -41,7 +41,7 @@ def _draw(  # type: ignore[no-untyped-def]
         code = turn * CODES + tl.arange(0, CODES)
         block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
         logit = tl.load(logits + token * V + code, code < V, other=float("-inf")).to(tl.float32)
-        value = logit / temperature + _gumbel(_words(block, position, stream, key0, key1, CODES))
+        value = logit + _gumbel(_words(block, position, stream, key0, key1, CODES))
         better = value > best
         best = tl.where(better, value, best)
         best_code = tl.where(better, code, best_code)

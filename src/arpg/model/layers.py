@@ -25,7 +25,7 @@ Mask = Tensor | Literal["causal"] | None  # bool, broadcast to B1ST: True where 
 class ResidualNorm(nn.Module):
     """Adds what the layer before has made to the stream, after dropout, and norms the sum (root mean square).
 
-    The norm is computed in float32, cast, then scaled.
+    The norm is computed at least in float32, cast, then scaled.
     """
 
     EPS = 1e-5
@@ -53,7 +53,7 @@ class ResidualNorm(nn.Module):
         return x_BSD, self._norm(x_BSD)
 
     def _norm(self, x: Tensor) -> Tensor:
-        x32 = x.float()
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.EPS)
         return normed.type_as(x) * self.weight
 
