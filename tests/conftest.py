@@ -1,6 +1,7 @@
 """Shared fixtures: golden files and a small network whose head is not zero."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from arpg.convert import model_from_published, read_published
 
 GOLDEN = Path(__file__).parent / "golden"
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 class Golden:
