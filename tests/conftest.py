@@ -16,7 +16,7 @@ from arpg.convert import model_from_published, read_published
 
 GOLDEN = Path(__file__).parent / "golden"
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own functions are made for one of both ways
 
