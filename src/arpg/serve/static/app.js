@@ -14,6 +14,7 @@ import { SNIPPETS } from "./snippets.js";
 import { Stage } from "./stage.js";
 
 let info, form, settings, picker, stage, compare, history;
+const SMALL = matchMedia("(max-width: 820px)"); // as in style.css
 let job = null; // the AbortController of what runs now
 
 async function boot() {
@@ -40,7 +41,7 @@ async function boot() {
   compare = new Compare();
   form = new Form(info, changed);
   history = new History(restore);
-  if (matchMedia("(max-width: 820px)").matches) byId("settings").open = false;
+  if (SMALL.matches) byId("settings").open = byId("box-field").open = false;
   byId("go").disabled = false;
   byId("go-key").textContent = /Mac|iPhone|iPad/.test(navigator.platform) ? "⌘ ↵" : "Ctrl ↵";
   changed("task");
@@ -138,6 +139,7 @@ async function draw() {
   job = new AbortController();
   running(true);
   const { signal } = job;
+  if (SMALL.matches) byId("stage").scrollIntoView({ block: "start" });
   try {
     if (settings.comparing) await drawTwo(now, signal);
     else await drawOne(now, signal);
@@ -208,6 +210,8 @@ async function drawOne(now, signal) {
 
 async function drawTwo(now, signal) {
   compare.start(info.grid, [settings.resolved(0), settings.resolved(1)]);
+  byId("stage-title").textContent = String(titleOf(now, makeBody(now)));
+  byId("stage-about").textContent = `two settings, seed ${now.seed}`;
   byId("live").textContent = "Drawing with both settings";
   await Promise.all(
     compare.sides.map(async (side, variant) => {
@@ -225,7 +229,7 @@ async function drawTwo(now, signal) {
 // Past runs and pictures that say how they were made.
 
 function remember({ last, ...entry }) {
-  const map = last && { grid: last.grid, decoded_at: last.decoded_at, steps: last.steps, step: last.steps };
+  const map = last && { grid: last.grid, decoded_at: last.decoded_at, steps: last.steps, step: last.step };
   history.add({ ...entry, map });
 }
 

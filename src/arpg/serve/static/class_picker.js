@@ -2,7 +2,7 @@
 
 import { byId, make } from "./dom.js";
 
-const MOST_SHOWN = 80;
+const MOST_SHOWN = 200;
 const TRY = ["Banana", "Strawberry", "daisy", "Pineapple", "sunflowers", "Kiwi"];
 
 export class ClassPicker {
@@ -45,11 +45,14 @@ export class ClassPicker {
 
   open(all = false) {
     const query = all ? "" : this.value.toLowerCase();
-    const starts = (name) => name.startsWith(query) || name.includes(` ${query}`);
-    const found = this.classes.filter((one) => one.name.toLowerCase().includes(query) || String(one.id) === query);
-    const first = query ? found.filter((one) => starts(one.name.toLowerCase())) : found;
-    const rest = found.filter((one) => !first.includes(one));
-    this.matches = [...first, ...rest].slice(0, all && this.classes.length < 400 ? 400 : MOST_SHOWN);
+    // Names that start like this first, then those with a word that does, then the rest.
+    const rank = ({ id, name }) => {
+      const at = name.toLowerCase().indexOf(query);
+      if (at === 0 || String(id) === query) return 0;
+      return at < 0 ? 3 : name.toLowerCase().includes(` ${query}`) ? 1 : 2;
+    };
+    const ranked = [0, 1, 2].flatMap((place) => this.classes.filter((one) => rank(one) === place));
+    this.matches = ranked.slice(0, MOST_SHOWN);
     this.list.replaceChildren(...this.matches.map((one, at) => this.#option(one, at)));
     if (!this.matches.length) this.list.append(make("li", { className: "none", role: "presentation" }, "No such class here"));
     const chosen = this.matches.findIndex((one) => one.name === this.value);
@@ -135,5 +138,7 @@ export class ClassPicker {
       return make("button", { type: "button", className: "chip", on: { click: choose } }, thumb, text);
     });
     byId("class-chips").replaceChildren(...chips);
+    this.input.value = (known[0] || this.classes[0])?.name ?? ""; // so that Generate works at once
+    this.paintThumb(byId("class-thumb"), this.find(this.value)?.id);
   }
 }

@@ -1,7 +1,7 @@
 // Two settings side by side: each with its picture, its order map and what is different about it.
 
 import { byId, make } from "./dom.js";
-import { drawEmptyMap, drawOrderMap } from "./order_map.js";
+import { drawEmptyMap, drawOrderMap, stepText } from "./order_map.js";
 import { toBlob } from "./picture.js";
 
 export class Compare {
@@ -42,10 +42,10 @@ class Side {
     drawEmptyMap(this.map, grid);
   }
 
-  async step({ step, steps, previews, grid, decoded_at }) {
-    this.state.textContent = `step ${step} of ${steps}`;
-    drawOrderMap(this.map, { grid, decodedAt: decoded_at[0], steps });
-    await this.#draw(previews[0], `${this.name} after step ${step} of ${steps}`);
+  async step(event) {
+    this.state.textContent = stepText(event);
+    drawOrderMap(this.map, { grid: event.grid, decodedAt: event.decoded_at[0], steps: event.steps });
+    if (event.previews.length) await this.#draw(event.previews[0], `${this.name} after ${stepText(event)}`);
   }
 
   async done({ images, seconds }, name) {

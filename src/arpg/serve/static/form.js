@@ -168,7 +168,6 @@ export class Form {
     for (const part of document.querySelectorAll("[data-task]")) part.hidden = part.dataset.task !== form.task;
     byId("box-field").hidden = form.task !== "edit" && form.task !== "inpaint";
     byId("box-fill").hidden = form.task !== "inpaint";
-    byId("feather-field").hidden = byId("box-field").hidden;
     byId("fits-field").hidden = !canFit(form);
     const free = canFit(form) && form.fits;
     byId("class-input").disabled = byId("prompt").disabled = free;

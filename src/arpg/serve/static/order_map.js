@@ -11,8 +11,8 @@ export function rampColour(share) {
   return `rgb(${mix.join(" ")})`;
 }
 
-/** Draw one image's map. `decodedAt`: a step per token; -1 not yet, -2 was known. `newest`: this step is outlined. */
-export function drawOrderMap(canvas, { grid, decodedAt, steps, newest = null }) {
+/** Draw one image's map. `decodedAt`: a step per token; -1 not yet, -2 was known. */
+export function drawOrderMap(canvas, { grid, decodedAt, steps }) {
   const [rows, columns] = grid;
   const cell = Math.max(4, Math.floor(432 / Math.max(rows, columns)));
   const gap = Math.max(1, Math.round(cell / 18));
@@ -21,17 +21,13 @@ export function drawOrderMap(canvas, { grid, decodedAt, steps, newest = null }) 
   const context = canvas.getContext("2d");
   const style = getComputedStyle(canvas);
   const colours = { [NOT_YET]: style.getPropertyValue("--token-open"), [-2]: style.getPropertyValue("--token-known") };
+  const last = Math.max((steps ?? 0) - 1, ...decodedAt, 1);
   decodedAt.forEach((step, i) => {
     const [x, y] = [(i % columns) * cell, Math.floor(i / columns) * cell];
-    context.fillStyle = step < 0 ? colours[step] : rampColour(steps > 1 ? step / (steps - 1) : 0);
+    context.fillStyle = step < 0 ? colours[step] : rampColour(step / last);
     context.beginPath();
     context.roundRect(x + gap / 2, y + gap / 2, cell - gap, cell - gap, cell / 9);
     context.fill();
-    if (step === newest && step >= 0) {
-      context.strokeStyle = style.getPropertyValue("--token-new");
-      context.lineWidth = Math.max(1.5, cell / 14);
-      context.stroke();
-    }
   });
   const open = decodedAt.filter((step) => step === NOT_YET).length;
   const known = decodedAt.filter((step) => step < NOT_YET).length;
@@ -39,6 +35,16 @@ export function drawOrderMap(canvas, { grid, decodedAt, steps, newest = null }) 
   const label = `${drawn} of ${decodedAt.length - known} tokens drawn${known ? `, ${known} were known` : ""}`;
   canvas.setAttribute("aria-label", `Order map: ${label}`);
   return { drawn, total: decodedAt.length - known, known };
+}
+
+/** Exact decoding does not know beforehand how many steps there will be. */
+export const stepText = ({ step, steps }) => (steps ? `step ${step} of ${steps}` : `step ${step}`);
+
+/** How much of a window is done: by steps, or where these are not known by tokens. */
+export function shareOf({ step, steps, decoded_at }) {
+  if (steps) return step / steps;
+  const wanted = decoded_at[0].filter((at) => at > -2);
+  return wanted.filter((at) => at >= 0).length / Math.max(1, wanted.length);
 }
 
 /** An empty map for a model's grid. */

@@ -1,6 +1,7 @@
 // The steps of the last run, kept to be looked at again: a slider and a play button.
 
 import { byId, paintSlider, setIcon } from "./dom.js";
+import { stepText } from "./order_map.js";
 import { toBlob } from "./picture.js";
 
 const MOST_FRAMES = 160; // of a long run every second one is dropped, then every second of those
@@ -30,6 +31,7 @@ export class Replay {
 
   /** A step event; shown at once. */
   add(frame) {
+    if (!frame.previews.length) return this.show(null, frame, this.image); // we read too slowly for pictures
     if (this.seen++ % this.every === 0) this.frames.push(frame);
     if (this.frames.length > MOST_FRAMES) {
       this.frames = this.frames.filter((_, i) => i % 2 === 0);
@@ -80,10 +82,10 @@ export class Replay {
 
   #mark(at) {
     this.slider.value = at;
-    const { step, steps, window: at_window, windows } = this.frames[at];
-    const where = windows > 1 ? `, window ${at_window + 1} of ${windows}` : "";
-    byId("replay-out").textContent = `${step} / ${steps}`;
-    this.slider.setAttribute("aria-valuetext", `step ${step} of ${steps}${where}`);
+    const frame = this.frames[at];
+    byId("replay-out").textContent = frame.steps ? `${frame.step} / ${frame.steps}` : frame.step;
+    const where = frame.windows > 1 ? `, window ${frame.window + 1} of ${frame.windows}` : "";
+    this.slider.setAttribute("aria-valuetext", `${stepText(frame)}${where}`);
     paintSlider(this.slider);
   }
 

@@ -3,7 +3,7 @@
 import { Board } from "./board.js";
 import { byId, make, paintSlider, radio } from "./dom.js";
 import { Mask } from "./mask.js";
-import { drawEmptyMap, drawOrderMap } from "./order_map.js";
+import { drawEmptyMap, drawOrderMap, shareOf, stepText } from "./order_map.js";
 import { Picture, save, toBlob } from "./picture.js";
 import { Replay } from "./replay.js";
 
@@ -78,7 +78,8 @@ export class Stage {
   }
 
   start(title) {
-    this.before = this.state; // to return to when the run is cancelled
+    const [heading, about] = [byId("stage-title").textContent, byId("stage-about").textContent];
+    this.before = { state: this.state, heading, about, frames: this.replay.frames }; // for when the run is cancelled
     this.#state("running");
     this.replay.reset();
     this.board.setMode("view");
@@ -95,28 +96,27 @@ export class Stage {
   }
 
   step(event) {
-    const share = ((event.window || 0) + event.step / event.steps) / (event.windows || 1);
+    const share = ((event.window || 0) + shareOf(event)) / (event.windows || 1);
     const percent = Math.round(100 * share);
     byId("progress").setAttribute("aria-valuenow", percent);
     byId("progress").firstElementChild.style.inlineSize = `${percent}%`;
     const where = event.windows > 1 ? `, window ${event.window + 1} of ${event.windows}` : "";
-    byId("stage-about").textContent = `step ${event.step} of ${event.steps}${where}`;
+    byId("stage-about").textContent = `${stepText(event)}${where}`;
     if (Math.floor(4 * share) > this.told) {
       this.told = Math.floor(4 * share); // a voice needs quarters, not every step
-      byId("live").textContent = `Step ${event.step} of ${event.steps}${where}`;
+      byId("live").textContent = `${stepText(event)}${where}`;
     }
     this.replay.add(event);
     this.last = event;
   }
 
-  /** `map` is there when a past run is shown again. */
   async done(answer, { title, about, name, source = null }) {
     this.results = await Promise.all(answer.images.map((image) => Picture.fromBase64(image.png, name)));
     if (source) this.source = source;
     this.selected = 0;
     this.#title(title, about);
     byId("live").textContent = `Done: ${title}, ${about}`;
-    const last = this.last && { ...this.last, step: this.last.steps, previews: answer.images.map((image) => image.png) };
+    const last = this.last && { ...this.last, step: this.last.steps ?? this.last.step, previews: answer.images.map((image) => image.png) };
     if (last) this.replay.finish(last);
     byId("fact-time").textContent = answer.seconds ? `${answer.seconds.toFixed(1)} s` : "–";
     if (!last) drawEmptyMap(byId("order-map"), this.info.grid);
@@ -132,13 +132,17 @@ export class Stage {
     this.last = map || null;
   }
 
+  /** Back to how it was before the run. */
   cancelled() {
+    const { state, heading, about, frames } = this.before;
     this.replay.reset();
-    this.last = null;
-    byId("stage-about").textContent = "cancelled";
+    this.replay.frames = frames;
+    this.last = this.lastMap = null;
+    this.#title(heading, about);
     byId("live").textContent = "Cancelled";
+    byId("fact-step").textContent = byId("fact-tokens").textContent = byId("fact-time").textContent = "–";
     drawEmptyMap(byId("order-map"), this.info.grid);
-    if (this.before === "result") {
+    if (state === "result") {
       this.#state("result");
       this.select(this.selected);
     } else if (this.source) this.#edit();
@@ -187,11 +191,11 @@ export class Stage {
     const at = Math.min(image, frame.decoded_at.length - 1);
     this.lastMap = { grid: frame.grid, decodedAt: frame.decoded_at[at], steps: frame.steps };
     const { drawn, total } = drawOrderMap(byId("order-map"), this.lastMap);
-    byId("fact-step").textContent = `${frame.step} / ${frame.steps}`;
+    byId("fact-step").textContent = frame.steps ? `${frame.step} / ${frame.steps}` : frame.step;
     byId("fact-tokens").textContent = `${drawn} / ${total}`;
     if (this.state === "running") byId("fact-time").textContent = `${((performance.now() - this.began) / 1000).toFixed(1)} s`;
-    if (this.state === "running" || !byId("before").checked) {
-      this.board.show(bitmap, `The picture after step ${frame.step} of ${frame.steps}`);
+    if (bitmap && (this.state === "running" || !byId("before").checked)) {
+      this.board.show(bitmap, `The picture after ${stepText(frame)}`);
     }
   }
 
