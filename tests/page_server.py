@@ -15,6 +15,8 @@ from pathlib import Path
 
 from PIL import Image, PngImagePlugin
 
+from arpg.config import SamplingDefaults
+
 PACKAGE = Path(__file__).parent.parent / "src" / "arpg"
 STATIC = PACKAGE / "serve" / "static"
 SPRITE = PACKAGE / "assets" / "garden" / "thumbnails.webp"
@@ -81,6 +83,8 @@ INFO = {
     "limits": {"images": 16, "steps": 1024, "pixels": 4194304, "bytes": 16777216, "side": 768, "best_of": 8},
 }
 
+DEFAULTS = SamplingDefaults(guidance_by_steps=((12, 4.0), (24, 3.0)))
+
 
 class Fake:
     """What the stand-in does: how long a step takes, how it fails, and what it was asked."""
@@ -110,7 +114,7 @@ class Fake:
 
 class Handler(BaseHTTPRequestHandler):
     fake: Fake
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.0"  # one connection for each request, so that a stopped server is really gone
 
     def log_message(self, *args):
         pass
@@ -173,9 +177,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Connection", "close")
         self.end_headers()
-        self.close_connection = True
         try:
             for count, (event, data) in enumerate(self.job(task, body)):
                 if self.fake.break_after is not None and count > self.fake.break_after:
@@ -218,7 +220,8 @@ class Handler(BaseHTTPRequestHandler):
                 previews.append(png(preview))
             event = {"step": step + 1, "steps": steps, "window": 0, "windows": 1}
             yield "step", {**event, "previews": previews, "grid": [rows, columns], "decoded_at": maps}
-        settings = {**INFO["defaults"], **{name: body[name] for name in INFO["defaults"] if name in body}}
+        given = {name: body[name] for name in INFO["defaults"] if name in body}
+        settings = {**INFO["defaults"], "guidance": DEFAULTS.guidance_for(body.get("steps") or 24), **given}
         images = []
         for i, image in enumerate(finished):
             text = json.dumps({"model": "garden", "task": task, "class": body.get("class"), "seed": seed + i, **settings})

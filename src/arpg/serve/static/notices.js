@@ -15,8 +15,8 @@ export function clear() {
   place.replaceChildren();
 }
 
-/** `actions`: [[label, call]]; a call also takes the notice away. */
-export function show(kind, text, actions = [], ...more) {
+/** `actions`: [[label, call]], of which each also takes the notice away; `more` are elements beside the text. */
+export function show(kind, text, actions = [], { more = [], away = ["Dismiss", clear] } = {}) {
   clear();
   const buttons = actions.map(([label, call]) => {
     const click = () => {
@@ -25,7 +25,7 @@ export function show(kind, text, actions = [], ...more) {
     };
     return make("button", { type: "button", on: { click } }, label);
   });
-  const close = make("button", { type: "button", className: "link", on: { click: clear } }, "Dismiss");
+  const close = make("button", { type: "button", className: "link", on: { click: away[1] } }, away[0]);
   place.className = `notice ${kind}`;
   place.replaceChildren(make("p", {}, text), ...more, make("div", { className: "row" }, ...buttons, close));
   place.hidden = false;
@@ -53,9 +53,8 @@ export function busy(message, seconds, signal) {
       tell();
       if (left <= 0) clear();
     }, 1000);
-    show("busy", `${message} It will be tried again by itself.`, [["Try now", () => {}]], clock);
-    place.querySelector(".link").textContent = "Cancel";
-    place.querySelector(".link").addEventListener("click", () => byId("cancel").click());
+    const away = ["Cancel", () => byId("cancel").click()];
+    show("busy", `${message} It will be tried again by itself.`, [["Try now", () => {}]], { more: [clock], away });
     tell();
     stopped = end(resolve);
     signal.addEventListener("abort", abort);
@@ -66,15 +65,17 @@ export function busy(message, seconds, signal) {
 /** Looks again and again whether the server is there; then calls `back`. */
 export function gone(message, back) {
   show("gone", `${message} Looking for it …`);
-  let timer;
-  const probe = async () => {
-    if (!(await ready())) timer = setTimeout(probe, PROBE);
-    else if (timer !== null) back();
-  };
-  timer = setTimeout(probe, PROBE);
+  let over = false;
+  let timer = setTimeout(probe, PROBE);
+  async function probe() {
+    const there = await ready();
+    if (over) return;
+    if (there) back();
+    else timer = setTimeout(probe, PROBE);
+  }
   stopped = () => {
+    over = true;
     clearTimeout(timer);
-    timer = null;
   };
 }
 
@@ -94,6 +95,6 @@ export function askKey(message, again) {
     input,
     make("button", { type: "submit", className: "primary" }, "Use this key"),
   );
-  show("key", message, [], form);
+  show("key", message, [], { more: [form] });
   input.focus();
 }
