@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
 from arpg.convert import model_from_published, read_published
 
+pytest_plugins = ["page_browser"]
+
 GOLDEN = Path(__file__).parent / "golden"
 
 torch.set_num_threads(2)

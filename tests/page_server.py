@@ -70,15 +70,20 @@ INFO = {
             linear="The same number of tokens in every step.",
         ),
         "guidance_schedule": about(
-            linear="Grows with the tokens that are known.", constant="The same in every step.", none="No guidance at all."
+            linear="Grows with the tokens that are known.",
+            constant="The same in every step.",
+            none="No guidance at all.",
         ),
         "attention": about(
-            block="Tokens of a step see each other in the steps after it.", causal="Tokens see only what came before them."
+            block="Tokens of a step see each other in the steps after it.",
+            causal="Tokens see only what came before them.",
         ),
         "decode": about(
             steps="Many tokens per step, a little approximate.", exact="As if one token at a time, in fewer calls."
         ),
-        "way": about(windows="Overlapping windows over a larger grid.", positions="One grid with positions in between."),
+        "way": about(
+            windows="Overlapping windows over a larger grid.", positions="One grid with positions in between."
+        ),
     },
     "limits": {"images": 16, "steps": 1024, "pixels": 4194304, "bytes": 16777216, "side": 768, "best_of": 8},
 }
@@ -224,7 +229,9 @@ class Handler(BaseHTTPRequestHandler):
         settings = {**INFO["defaults"], "guidance": DEFAULTS.guidance_for(body.get("steps") or 24), **given}
         images = []
         for i, image in enumerate(finished):
-            text = json.dumps({"model": "garden", "task": task, "class": body.get("class"), "seed": seed + i, **settings})
+            text = json.dumps(
+                {"model": "garden", "task": task, "class": body.get("class"), "seed": seed + i, **settings}
+            )
             images.append({"png": png(image, text), "seed": seed + i, "width": image.width, "height": image.height})
         seconds = time.perf_counter() - began
         yield "done", {"id": "req_1", "created": 0, "seconds": seconds, "settings": settings, "images": images}
@@ -256,7 +263,11 @@ def compose(task, body, seed):
         image = given.copy()
         image.paste(drawn.resize(given.size), (0, 0), mask)
     columns, rows = (-(-side // STRIDE) for side in image.size)
-    patches = ((r, c, (c * STRIDE, r * STRIDE, (c + 1) * STRIDE, (r + 1) * STRIDE)) for r in range(rows) for c in range(columns))
+    patches = (
+        (r, c, (c * STRIDE, r * STRIDE, (c + 1) * STRIDE, (r + 1) * STRIDE))
+        for r in range(rows)
+        for c in range(columns)
+    )
     return image, [r * columns + c for r, c, box in patches if mask.crop(box).getextrema()[1] >= 128]
 
 

@@ -27,6 +27,7 @@ async function boot() {
   }
   notices.clear();
   const [width, height] = info.image_size;
+  document.title = `ARPG · ${info.model}`;
   const count = info.takes === "class" ? ` · ${info.classes} classes` : "";
   byId("model").textContent = `${info.model}${count} · ${width} × ${height}`;
   const sprite = classes.thumbnails && { ...classes.thumbnails };
@@ -300,7 +301,8 @@ function fail(error, again = () => {}) {
   if (error.status === 401) return notices.askKey(error.message, again);
   if (error.status === 503) return notices.gone("The server is starting or about to stop.", again);
   const nearest = (error.nearest || []).map((name) => [name, () => (picker.choose(name), draw())]);
-  notices.show("error", error.message, nearest);
+  const retry = error.status >= 500 ? [["Try again", again]] : [];
+  notices.show("error", error.message, [...nearest, ...retry]);
   const field = byId(error instanceof NotYet ? error.field : FIELDS[error.param] || `set-${error.param}`);
   if (!field) return;
   if (error.param && field.matches("input")) field.setAttribute("aria-invalid", "true");

@@ -13,7 +13,6 @@ export class Board {
     this.handles = [...canvas.parentElement.querySelectorAll(".handle")];
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
     document.addEventListener("themechange", () => this.draw());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     canvas.addEventListener("pointerdown", (event) => this.#down(event));
     canvas.addEventListener("pointermove", (event) => this.#move(event));
     for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, () => this.#up());
@@ -44,8 +43,11 @@ export class Board {
     const { canvas, context, picture } = this;
     const { width, height } = canvas.parentElement.getBoundingClientRect();
     const dense = window.devicePixelRatio || 1;
-    canvas.width = Math.round(width * dense);
-    canvas.height = Math.round(height * dense);
+    const size = [Math.round(width * dense), Math.round(height * dense)];
+    if (canvas.width !== size[0]) canvas.width = size[0];
+    if (canvas.height !== size[1]) canvas.height = size[1];
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, ...size);
     if (!picture) return this.#placeHandles(null);
     const view = (this.view = this.held || this.#fit(width, height));
     context.setTransform(dense * view.scale, 0, 0, dense * view.scale, dense * view.x, dense * view.y);

@@ -4,9 +4,9 @@ import { byId, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
 import { canFit } from "./request.js";
 
 const TASKS = {
-  generate: ["Generate", "Draw a new picture of a class."],
+  generate: ["Generate", "Draw a new picture."],
   inpaint: ["Fill", "Paint over what should be drawn anew. Everything else stays as it is."],
-  edit: ["Replace", "Draw a box on the picture and put another class there."],
+  edit: ["Replace", "Draw a box on the picture and put something else there."],
   outpaint: ["Extend", "Pull the edges: the picture is continued into the new space."],
   expand: ["Enlarge", "Draw at a larger size than the model was trained for."],
 };
@@ -21,6 +21,7 @@ export class Form {
     this.#number("num", 1, info.limits.images);
     byId("prompt-field").hidden = info.takes !== "text";
     byId("class-field").hidden = info.takes === "text";
+    if (info.takes === "text") byId("from-class").nextElementSibling.textContent = "From the prompt";
     document.querySelectorAll("input[name=task]").forEach((input) => input.addEventListener("change", () => this.#task()));
     document.querySelectorAll("input[name=from]").forEach((input) => input.addEventListener("change", () => this.#task()));
     byId("fits").addEventListener("change", () => this.#task());
@@ -30,7 +31,6 @@ export class Form {
       byId(`side-${side}`).step = info.stride;
       byId(`side-${side}`).addEventListener("input", () => onchange("sides"));
     }
-    for (const id of ["size-w", "size-h"]) byId(id).addEventListener("input", () => onchange("size"));
     this.#slider("feather", (value) => `${value} px`, () => onchange("feather"));
     this.#seed();
     this.#expand();
@@ -177,6 +177,7 @@ export class Form {
 
   #number(id, min, max) {
     Object.assign(byId(id), { min, max });
+    byId(id).addEventListener("input", () => this.onchange(id));
     byId(id).addEventListener("change", (event) => {
       event.target.value = Math.min(Math.max(min, number(id)), max);
       this.onchange(id);

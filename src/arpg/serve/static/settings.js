@@ -110,6 +110,7 @@ export class Settings {
     byId("variants").addEventListener("change", () => {
       this.current = Number(radio("variant"));
       this.refresh();
+      this.onchange();
     });
   }
 

@@ -26,7 +26,7 @@ export class Stage {
     byId("keep").addEventListener("click", () => this.adopt());
     byId("back").addEventListener("click", () => this.back());
     byId("before").addEventListener("change", () => this.#showResult());
-    document.addEventListener("themechange", () => this.lastMap && drawOrderMap(byId("order-map"), this.lastMap));
+    document.addEventListener("themechange", () => this.#redrawMap());
     drawEmptyMap(byId("order-map"), info.grid);
   }
 
@@ -197,6 +197,11 @@ export class Stage {
     if (bitmap && (this.state === "running" || !byId("before").checked)) {
       this.board.show(bitmap, `The picture after ${stepText(frame)}`);
     }
+  }
+
+  #redrawMap() {
+    if (this.lastMap) drawOrderMap(byId("order-map"), this.lastMap);
+    else drawEmptyMap(byId("order-map"), this.info.grid);
   }
 
   #strip() {
