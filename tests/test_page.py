@@ -181,6 +181,7 @@ def test_inpaints_what_was_painted(page):
 
 def test_the_mask_can_be_erased_undone_inverted_and_boxed(page):
     upload(page, encoded(Image.new("RGB", (96, 96), "white")))
+    page.locator("#stage-title", has_text="own").wait_for()
     assert page.is_checked("input[value=inpaint]")
 
     def share():
@@ -360,6 +361,7 @@ def test_history_brings_picture_and_settings_back_even_after_a_reload(page):
 
 def test_history_brings_a_mask_back(page):
     upload(page, encoded(Image.new("RGB", (96, 96), "white")))
+    page.locator("#stage-title", has_text="own").wait_for()
     page.click("#box-fill")
     first = draw(page, "inpaint")
     task(page, "generate")
