@@ -14,7 +14,7 @@ import { SNIPPETS } from "./snippets.js";
 import { Stage } from "./stage.js";
 
 let info, form, settings, picker, stage, compare, history;
-const SMALL = matchMedia("(max-width: 820px)"); // as in style.css
+const SMALL = matchMedia("(max-width: 960px)"); // as in style.css
 let job = null; // the AbortController of what runs now
 
 async function boot() {
