@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
 from arpg.convert import model_from_published, read_published
 
+pytest_plugins = ["page_browser"]
+
 GOLDEN = Path(__file__).parent / "golden"
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
