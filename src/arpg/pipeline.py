@@ -93,8 +93,8 @@ class Pipeline:
     ) -> list[Image.Image]:
         """`num_images` images of each class; image i of the call has seed `seed + i`.
 
-        `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k, top_p, attention;
-        what is not given is the model's own recommendation. `on_step` is called after every step.
+        `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k, top_p, attention, decode,
+        draft; what is not given is the model's own recommendation. `on_step` is called after every step.
         """
         images: list[Image.Image] = []
         for request, resolved in self.requests(

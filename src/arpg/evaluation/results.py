@@ -41,7 +41,8 @@ class Results:
 
     def find(self, settings: SamplingSettings, num: int) -> Line | None:
         key = plain(settings)
-        return next((line for line in self.lines if line["settings"] == key and line["num"] == num), None)
+        default = plain(SamplingSettings())  # of a setting that did not exist yet when a line was written
+        return next((line for line in self.lines if default | line["settings"] == key and line["num"] == num), None)
 
     def add(self, settings: SamplingSettings, num: int, line: Mapping[str, Any]) -> Line:
         entry = {"num": num, "settings": plain(settings), **line}
