@@ -360,6 +360,15 @@ def test_a_ragged_batch_with_known_tokens_gives_what_its_samples_give_alone(mode
         assert torch.equal(together, run(model, request, sequential(BASE))[-1].ids_BN)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_the_same_tokens_on_the_gpu():
+    cpu, gpu = small_model(), small_model().cuda()
+    for way in WAYS:
+        expected = run(cpu, masked_request(cpu), by(way, 4))[-1].ids_BN
+        assert torch.equal(run(gpu, masked_request(gpu), by(way, 4))[-1].ids_BN.cpu(), expected)
+
+
 def test_a_condition_with_queries_of_its_own(model):
     """Two prefix slots and a query for each position: what text and control conditions bring."""
     generator = torch.Generator().manual_seed(1)

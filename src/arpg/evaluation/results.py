@@ -45,8 +45,9 @@ class Results:
     def find(self, settings: SamplingSettings, num: int) -> Line | None:
         """The line of these settings, whichever process measured it."""
         key = plain(settings)
+        default = plain(SamplingSettings())  # of a setting that did not exist yet when a line was written
         self.lines = read_lines(self.folder)
-        return next((line for line in self.lines if line["settings"] == key and line["num"] == num), None)
+        return next((line for line in self.lines if default | line["settings"] == key and line["num"] == num), None)
 
     def add(self, settings: SamplingSettings, num: int, line: Mapping[str, Any]) -> Line:
         entry = {"num": num, "settings": plain(settings), **line}
