@@ -77,16 +77,29 @@ def test_settings_are_sent_and_guidance_follows_the_steps(page):
         assert float(page.get_by_label("Guidance, exact value").input_value()) == defaults.guidance_for(steps)
     page.fill("#set-temperature", "0.5")
     page.select_option("#set-order", "halton")
-    page.select_option("#set-decode", "exact")
     assert page.inner_text("#about-order").startswith("Spread out")
-    assert page.is_visible("#set-draft")
     page.click("#settings-rows summary")
     page.fill("#set-top_p", "0.9")
     body = draw(page)
-    named = {"steps": 90, "temperature": 0.5, "order": "halton", "decode": "exact", "top_p": 0.9}
+    named = {"steps": 90, "temperature": 0.5, "order": "halton", "top_p": 0.9}
     assert {name: body[name] for name in INFO["defaults"] if name in body} == named
     page.click("#settings-reset")
     assert not set(draw(page)) & set(INFO["defaults"])
+
+
+def test_exact_decoding_leaves_out_what_it_does_not_take(page):
+    page.fill("#set-steps", "8")
+    page.select_option("#set-attention", "causal")
+    page.select_option("#set-decode", "exact")
+    assert not page.is_visible("#set-steps")  # it finds its own steps, and is guided as for the most of them
+    assert page.get_by_label("Guidance, exact value").input_value() == "3"
+    page.fill("#set-draft", "12")
+    body = draw(page)
+    assert {name: body[name] for name in INFO["defaults"] if name in body} == {"decode": "exact", "draft": 12}
+    assert "exact decoding" in page.inner_text("#stage-about")
+    page.select_option("#set-decode", "steps")  # what was set before is still there
+    body = draw(page)
+    assert {name: body[name] for name in INFO["defaults"] if name in body} == {"steps": 8, "attention": "causal"}
 
 
 def test_the_seed_is_new_each_time_unless_it_is_kept(page):
@@ -344,6 +357,7 @@ def test_history_brings_picture_and_settings_back_even_after_a_reload(page):
     choose(page, "Lemon")
     page.fill("#set-steps", "7")
     draw(page)
+    page.wait_for_selector("#history li >> nth=1")
     page.reload()
     page.wait_for_selector("#history li >> nth=1")
     assert page.locator("#history .name").all_inner_texts() == ["Lemon", "Kiwi"]
@@ -352,7 +366,9 @@ def test_history_brings_picture_and_settings_back_even_after_a_reload(page):
     page.wait_for_timeout(100)
     assert close_to(shown(page), kept, most=2)
     assert draw(page) == first
+    page.wait_for_selector("#history li >> nth=2")
     page.click("#history-clear")
+    page.wait_for_selector("#history-empty", state="visible")
     page.reload()
     page.wait_for_selector("#go:not([disabled])")
     page.wait_for_timeout(200)
@@ -417,7 +433,9 @@ def test_a_server_that_goes_away_is_looked_for(fake, visit):
     assert page.is_visible("#actions")  # the last picture is still there
 
 
-def test_an_unknown_class_is_answered_with_the_nearest(fake, page):
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "in the stream"])
+def test_an_unknown_class_is_answered_with_the_nearest(fake, visit, late):
+    fake.late, page = late, visit(fake.url)
     page.fill("#class-input", "Appel")
     page.keyboard.press("Escape")
     page.click("#go")
