@@ -181,7 +181,8 @@ async function follow(task, body, signal, { queued, step }) {
     } catch (error) {
       const wait = error.status === 429 || (error.status === 503 && error.retryAfter !== null);
       if (!wait) throw error;
-      await notices.busy("The server is busy.", error.retryAfter ?? 2, signal);
+      const why = error.status === 429 ? "The server is busy." : "The server is starting or about to stop.";
+      await notices.busy(why, error.retryAfter ?? 2, signal);
     }
   }
 }
