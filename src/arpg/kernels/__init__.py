@@ -13,3 +13,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hi
 def usable(x: Tensor) -> bool:
     """Whether the kernels take this tensor: half precision on a GPU, where Triton is installed."""
     return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def decoding(x: Tensor) -> bool:
+    """Whether the kernels without a gradient may take it, too."""
+    return usable(x) and not torch.is_grad_enabled()
