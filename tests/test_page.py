@@ -12,7 +12,7 @@ from PIL import Image, ImageChops, PngImagePlugin
 from arpg.config import SamplingDefaults
 from arpg.grid_picture import ramp
 from page_browser import PATIENCE, choose, close_to, drag, draw, encoded, on_board, opened, result, shown, task, upload
-from page_server import INFO, NAMES, SPRITE, STATIC
+from page_server import INFO, NAMES, SPRITE, STATIC, Handler
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
@@ -53,12 +53,11 @@ def test_the_tokens_appear_step_by_step(page, fake):
     assert page.inner_text("#replay-out") == "1 / 12"
 
 
-def test_the_order_map_has_the_colours_of_the_command_line(page):
+def test_the_order_map_has_the_colours_of_the_command_line(visit, fake):
+    page = visit(fake.url)
     page.fill("#set-steps", "9")
-    with page.expect_response("**/v1/arpg/generate") as caught:
-        draw(page)
-    steps = re.findall(r"^event: step\r?\ndata: (.*)$", caught.value.text(), flags=re.M)
-    decoded = np.array(json.loads(steps[-1])["decoded_at"][0])
+    told = [data for event, data in Handler.job(None, "generate", draw(page)) if event == "step"]
+    decoded = np.array(told[-1]["decoded_at"][0])
     page.wait_for_timeout(100)
     pixels = page.evaluate(
         """() => {
@@ -278,7 +277,12 @@ def test_expands_a_class_or_a_picture(page):
     page.check("#fits")
     body = draw(page, "expand")
     assert opened(body["image"]).size == (192, 192)
-    assert (body["size"], body["class"]) == ([256, 192], None)
+    assert (body["size"], body["class"]) == ([256, 256], None)
+    upload(page, encoded(Image.new("RGB", (120, 60), "white")))  # another shape, which is kept
+    page.locator("#stage-title", has_text="own").wait_for()
+    assert (page.input_value("#size-w"), page.input_value("#size-h")) == ("240", "120")
+    page.fill("#size-h", "90")
+    assert page.input_value("#size-w") == "180"
 
 
 def test_own_pictures_are_scaled_to_what_the_server_takes(page):
