@@ -17,6 +17,8 @@ LAYERS = [
     {"hub"},
     {"decode"},
     {"tasks", "grid_picture", "windows"},
+    {"stages"},
+    {"drawing"},
     {"pipeline"},
     {"data"},
     {"evaluation"},

@@ -17,6 +17,7 @@ ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate",
 SCHEDULES = ("arccos", "cosine", "linear")
 GUIDANCE_SCHEDULES = ("linear", "constant", "none")
 ATTENTIONS = ("block", "causal")
+WAYS = ("positions", "windows")
 POSITIONS = ("rope", "cosine")
 
 T = TypeVar("T")

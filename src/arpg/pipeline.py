@@ -11,21 +11,21 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from arpg import tasks
+from arpg import stages
 from arpg.canvas import Box, Canvas, box_mask
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ORDERS, SamplingDefaults, SamplingSettings, one_of
 from arpg.decode import Request, Step, decode, make_plan
 from arpg.decode.score import make_orders, token_bits
+from arpg.drawing import Drawing, Wanted
 from arpg.errors import InputError, require
 from arpg.hub import resolve
-from arpg.image import adm_crop, to_images, to_pil, to_rgb
+from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG, class_condition
 from arpg.tokenizer import VQTokenizer
-from arpg.windows import plan_windows
 
-UNKNOWN = 0.75  # the grey of a patch that is not there yet, in [-1, 1]
+OnStep = Callable[[Step], None] | None
 
 
 class Pipeline:
@@ -81,71 +81,53 @@ class Pipeline:
         )
         write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
-    def generate(
+    def generation(
         self,
         classes: str | int | Sequence[str | int],
         *,
         num_images: int = 1,
         seed: int = 0,
         batch_size: int = 32,
-        on_step: Callable[[Step], None] | None = None,
+        best_of: int = 1,
         **settings: Any,
-    ) -> list[Image.Image]:
-        """`num_images` images of each class; image i of the call has seed `seed + i`.
+    ) -> Drawing:
+        """`num_images` images of each class; image i has seed `seed + i`.
 
-        `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k, top_p, attention;
-        what is not given is the model's own recommendation. `on_step` is called after every step.
+        `best_of`: so many candidates are drawn for each image (with seeds that count on), and the one that the model
+        finds most likely is kept. `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k,
+        top_p, attention; what is not given is the model's own recommendation.
         """
-        images: list[Image.Image] = []
-        for request, resolved in self.requests(
-            classes, num_images=num_images, seed=seed, batch_size=batch_size, **settings
-        ):
-            for step in self.run(request, resolved):
-                if on_step is not None:
-                    on_step(step)
-            images += self.images(step, request.grid)
-        return images
+        names = [classes] if isinstance(classes, str | int) else list(classes)
+        require(len(names) >= 1, "no class is given; expected a name or an id")
+        labels = [self.classes.find(name) for name in names for _ in range(_number(num_images))]
+        wanted = Wanted(tuple(labels), self.sampling.settings(**settings), seed, best_of, batch_size)
+        return Drawing(self.model, self.tokenizer, wanted, stages=[stages.from_nothing(self.model.config.grid)])
 
-    @torch.no_grad()
-    def inpaint(
+    def inpainting(
         self,
         image: Image.Image,
         mask: Image.Image,
         class_: str | int | None = None,
         *,
-        num_images: int = 1,
-        seed: int = 0,
         feather: int = 0,
-        on_step: Callable[[Step], None] | None = None,
-        **settings: Any,
-    ) -> list[Image.Image]:
+        **options: Any,
+    ) -> Drawing:
         """Fill the white of the mask, given the rest, with a class or with what fits; pixels outside stay as they are.
 
-        `feather` blends that many pixels inside the mask. Settings and seeds as in `generate`.
+        `feather` blends that many pixels inside the mask. Options: num_images and all that `generation` takes.
         """
-        resolved = self.sampling.settings(**settings)
-        require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
-        require(feather >= 0, f"feather is {feather}; expected 0 or more pixels")
-        label = None if class_ is None else self.classes.find(class_)
-        picture = to_rgb(image)
+        wanted, picture = self._wanted(class_, **options), to_rgb(image)
         masked = np.asarray(mask.convert("L")) >= 128
-        grid, stride = self.model.config.grid, self.tokenizer.config.stride
-        canvas = Canvas.fit(picture, masked, grid=grid, stride=stride)
-        known = torch.from_numpy(canvas.known())
-        ids = self.tokenizer.encode(to_images(canvas.pixels()[None], self.tokenizer.device))[0]
-        request = tasks.fill(self.model, label, range(seed, seed + num_images), ids_N=ids, known_N=known)
-        for step in self.run(request, resolved):
-            if on_step is not None:
-                on_step(step)
-        return [canvas.paste(made, feather=feather) for made in self.images(step, grid)]
+        canvas = Canvas.fit(picture, masked, grid=self.model.config.grid, stride=self.tokenizer.config.stride)
+        stage = stages.fill(canvas, feather=feather)
+        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], picture=picture)
 
-    def edit(self, image: Image.Image, box: Box, class_: str | int, **options: Any) -> list[Image.Image]:
-        """Put a class into the box (left, top, right, bottom) of an image; options as in `inpaint`."""
+    def editing(self, image: Image.Image, box: Box, class_: str | int, **options: Any) -> Drawing:
+        """Put a class into the box (left, top, right, bottom) of an image; options as in `inpainting`."""
         mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
-        return self.inpaint(image, mask, class_, **options)
+        return self.inpainting(image, mask, class_, **options)
 
-    @torch.no_grad()
-    def outpaint(
+    def outpainting(
         self,
         image: Image.Image,
         class_: str | int | None = None,
@@ -154,37 +136,90 @@ class Pipeline:
         top: int = 0,
         right: int = 0,
         bottom: int = 0,
-        num_images: int = 1,
-        seed: int = 0,
-        on_step: Callable[[Step], None] | None = None,
-        **settings: Any,
-    ) -> list[Image.Image]:
+        **options: Any,
+    ) -> Drawing:
         """Continue a picture beyond its sides, by as many pixels as wanted; the picture itself stays as it is.
 
         A canvas larger than the trained grid is filled window by window, each leaning on what is there already.
         """
-        resolved = self.sampling.settings(**settings)
-        require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
-        label = None if class_ is None else self.classes.find(class_)
-        window, stride = self.model.config.grid, self.tokenizer.config.stride
-        canvas = Canvas.extend(to_rgb(image), (left, top, right, bottom), grid=window, stride=stride)
-        known = torch.from_numpy(canvas.known().reshape(canvas.grid))
-        ids = self.tokenizer.encode(to_images(canvas.pixels()[None], self.tokenizer.device)).cpu()
-        ids = ids.reshape(1, *canvas.grid).repeat(num_images, 1, 1)
-        for k, (row, column) in enumerate(plan_windows(known.numpy(), window)):
-            # Each window has noise of its own; the same would repeat the same picture.
-            seeds = [(seed + i + (k << 40)) % 2**64 for i in range(num_images)]
-            part = (slice(row, row + window[0]), slice(column, column + window[1]))
-            request = tasks.fill(
-                self.model, label, seeds, ids_N=ids[:, *part].flatten(1), known_N=known[part].flatten()
-            )
-            for step in self.run(request, resolved):
-                if on_step is not None:
-                    on_step(step)
-            ids[:, *part] = step.ids_BN.reshape(num_images, *window).cpu()
-            known[part] = True
-        made = self.tokenizer.decode(ids.flatten(1).to(self.tokenizer.device), canvas.grid)
-        return [canvas.paste(picture) for picture in to_pil(made)]
+        wanted, picture = self._wanted(class_, **options), to_rgb(image)
+        grid, stride = self.model.config.grid, self.tokenizer.config.stride
+        stage = stages.extend(Canvas.extend(picture, (left, top, right, bottom), grid=grid, stride=stride), grid)
+        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], picture=picture)
+
+    def generate(
+        self, classes: str | int | Sequence[str | int], *, on_step: OnStep = None, **options: Any
+    ) -> list[Image.Image]:
+        """Images of classes, as in `generation`. `on_step` is called after every step."""
+        return self.finish(self.generation(classes, **options), on_step)
+
+    def inpaint(
+        self,
+        image: Image.Image,
+        mask: Image.Image,
+        class_: str | int | None = None,
+        *,
+        on_step: OnStep = None,
+        **options: Any,
+    ) -> list[Image.Image]:
+        """Fill the white of the mask, as in `inpainting`."""
+        return self.finish(self.inpainting(image, mask, class_, **options), on_step)
+
+    def edit(
+        self, image: Image.Image, box: Box, class_: str | int, *, on_step: OnStep = None, **options: Any
+    ) -> list[Image.Image]:
+        """Put a class into a box, as in `editing`."""
+        return self.finish(self.editing(image, box, class_, **options), on_step)
+
+    def outpaint(
+        self, image: Image.Image, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
+    ) -> list[Image.Image]:
+        """Continue a picture beyond its sides, as in `outpainting`."""
+        return self.finish(self.outpainting(image, class_, **options), on_step)
+
+    def stream(
+        self, classes: str | int | Sequence[str | int], *, num_images: int = 1, **options: Any
+    ) -> Iterator[list[Image.Image]]:
+        """The images of `generation` after each step, all in one batch; patches that are not there yet are grey."""
+        batch = max(1, num_images) * (1 if isinstance(classes, str | int) else max(1, len(classes)))
+        return self.previews(self.generation(classes, num_images=num_images, batch_size=batch, **options))
+
+    def previews(self, drawing: Drawing) -> Iterator[list[Image.Image]]:
+        """What is there after each step of a drawing."""
+        for step in self.steps(drawing):
+            yield drawing.preview(step)
+
+    def finish(self, drawing: Drawing, on_step: OnStep = None) -> list[Image.Image]:
+        """Draw it."""
+        for step in self.steps(drawing):
+            if on_step is not None:
+                on_step(step)
+        return drawing.images()
+
+    def steps(self, drawing: Drawing) -> Iterator[Step]:
+        """Put the requests of a drawing through the loop, one after the other."""
+        while (request := drawing.request()) is not None:
+            for step in self.run(request, drawing.wanted.settings):
+                yield step
+            drawing.take(step)
+
+    def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
+        """Plan a request and put it through the loop."""
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        return decode(self.model, request, plan, settings)
+
+    def _wanted(
+        self,
+        class_: str | int | None,
+        *,
+        num_images: int = 1,
+        seed: int = 0,
+        batch_size: int = 32,
+        best_of: int = 1,
+        **settings: Any,
+    ) -> Wanted:
+        label = self.model.config.num_classes if class_ is None else self.classes.find(class_)
+        return Wanted((label,) * _number(num_images), self.sampling.settings(**settings), seed, best_of, batch_size)
 
     def score(
         self,
@@ -231,54 +266,10 @@ class Pipeline:
         bits: NDArray[np.float32] = torch.cat(parts).numpy().reshape(len(labels), orders, *grid)
         return bits
 
-    def stream(
-        self, classes: str | int | Sequence[str | int], *, num_images: int = 1, seed: int = 0, **settings: Any
-    ) -> Iterator[list[Image.Image]]:
-        """The images after each step, all in one batch; patches that are not there yet are grey."""
-        batch = num_images * (1 if isinstance(classes, str | int) else len(classes))
-        for request, resolved in self.requests(
-            classes, num_images=num_images, seed=seed, batch_size=max(1, batch), **settings
-        ):
-            for step in self.run(request, resolved):
-                yield self.images(step, request.grid)
 
-    def requests(
-        self,
-        classes: str | int | Sequence[str | int],
-        *,
-        num_images: int = 1,
-        seed: int = 0,
-        batch_size: int = 32,
-        **settings: Any,
-    ) -> list[tuple[Request, SamplingSettings]]:
-        """What `generate` will run, one request per batch. All input is checked here, before any work."""
-        resolved = self.sampling.settings(**settings)
-        names = [classes] if isinstance(classes, str | int) else list(classes)
-        require(len(names) >= 1, "no class is given; expected a name or an id")
-        require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
-        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-        labels = [self.classes.find(name) for name in names for _ in range(num_images)]
-        seeds = [seed + i for i in range(len(labels))]
-        return [
-            (tasks.generate(self.model, labels[i : i + batch_size], seeds[i : i + batch_size]), resolved)
-            for i in range(0, len(labels), batch_size)
-        ]
-
-    def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
-        """Plan a request and put it through the loop."""
-        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        return decode(self.model, request, plan, settings)
-
-    @torch.no_grad()
-    def images(self, step: Step, grid: tuple[int, int]) -> list[Image.Image]:
-        """The pixels of a step; patches whose token is not known yet are light grey."""
-        if step.index == step.num_steps - 1:
-            return to_pil(self.tokenizer.decode(step.ids_BN, grid))
-        decoded = self.tokenizer.decode(step.ids_BN, grid, known_BN=step.known_BN)
-        stride = self.tokenizer.config.stride
-        known_B1hw = step.known_BN.reshape(-1, 1, *grid)
-        known_B1HW = known_B1hw.repeat_interleave(stride, 2).repeat_interleave(stride, 3)
-        return to_pil(torch.where(known_B1HW, decoded, UNKNOWN))
+def _number(num_images: int) -> int:
+    require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
+    return num_images
 
 
 def choose_device(device: str | torch.device) -> torch.device:

@@ -14,21 +14,26 @@ from arpg.model import ARPG, class_condition
 
 def fill(
     model: ARPG,
-    label: int | None,
+    labels: int | None | Sequence[int],
     seeds: Sequence[int],
     *,
     ids_N: Tensor,
     known_N: Tensor,
     grid: tuple[int, int] | None = None,
+    place_N2: Tensor | None = None,
 ) -> Request:
-    """The unknown tokens of one image, once for each seed: inpainting and editing. No label: the null class."""
-    labels = torch.full((len(seeds),), model.config.num_classes if label is None else label)
+    """The unknown tokens of an image, once for each seed. Label, tokens and mask are one for all or one for each.
+
+    No label: the null class.
+    """
+    given = model.config.num_classes if labels is None else labels
     return Request(
-        class_condition(model, labels),
+        class_condition(model, torch.tensor(given).expand(len(seeds))),
         grid or model.config.grid,
-        ids_N.cpu().expand(len(seeds), -1),  # one for all, or one for each
+        ids_N.cpu().expand(len(seeds), -1),
         known_N.cpu().expand(len(seeds), -1),
         tuple(seeds),
+        place_N2,
     )
 
 

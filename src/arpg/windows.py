@@ -18,24 +18,26 @@ def plan_windows(known_hw: Mask, window: tuple[int, int]) -> list[tuple[int, int
     rows, columns = (size - side + 1 for size, side in zip(known.shape, window, strict=True))
     assert rows >= 1
     assert columns >= 1
-    middle = ((rows - 1) / 2, (columns - 1) / 2)
-    half = window[0] * window[1] / 2
+    area = window[0] * window[1]
+    away = np.add.outer(abs(np.arange(rows) - (rows - 1) / 2), abs(np.arange(columns) - (columns - 1) / 2))
     corners: list[tuple[int, int]] = []
     while not known.all():
-        best: tuple[bool, float, float] | None = None
-        chosen = (0, 0)
-        for top in range(rows):
-            for left in range(columns):
-                count = int(known[top : top + window[0], left : left + window[1]].sum())
-                if count == window[0] * window[1]:
-                    continue
-                # Up to half known: the more the better. Beyond that: the fewer the better, and only as a last resort.
-                few = count <= half
-                away = abs(top - middle[0]) + abs(left - middle[1])
-                rank = (few, float(count if few else -count), -away)
-                if best is None or rank > best:
-                    best, chosen = rank, (top, left)
-        top, left = chosen
+        count = _sums(known, window)
+        # Up to half known: the more the better. Beyond that: the fewer the better, and only as a last resort.
+        rank = np.where(count <= area / 2, count + area, -count).astype(np.float64)
+        rank[count == area] = -np.inf
+        best = np.where(rank == rank.max(), away, np.inf)
+        top, left = divmod(int(best.argmin()), columns)
         known[top : top + window[0], left : left + window[1]] = True
-        corners.append(chosen)
+        corners.append((top, left))
     return corners
+
+
+def _sums(known_hw: Mask, window: tuple[int, int]) -> NDArray[np.int64]:
+    """How many tokens of each window are known."""
+    total = np.pad(known_hw.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    high, wide = window
+    sums: NDArray[np.int64] = (
+        total[high:, wide:] - total[:-high, wide:] - total[high:, :-wide] + total[:-high, :-wide]
+    )
+    return sums

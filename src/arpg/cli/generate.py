@@ -41,11 +41,11 @@ def generate(
     folder = _check_output(output)
     pipe = sampling.load()
     options = {"num_images": num, "seed": sampling.seed, "batch_size": batch_size, **sampling.settings}
-    requests = pipe.requests(class_, **options)
-    with _steps(len(requests)) as on_step:
-        images = pipe.generate(class_, on_step=on_step, **options)
+    drawing = pipe.generation(class_, **options)
+    with _steps(len(drawing)) as on_step:
+        images = pipe.finish(drawing, on_step)
     labels = [pipe.classes.find(name) for name in class_ for _ in range(num)]
-    about = {"model": sampling.model, **configs.to_dict(requests[0][1])}
+    about = {"model": sampling.model, **configs.to_dict(drawing.wanted.settings)}
     names = [f"{i:05d}-{_slug(pipe.classes.name(label))}" for i, label in enumerate(labels)]
     abouts = [{**about, "class": label, "seed": sampling.seed + i} for i, label in enumerate(labels)]
     columns = num if min(num, len(class_)) > 1 else None

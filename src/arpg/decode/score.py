@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.decode.order import make_order
+from arpg.decode.request import Request
 from arpg.model import ARPG, Condition
+
+CHUNK = 4608  # tokens whose logits are in memory together
 
 
 def make_orders(name: str, grid: tuple[int, int], seeds: range) -> Tensor:
@@ -26,10 +29,32 @@ def make_orders(name: str, grid: tuple[int, int], seeds: range) -> Tensor:
 
 @torch.no_grad()
 def token_bits(
-    model: ARPG, ids_BN: Tensor, condition: Condition, order_BN: Tensor, *, grid: tuple[int, int] | None = None
+    model: ARPG,
+    ids_BN: Tensor,
+    condition: Condition,
+    order_BN: Tensor,
+    *,
+    grid: tuple[int, int] | None = None,
+    place_N2: Tensor | None = None,
 ) -> Tensor:
     """`[B, N]`: -log2 p of each token given the condition and the tokens before it in the order; raster positions."""
     ids_BN, order_BN = ids_BN.to(model.device), order_BN.to(model.device)
-    logits_BNV = model(ids_BN, order_BN, condition, grid=grid).float()
+    logits_BNV = model(ids_BN, order_BN, condition, grid=grid, place_N2=place_N2).float()
     bits = F.cross_entropy(logits_BNV.transpose(1, 2), ids_BN.gather(1, order_BN), reduction="none") / math.log(2)
     return torch.zeros_like(bits).scatter_(1, order_BN, bits)
+
+
+def fill_bits(model: ARPG, request: Request, ids_BN: Tensor) -> Tensor:
+    """`[B]`: the bits of what fills a request, given its condition and known tokens, under one fixed order."""
+    order_N = make_orders("random", request.grid, range(1))[0]
+    open_BN = ~request.known_BN
+    # The known tokens first, then the others, each in the same order.
+    order_BN = order_N[open_BN[:, order_N].int().argsort(stable=True)]
+    condition, size = request.condition, max(1, CHUNK // len(order_N))
+    parts = []
+    for i in range(0, len(ids_BN), size):
+        rows = slice(i, i + size)
+        some = Condition(condition.prefix_BPD[rows], condition.null_prefix_BPD[rows], condition.place_BP2[rows])
+        bits_BN = token_bits(model, ids_BN[rows], some, order_BN[rows], grid=request.grid, place_N2=request.place_N2)
+        parts.append((bits_BN.cpu() * open_BN[rows]).sum(1))
+    return torch.cat(parts)

@@ -114,13 +114,19 @@ class ARPG(nn.Module):
         return logits
 
     def forward(
-        self, ids_BN: Tensor, order_BN: Tensor, condition: Condition, *, grid: tuple[int, int] | None = None
+        self,
+        ids_BN: Tensor,
+        order_BN: Tensor,
+        condition: Condition,
+        *,
+        grid: tuple[int, int] | None = None,
+        place_N2: Tensor | None = None,
     ) -> Tensor:
         """Teacher forcing: logits `[B, N, V]` of the tokens in `order_BN`, each from those before it.
 
-        Causal in both passes, in train and eval mode alike.
+        Causal in both passes, in train and eval mode alike. Tokens stand on the grid, unless places are given.
         """
-        logits: Tensor = self.head(self.hidden(ids_BN, order_BN, condition, grid=grid))
+        logits: Tensor = self.head(self.hidden(ids_BN, order_BN, condition, grid=grid, place_N2=place_N2))
         return logits
 
     def hidden(
@@ -130,11 +136,13 @@ class ARPG(nn.Module):
         condition: Condition,
         *,
         grid: tuple[int, int] | None = None,
+        place_N2: Tensor | None = None,
         dropout_key_B: Tensor | None = None,
     ) -> Tensor:
         """`forward` up to the head: `[B, N, D]`. A key per sample fixes its dropout masks."""
-        height, width = grid or self.config.grid
-        place_BN2 = grid_places(height, width, device=ids_BN.device)[order_BN]
+        if place_N2 is None:
+            place_N2 = grid_places(*(grid or self.config.grid), device=ids_BN.device)
+        place_BN2 = place_N2.to(ids_BN.device)[order_BN]
         shuffled_BN = ids_BN.gather(1, order_BN)
         x = torch.cat((condition.prefix_BPD, self.embed(shuffled_BN[:, :-1])), dim=1)
         place = torch.cat((condition.place_BP2, place_BN2[:, :-1]), dim=1)

@@ -1,0 +1,209 @@
+"""Drawing: a picture task on its way. It hands out requests, takes what filled them, and shows what is there.
+
+    while (request := drawing.request()) is not None:
+        for step in decode(model, request, ...):
+            drawing.preview(step)
+        drawing.take(step)
+    drawing.images()
+
+Shapes: C candidates (best_of for each picture wanted), B those of one request, N tokens, h w grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from arpg import tasks
+from arpg.config import SamplingSettings
+from arpg.decode import Request, Step
+from arpg.decode.score import fill_bits
+from arpg.errors import require
+from arpg.image import to_images, to_pil
+from arpg.model import ARPG
+from arpg.stages import Stage
+from arpg.tokenizer import VQTokenizer
+
+UNKNOWN = 0.75  # the grey of a patch that is not there yet, in [-1, 1]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How many pictures of what: one for each label (`num_classes`: no class), the best of so many candidates.
+
+    Candidates are numbered on: candidate j of picture i has seed `seed + i * best_of + j`.
+    """
+
+    labels: tuple[int, ...]
+    settings: SamplingSettings
+    seed: int = 0
+    best_of: int = 1
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        require(len(self.labels) >= 1, "the number of images is 0; expected 1 or more")
+        require(self.best_of >= 1, f"best_of is {self.best_of}; expected 1 or more candidates for each image")
+        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; expected 1 or more")
+        require(0 <= self.seed <= 2**64 - len(self), f"seed is {self.seed}; expected 0 to 2^64 - {len(self)}")
+
+    def __len__(self) -> int:
+        """Candidates."""
+        return len(self.labels) * self.best_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one request is about: some candidates and one window of a stage."""
+
+    stage: int
+    number: int  # of the window, over all stages
+    rows: slice
+    corner: tuple[int, int]
+
+
+class Drawing:
+    def __init__(
+        self,
+        model: ARPG,
+        tokenizer: VQTokenizer,
+        wanted: Wanted,
+        *,
+        stages: Sequence[Stage],
+        picture: Image.Image | None = None,
+    ) -> None:
+        """The first stage starts from the picture, where there is one, the others from what was drawn before."""
+        self.model, self.tokenizer, self.wanted, self.stages = model, tokenizer, wanted, tuple(stages)
+        self._pictures = [] if picture is None else [picture]  # what the current stage starts from
+        self._parts = self._plan()
+        self._index = 0  # of the request that comes next, or was handed out last
+        self._request: Request | None = None
+        self._bits_C = torch.zeros(len(wanted))
+        self._start(self.stages[0])
+
+    def __len__(self) -> int:
+        """Requests, from first to last."""
+        return len(self._parts)
+
+    @property
+    def index(self) -> int:
+        """How many requests are filled."""
+        return self._index
+
+    @property
+    def rows(self) -> range:
+        """The candidates that the current request is about."""
+        return range(len(self.wanted))[self._parts[self._index].rows]
+
+    @property
+    def kept(self) -> list[int]:
+        """The candidate that is kept for each picture: the most likely. Known when everything is drawn."""
+        each = self._bits_C.reshape(-1, self.wanted.best_of).argmin(1).tolist()
+        return [i * self.wanted.best_of + j for i, j in enumerate(each)]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed of each picture."""
+        return [self.wanted.seed + row for row in self.kept]
+
+    def request(self) -> Request | None:
+        """The next request; None when everything is drawn."""
+        if self._index == len(self._parts):
+            return None
+        part = self._parts[self._index]
+        stage, view = self.stages[part.stage], self._view(part)
+        # Each window has noise of its own; the same would repeat the same picture.
+        seeds = [(self.wanted.seed + row + (part.number << 40)) % 2**64 for row in self.rows]
+        self._request = tasks.fill(
+            self.model,
+            [self.wanted.labels[row // self.wanted.best_of] for row in self.rows],
+            seeds,
+            ids_N=self._ids_Chw[part.rows, *view].flatten(1),
+            known_N=self._known_Chw[part.rows, *view].flatten(1),
+            grid=stage.window,
+            place_N2=stage.place_N2,
+        )
+        return self._request
+
+    @torch.no_grad()
+    def preview(self, step: Step) -> list[Image.Image]:
+        """The candidates of the current request after a step; patches whose token is not known yet are light grey."""
+        part = self._parts[self._index]
+        stage, view = self.stages[part.stage], self._view(part)
+        ids, known = self._ids_Chw[part.rows].clone(), self._known_Chw[part.rows].clone()
+        ids[:, *view] = step.ids_BN.cpu().unflatten(1, stage.window)
+        known[:, *view] = step.known_BN.cpu().unflatten(1, stage.window)
+        return self._pixels(stage, ids, known)
+
+    def take(self, step: Step) -> None:
+        """The last step of the current request."""
+        assert self._request is not None
+        part = self._parts[self._index]
+        view = self._view(part)
+        if self.wanted.best_of > 1:
+            self._bits_C[part.rows] += fill_bits(self.model, self._request, step.ids_BN)
+        self._ids_Chw[part.rows, *view] = step.ids_BN.cpu().unflatten(1, self.stages[part.stage].window)
+        self._known_Chw[part.rows, *view] = True
+        self._request = None
+        self._index += 1
+        if self._index < len(self._parts) and self._parts[self._index].stage != part.stage:
+            self._pictures = self._drawn(part.stage, range(len(self.wanted)))
+            self._start(self.stages[part.stage + 1])
+
+    def images(self) -> list[Image.Image]:
+        """The pictures, one for each label."""
+        assert self._index == len(self._parts)
+        return self._drawn(len(self.stages) - 1, self.kept)
+
+    def _plan(self) -> list[Part]:
+        parts: list[Part] = []
+        size, number = self.wanted.batch_size, 0
+        for s, stage in enumerate(self.stages):
+            for i in range(0, len(self.wanted), size):
+                rows = slice(i, min(i + size, len(self.wanted)))
+                parts += [Part(s, number + k, rows, corner) for k, corner in enumerate(stage.corners)]
+            number += len(stage.corners)
+        return parts
+
+    def _view(self, part: Part) -> tuple[slice, slice]:
+        (top, left), (high, wide) = part.corner, self.stages[part.stage].window
+        return slice(top, top + high), slice(left, left + wide)
+
+    @torch.no_grad()
+    def _start(self, stage: Stage) -> None:
+        """Lay the tokens of the pictures on the grid."""
+        candidates = len(self.wanted)
+        ids_CN = torch.zeros(candidates, stage.grid[0] * stage.grid[1], dtype=torch.long)
+        if stage.see is not None:
+            shown = [stage.see(picture) for picture in self._pictures]
+            stand = slice(None) if stage.stand_M is None else stage.stand_M
+            if len(shown) == 1:  # the same for all
+                ids_CN[:, stand] = self.tokenizer.encode(to_images(shown[0][None], self.tokenizer.device)).cpu()
+            else:
+                for i in range(0, candidates, self.wanted.batch_size):
+                    rows = range(candidates)[i : i + self.wanted.batch_size]
+                    pixels_B3HW = torch.cat([to_images(shown[row][None], self.tokenizer.device) for row in rows])
+                    ids_CN[rows.start : rows.stop, stand] = self.tokenizer.encode(pixels_B3HW).cpu()
+        self._ids_Chw = ids_CN.unflatten(1, stage.grid)
+        self._known_Chw = torch.from_numpy(stage.known_hw).repeat(candidates, 1, 1)
+
+    @torch.no_grad()
+    def _drawn(self, stage: int, rows: Sequence[int]) -> list[Image.Image]:
+        ids_Bhw = self._ids_Chw[torch.tensor(rows)]
+        parts = torch.split(ids_Bhw, self.wanted.batch_size)
+        return [image for ids in parts for image in self._pixels(self.stages[stage], ids, None)]
+
+    def _pixels(self, stage: Stage, ids_Bhw: Tensor, known_Bhw: Tensor | None) -> list[Image.Image]:
+        device, stride = self.tokenizer.device, self.tokenizer.config.stride
+        ids_BN = ids_Bhw.flatten(1).to(device)
+        if known_Bhw is None or bool(known_Bhw.all()):
+            made = self.tokenizer.decode(ids_BN, stage.grid)
+        else:
+            known_Bhw = known_Bhw.to(device)
+            made = self.tokenizer.decode(ids_BN, stage.grid, known_BN=known_Bhw.flatten(1))
+            known_BHW = known_Bhw.repeat_interleave(stride, 1).repeat_interleave(stride, 2)
+            made = torch.where(known_BHW[:, None], made, UNKNOWN)
+        return [stage.give(image) for image in to_pil(made)]
