@@ -135,8 +135,12 @@ def _steps(num_batches: int | None = None) -> Iterator[Callable[[Any], None]]:
     """A progress bar over the steps of all batches; None: it is not known how many there will be."""
     with progress_bar() as progress:
         task = progress.add_task("drawing", total=None)
-        total = (lambda step: num_batches * step.num_steps) if num_batches else (lambda step: None)
-        yield lambda step: progress.update(task, advance=1, total=total(step))
+
+        def on_step(step: Any) -> None:
+            known = num_batches is not None and step.num_steps is not None
+            progress.update(task, advance=1, total=num_batches * step.num_steps if known else None)
+
+        yield on_step
 
 
 def _check_output(output: Path) -> bool:

@@ -48,5 +48,9 @@ class Request:
         shape = (len(seeds), grid[0] * grid[1])
         return cls(condition, grid, torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool), seeds)
 
+    @property
+    def num_tokens(self) -> int:
+        return self.known_BN.shape[1]
+
     def places(self) -> Tensor:
         return grid_places(*self.grid) if self.place_N2 is None else self.place_N2

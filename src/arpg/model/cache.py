@@ -39,6 +39,10 @@ class Cache:
         self.end = 0
 
     @property
+    def rows(self) -> int:
+        return self.key_LBTHK.shape[1]
+
+    @property
     def slots(self) -> int:
         return self.key_LBTHK.shape[2]
 

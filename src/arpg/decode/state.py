@@ -1,0 +1,149 @@
+"""State: a running batch, and the two things that are done with it: Pass 1 writes tokens, Pass 2 asks for positions.
+
+Shapes: B batch, R rows (B, or 2B when guided: conditional, then unconditional), N grid tokens, S tokens of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arpg.decode.noise import seed_keys
+from arpg.decode.request import Request
+from arpg.model import ARPG, Cache, Condition
+
+
+@dataclass(frozen=True)
+class Write:
+    """Tokens that enter the cache, named by position; rows are padded with position N."""
+
+    position_BS: Tensor
+    count_B: Tensor | None = None  # how many of a row's are real; None: all
+    longest: int | None = None  # image tokens of the longest row when these are in; None: all that are written
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Positions that are asked for, padded with N."""
+
+    position_BS: Tensor
+    scale_BS: Tensor | None  # guidance, one for each position or for each row; None: not guided
+    visible_BS: Tensor | None = None  # slots of the cache that each may see; None: all that its row has
+
+
+@dataclass
+class State:
+    """All that belongs to the samples of a running batch, one row each.
+
+    The cache and the queries have the unconditional rows, too. Column N of ids, known and places is for padding.
+    """
+
+    ids_BN: Tensor  # raster order; anything where not known
+    known_BN: Tensor
+    place_BN2: Tensor
+    key_B2: Tensor  # the seeds
+    query_RND: Tensor | None  # what Pass 2 asks with, where it is not [MASK]
+    cache: Cache
+    num_prefix: int  # slots that stand before the tokens
+
+    @property
+    def copies(self) -> int:
+        """Rows of the network for each sample: 2 when guided."""
+        return self.cache.rows // len(self.ids_BN)
+
+    def encode(self, model: ARPG, write: Write, *, causal: bool) -> None:
+        """Pass 1: tokens of these positions enter the cache."""
+        model.encode(
+            self._rows(model.embed(self.ids_BN.gather(1, write.position_BS))),
+            self._rows(self._places(write.position_BS)),
+            self.cache,
+            causal=causal,
+            count_B=None if write.count_B is None else self._rows(write.count_B),
+            end=None if write.longest is None else self.num_prefix + write.longest,
+        )
+
+    def predict(self, model: ARPG, ask: Ask) -> Tensor:
+        """Pass 2: logits `[R, S, V]`."""
+        query_RSD = None
+        if self.query_RND is not None:
+            query_RSD = self.query_RND.take_along_dim(self._rows(ask.position_BS)[..., None], dim=1)
+        visible_RS = None if ask.visible_BS is None else self._rows(ask.visible_BS)
+        return model.predict(self._rows(self._places(ask.position_BS)), query_RSD, self.cache, visible_RS)
+
+    def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
+        """These tokens now stand there; they are known where they are kept (None: all)."""
+        known: Tensor | bool = True if kept_BS is None else kept_BS | self.known_BN.gather(1, position_BS)
+        self.ids_BN = self.ids_BN.scatter(1, position_BS, ids_BS)
+        self.known_BN = self.known_BN.scatter(1, position_BS, known)
+
+    def roll_back(self, length_B: Tensor, longest: int) -> None:
+        """Forget all but the first image tokens of each row; `longest` is the greatest of the numbers."""
+        self.cache.roll_back(self._rows(self.num_prefix + length_B))
+        self.cache.roll_back(self.num_prefix + longest)
+
+    def image(self) -> tuple[Tensor, Tensor]:
+        """Ids and known `[B, N]`, without the padding."""
+        return self.ids_BN[:, :-1], self.known_BN[:, :-1]
+
+    def _places(self, position_BS: Tensor) -> Tensor:
+        return self.place_BN2.take_along_dim(position_BS[..., None], dim=1)
+
+    def _rows(self, x_B: Tensor) -> Tensor:
+        """The same for the conditional and the unconditional rows."""
+        return x_B if self.copies == 1 else torch.cat((x_B,) * self.copies)
+
+
+def pad(rows: Sequence[Sequence[int]], padding: int, *, device: torch.device) -> Tensor:
+    """`[B, S]`: rows of positions, filled up to the longest of them."""
+    longest = max(len(row) for row in rows)
+    padded = [[*row, *[padding] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), longest)
+
+
+def known_positions(request: Request) -> list[list[int]]:
+    """Of each sample, in raster order."""
+    return [np.flatnonzero(row).tolist() for row in request.known_BN.numpy()]
+
+
+def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: int, ragged: bool) -> State:
+    """The state of a request before its first step: the condition and the known tokens are in the cache.
+
+    `tokens`: how many image tokens the cache must hold, padding included; `ragged`: rows may differ in length.
+    """
+    device, batch = model.device, len(request.seeds)
+    condition = request.condition
+    num_prefix = condition.prefix_BPD.shape[1]
+    prefix_RPD = torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)) if guided else condition.prefix_BPD
+    place_N2 = torch.cat((request.places(), torch.zeros(1, 2))).to(device)
+    state = State(
+        ids_BN=torch.cat((request.ids_BN.to(device), torch.zeros(batch, 1, dtype=torch.long, device=device)), 1),
+        known_BN=torch.cat((request.known_BN, torch.ones(batch, 1, dtype=torch.bool)), 1).to(device),
+        place_BN2=place_N2.expand(batch, -1, -1),
+        key_B2=seed_keys(request.seeds, device=device),
+        query_RND=_queries(model, condition, guided=guided),
+        cache=model.allocate_cache(len(prefix_RPD), num_prefix + tokens, ragged=ragged),
+        num_prefix=num_prefix,
+    )
+    model.encode(prefix_RPD, state._rows(condition.place_BP2), state.cache, causal=True)
+    known = known_positions(request)
+    counts = [len(row) for row in known]
+    if any(counts):
+        count_B = torch.tensor(counts, device=device) if ragged else None
+        write = Write(pad(known, request.num_tokens, device=device), count_B, max(counts))
+        state.encode(model, write, causal=causal)
+    return state
+
+
+def _queries(model: ARPG, condition: Condition, *, guided: bool) -> Tensor | None:
+    """`[R, N + 1, D]`: the condition's queries; plain [MASK] for the unconditional rows and for padding."""
+    query_BND = condition.query_BND
+    if query_BND is None:
+        return None
+    mask_D = model.embedding.weight[model.config.mask_id]
+    if guided:
+        query_BND = torch.cat((query_BND, mask_D.expand_as(query_BND)))
+    return torch.cat((query_BND, mask_D.expand(len(query_BND), 1, -1)), dim=1)
