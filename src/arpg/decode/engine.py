@@ -18,7 +18,7 @@ from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.request import Request
 from arpg.decode.sampling import guide, sample
-from arpg.decode.state import start
+from arpg.decode.state import State, start
 from arpg.decode.way import Way
 from arpg.errors import require
 from arpg.model import ARPG
@@ -48,7 +48,7 @@ def decode(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings
 
     A request in which everything is known yields one step that is the request itself.
     """
-    _check(model, request, plan)
+    check(model, request, plan)
     return _loop(model, request, plan, settings)
 
 
@@ -58,20 +58,29 @@ def _loop(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings)
     way: Way = Planned(request, plan, model.device)
     state = start(model, request, guided=plan.guided, causal=causal, tokens=way.tokens, ragged=way.ragged)
     index = 0
-    while (turn := way.turn(state)) is not None:
-        if turn.write is not None:
-            state.encode(model, turn.write, causal=causal)
-        ask = turn.ask
-        logits_BSV = guide(state.predict(model, ask), ask.scale_BS)
-        drawn_BS = sample(logits_BSV, settings, state.key_B2, ask.position_BS)
-        state.put(ask.position_BS, *way.keep(state, logits_BSV, drawn_BS))
+    while advance(model, state, way, settings):
         yield Step(index, way.num_steps, *state.image())
         index += 1
     if index == 0:
         yield Step(0, 1, *state.image())
 
 
-def _check(model: ARPG, request: Request, plan: Plan) -> None:
+@torch.no_grad()
+def advance(model: ARPG, state: State, way: Way, settings: SamplingSettings) -> bool:
+    """One turn of the loop; False if there is none left."""
+    turn = way.turn(state)
+    if turn is None:
+        return False
+    if turn.write is not None:
+        state.encode(model, turn.write, causal=settings.attention == "causal")
+    ask = turn.ask
+    logits_BSV = guide(state.predict(model, ask), ask.scale_BS)
+    drawn_BS = sample(logits_BSV, settings, state.key_B2, ask.position_BS)
+    state.put(ask.position_BS, *way.keep(state, logits_BSV, drawn_BS))
+    return True
+
+
+def check(model: ARPG, request: Request, plan: Plan) -> None:
     require(
         len(plan.samples) == len(request.seeds),
         f"the plan is for {len(plan.samples)} samples; the request has {len(request.seeds)}",
