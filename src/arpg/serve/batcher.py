@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Ticket:
         self.open = len(self.request.seeds)
         self.steps_B = [0] * self.open
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Rows with the same key can be drawn together."""
         s, request, condition = self.settings, self.request, self.request.condition
@@ -150,7 +151,7 @@ class Batcher:
 
     def _admit(self) -> None:
         """Rows enter one by one, each owner in turn. The last quarter of the batch is kept for owners with none."""
-        self._leave(lambda place: place[0].stop())
+        self._leave({ticket: None for ticket in self._tickets() if ticket.stop()})
         busy = {ticket.owner for batch in self._batches for ticket, _ in batch.places}
         room = self.max_batch - self.running
         kept = self.max_batch // 4
@@ -243,28 +244,27 @@ class Batcher:
         if ticket.open == 0:
             self._end(ticket, None)
 
-    def _leave(self, goes: Callable[[Place], bool]) -> None:
-        """Rows go, whether they wait or run, and their tickets end without a result."""
-        gone: dict[Ticket, None] = {}
+    def _leave(self, gone: dict[Ticket, None]) -> None:
+        """Their rows go, whether they wait or run."""
+        if not gone:
+            return
         for owner, places in list(self._waiting.items()):
-            stay = deque(place for place in places if not goes(place))
-            gone |= dict.fromkeys(ticket for ticket, _ in places if goes((ticket, 0)))
-            if stay:
-                self._waiting[owner] = stay
-            else:
+            self._waiting[owner] = deque(place for place in places if place[0] not in gone)
+            if not self._waiting[owner]:
                 del self._waiting[owner]
         for batch in list(self._batches):
-            stay_rows = [i for i, place in enumerate(batch.places) if not goes(place)]
-            if len(stay_rows) == len(batch.places):
-                continue
-            gone |= dict.fromkeys(ticket for ticket, _ in batch.places if goes((ticket, 0)))
-            batch.places = [batch.places[i] for i in stay_rows]
-            if stay_rows:
-                batch.running.keep(stay_rows)
-            else:
+            stay = [i for i, (ticket, _) in enumerate(batch.places) if ticket not in gone]
+            if not stay:
                 self._batches.remove(batch)
+            elif len(stay) < len(batch.places):
+                batch.places = [batch.places[i] for i in stay]
+                batch.running.keep(stay)
         for ticket in gone:
             self._end(ticket, None)
+
+    def _tickets(self) -> dict[Ticket, None]:
+        running = dict.fromkeys(ticket for batch in self._batches for ticket, _ in batch.places)
+        return running | dict.fromkeys(ticket for places in self._waiting.values() for ticket, _ in places)
 
     def _fail(self, places: Sequence[Place], error: BaseException) -> None:
         """A batch failed: the requests that had rows in it end, and their other rows go."""
@@ -273,13 +273,12 @@ class Batcher:
         failed = dict.fromkeys(ticket for ticket, _ in places)
         for ticket in failed:
             self._end(ticket, error)
-        self._leave(lambda place: place[0] in failed)
+        self._leave(failed)
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
 
     def _abandon(self, error: BaseException) -> None:
-        tickets = dict.fromkeys(ticket for batch in self._batches for ticket, _ in batch.places)
-        tickets |= dict.fromkeys(ticket for places in self._waiting.values() for ticket, _ in places)
+        tickets = self._tickets()
         with self._wake:
             tickets |= dict.fromkeys(self._arrived)
             self._arrived = []

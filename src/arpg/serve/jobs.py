@@ -110,14 +110,17 @@ class Job:
             self._ended = True
         self.mailbox.put(event)
 
+    def give_up(self) -> None:
+        """Time is up, or nobody is there to tell."""
+        self.end(too_late(self._deadline))
+
     async def next(self) -> Event:
         """The next event; the deadline is one of its problems."""
         try:
             return await asyncio.wait_for(self.mailbox.get(), max(0.0, self.left))
         except TimeoutError:
-            problem = too_late(self._deadline)
-            self.end(problem)
-            return problem
+            self.give_up()
+            return too_late(self._deadline)
 
 
 def new_id() -> str:
