@@ -17,6 +17,7 @@ ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate",
 SCHEDULES = ("arccos", "cosine", "linear")
 GUIDANCE_SCHEDULES = ("linear", "constant", "none")
 ATTENTIONS = ("block", "causal")
+DECODES = ("steps", "exact", "speculative")
 WAYS = ("positions", "windows")
 POSITIONS = ("rope", "cosine")
 
@@ -123,6 +124,10 @@ class SamplingSettings:
     top_k: int | None = None
     top_p: float = 1.0
     attention: str = "block"  # "causal": the tokens of a step do not see those after them
+    decode: str = (
+        "steps"  # or one token after the other, many per call: "exact" (same tokens), "speculative" (same law)
+    )
+    draft: int = 16  # tokens that the last two guess ahead; `steps` and `schedule` are not for them
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, f"steps is {self.steps}; expected 1 or more (32 is a good start)")
@@ -133,6 +138,14 @@ class SamplingSettings:
         one_of("order", self.order, ORDERS)
         one_of("guidance_schedule", self.guidance_schedule, GUIDANCE_SCHEDULES)
         one_of("attention", self.attention, ATTENTIONS)
+        one_of("decode", self.decode, DECODES)
+        require(
+            self.decode == "steps" or self.attention == "causal",
+            f"attention is {self.attention!r}, but {self.decode} decoding is causal; set attention to causal",
+        )
+        require(
+            self.draft >= 1, f"draft is {self.draft}; expected 1 or more tokens to guess ahead (16 is a good start)"
+        )
         if isinstance(self.schedule, str):
             one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
         else:
@@ -182,7 +195,10 @@ class SamplingDefaults:
         return table[-1][1]
 
     def settings(self, **overrides: Any) -> SamplingSettings:
-        """Resolve: what is given (not None) wins; guidance follows the number of steps."""
+        """Resolve: what is given (not None) wins; guidance follows the number of steps.
+
+        Exact and speculative decoding are causal, and guided like the largest number of steps.
+        """
         given = {name: value for name, value in overrides.items() if value is not None}
         fields = {f.name for f in dataclasses.fields(SamplingSettings)}
         unknown = sorted(set(given) - fields)
@@ -192,6 +208,11 @@ class SamplingDefaults:
             given["schedule"] = schedule = tuple(schedule)
             given.setdefault("steps", len(schedule))
         steps = given.get("steps", self.steps)
+        if (decode := given.get("decode", "steps")) != "steps":
+            for name in ("steps", "schedule"):
+                require(name not in given, f"{decode} decoding finds its own steps; leave {name} out")
+            given.setdefault("attention", "causal")
+            steps = self.guidance_by_steps[-1][0]  # guided as for the most steps listed
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in fields}
         guidance = self.guidance_for(steps)
         return SamplingSettings(**{**shared, "guidance": guidance, **given})

@@ -15,6 +15,7 @@ from arpg.cli.console import DeviceOption, ScheduleOption, err, parse_schedule
 
 Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
 GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
+Decode = Enum("Decode", {name: name for name in configs.DECODES}, type=str)  # type: ignore[misc]
 Attention = Enum("Attention", {name: name for name in configs.ATTENTIONS}, type=str)  # type: ignore[misc]
 
 
@@ -45,6 +46,8 @@ def _options(
     order: Annotated[Order | None, typer.Option(help="In which order the tokens are filled.")] = None,
     schedule: ScheduleOption = None,
     attention: Annotated[Attention | None, typer.Option(help="Do the tokens of a step see each other?")] = None,
+    decode: Annotated[Decode | None, typer.Option(help="In planned steps, or exactly as one by one.")] = None,
+    draft: Annotated[int | None, typer.Option(help="Tokens that exact decoding guesses ahead.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Only the k most likely codes.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Only the most likely codes that reach this share.")] = None,
@@ -58,6 +61,8 @@ def _options(
         "guidance_schedule": guidance_schedule,
         "order": order,
         "attention": attention,
+        "decode": decode,
+        "draft": draft,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from arpg.config import SamplingSettings
+from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.request import Request
 from arpg.decode.sampling import guide, sample
+from arpg.decode.speculative import Speculative
 from arpg.decode.state import State, start
 from arpg.decode.way import Way
 from arpg.errors import require
@@ -55,7 +57,7 @@ def decode(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings
 @torch.no_grad()
 def _loop(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
     causal = settings.attention == "causal"
-    way: Way = Planned(request, plan, model.device)
+    way = choose_way(request, plan, settings, model.device)
     state = start(model, request, guided=plan.guided, causal=causal, tokens=way.tokens, ragged=way.ragged)
     index = 0
     while advance(model, state, way, settings):
@@ -78,6 +80,14 @@ def advance(model: ARPG, state: State, way: Way, settings: SamplingSettings) -> 
     drawn_BS = sample(logits_BSV, settings, state.key_B2, ask.position_BS)
     state.put(ask.position_BS, *way.keep(state, logits_BSV, drawn_BS))
     return True
+
+
+def choose_way(request: Request, plan: Plan, settings: SamplingSettings, device: torch.device) -> Way:
+    if settings.decode == "exact":
+        return Exact(request, plan, device, draft=settings.draft)
+    if settings.decode == "speculative":
+        return Speculative(request, plan, device, settings=settings)
+    return Planned(request, plan, device)
 
 
 def check(model: ARPG, request: Request, plan: Plan) -> None:

@@ -29,6 +29,8 @@ class Stream(IntEnum):
     TRAIN_ORDER = 2
     LABEL_DROP = 3
     VIEW = 4
+    ACCEPT = 5
+    REPLACE = 6
 
 
 def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
@@ -61,12 +63,16 @@ def random_words(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes:
     return torch.stack(words, dim=-1).flatten(-2)[..., :num_codes]
 
 
+def uniform(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int) -> Tensor:
+    """`[B, S, V]`: numbers in (0, 1) in float32, finest near 0."""
+    words = random_words(key_B2, stream, position_BS, num_codes)
+    return ((words.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
+
+
 def gumbel(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int) -> Tensor:
     """`[B, S, V]` standard Gumbel noise in float32, so that argmax(logits + noise) draws from softmax(logits).
 
     The noise is -log(-log(1 - u)): a large value comes from a small u, where float32 is finest, so the tail
     reaches 22.9 instead of the 16.6 of -log(-log(u)).
     """
-    words = random_words(key_B2, stream, position_BS, num_codes)
-    u = ((words.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
-    return -torch.log(-torch.log1p(-u))
+    return -torch.log(-torch.log1p(-uniform(key_B2, stream, position_BS, num_codes)))

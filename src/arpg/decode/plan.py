@@ -49,7 +49,8 @@ class Plan:
 
 def plan_sample(grid: tuple[int, int], known_N: Sequence[bool], seed: int, settings: SamplingSettings) -> SamplePlan:
     fill = np.flatnonzero(~np.asarray(known_N, dtype=bool))
-    sizes = step_sizes(settings.schedule, len(fill), settings.steps)
+    one_by_one = settings.decode != "steps"
+    sizes = (1,) * len(fill) if one_by_one else step_sizes(settings.schedule, len(fill), settings.steps)
     order = make_order(settings.order, grid, fill, sizes=sizes, seed=seed)
     scales = guidance_scales(settings.guidance_schedule, settings.guidance, sizes)
     return SamplePlan(tuple(order.tolist()), sizes, scales)

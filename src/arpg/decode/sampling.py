@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from arpg.config import SamplingSettings
 from arpg.decode.noise import Stream, gumbel
 
 
-def guide(logits_RSV: Tensor, scale_B1: Tensor | None) -> Tensor:
-    """uncond + scale (cond - uncond) in float32; without a scale the rows are the conditional logits alone."""
-    if scale_B1 is None:
-        return logits_RSV.float()
-    cond, uncond = logits_RSV.float().chunk(2)
-    return uncond + scale_B1[..., None] * (cond - uncond)
+def guide(logits_RSV: Tensor, scale_BS: Tensor | None) -> Tensor:
+    """uncond + scale (cond - uncond), at least in float32; a scale for each position, or `[B, 1]` for each row.
+
+    Without a scale the rows are the conditional logits alone.
+    """
+    logits_RSV = logits_RSV.to(torch.promote_types(logits_RSV.dtype, torch.float32))
+    if scale_BS is None:
+        return logits_RSV
+    cond, uncond = logits_RSV.chunk(2)
+    return uncond + scale_BS[..., None] * (cond - uncond)
 
 
 def keep_top_k(logits_BSV: Tensor, top_k: int) -> Tensor:
@@ -54,4 +59,16 @@ def sample(logits_BSV: Tensor, settings: SamplingSettings, key_B2: Tensor, posit
     warped = warp(logits_BSV, settings)
     if settings.temperature == 0:
         return warped.argmax(-1)
-    return (warped + gumbel(key_B2, Stream.TOKEN, position_BS, warped.shape[-1])).argmax(-1)
+    return draw(warped, key_B2, Stream.TOKEN, position_BS)
+
+
+def draw(logits_BSV: Tensor, key_B2: Tensor, stream: Stream, position_BS: Tensor) -> Tensor:
+    """Ids `[B, S]` from softmax(logits)."""
+    return (logits_BSV + gumbel(key_B2, stream, position_BS, logits_BSV.shape[-1])).argmax(-1)
+
+
+def law(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
+    """The probabilities with which `sample` draws each code."""
+    if settings.temperature == 0:
+        return F.one_hot(logits_BSV.argmax(-1), logits_BSV.shape[-1]).type_as(logits_BSV)
+    return warp(logits_BSV, settings).softmax(-1)

@@ -23,7 +23,7 @@ Mask = Tensor | Literal["causal"] | None  # bool, broadcast to B1ST: True where 
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: computed in float32, cast, then scaled."""
+    """Root-mean-square norm: computed at least in float32, cast, then scaled."""
 
     EPS = 1e-5
 
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.EPS)
         return normed.type_as(x) * self.weight
 

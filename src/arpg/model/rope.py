@@ -44,8 +44,8 @@ def rotation(place_BS2: Tensor, head_dim: int) -> Rotation:
 
 
 def rotate(x_BSHK: Tensor, by: Rotation) -> Tensor:
-    """Turn each pair of adjacent channels. Computed in float32, returned in the type of `x`."""
-    x = x_BSHK.float()
+    """Turn each pair of adjacent channels. Computed at least in float32, returned in the type of `x`."""
+    x = x_BSHK.to(torch.promote_types(x_BSHK.dtype, torch.float32))
     even, odd = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     turned = torch.stack((-odd, even), dim=-1).flatten(-2)
     return (x * by.cos_BSK.unsqueeze(2) + turned * by.sin_BSK.unsqueeze(2)).type_as(x_BSHK)
