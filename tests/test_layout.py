@@ -10,7 +10,7 @@ LAYERS = [
     {"errors"},
     {"files", "config", "classes", "storage"},
     {"image"},
-    {"canvas", "kernels"},
+    {"canvas", "kernels", "animation"},
     {"tokenizer", "model"},
     {"checkpoint"},
     {"convert"},

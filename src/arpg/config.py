@@ -18,7 +18,7 @@ SCHEDULES = ("arccos", "cosine", "linear")
 GUIDANCE_SCHEDULES = ("linear", "constant", "none")
 ATTENTIONS = ("block", "causal")
 DECODES = ("steps", "exact", "speculative")
-WAYS = ("positions", "windows")
+WAYS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
 POSITIONS = ("rope", "cosine")
 
 T = TypeVar("T")

@@ -73,11 +73,14 @@ class Drawing:
         wanted: Wanted,
         *,
         stages: Sequence[Stage],
-        picture: Image.Image | None = None,
+        pictures: Sequence[Image.Image] = (),
     ) -> None:
-        """The first stage starts from the picture, where there is one, the others from what was drawn before."""
+        """The first stage starts from the pictures (one for all, or one for each candidate), the others from what was
+        drawn before.
+        """
         self.model, self.tokenizer, self.wanted, self.stages = model, tokenizer, wanted, tuple(stages)
-        self._pictures = [] if picture is None else [picture]  # what the current stage starts from
+        assert len(pictures) in (1, len(wanted)) or self.stages[0].see is None
+        self._pictures = list(pictures)  # what the current stage starts from
         self._parts = self._plan()
         self._index = 0  # of the request that comes next, or was handed out last
         self._request: Request | None = None
@@ -134,8 +137,8 @@ class Drawing:
         part = self._parts[self._index]
         stage, view = self.stages[part.stage], self._view(part)
         ids, known = self._ids_Chw[part.rows].clone(), self._known_Chw[part.rows].clone()
-        ids[:, *view] = step.ids_BN.cpu().unflatten(1, stage.window)
-        known[:, *view] = step.known_BN.cpu().unflatten(1, stage.window)
+        ids[:, *view] = step.ids_BN.cpu().reshape(-1, *stage.window)
+        known[:, *view] = step.known_BN.cpu().reshape(-1, *stage.window)
         return self._pixels(stage, ids, known)
 
     def take(self, step: Step) -> None:
@@ -145,7 +148,7 @@ class Drawing:
         view = self._view(part)
         if self.wanted.best_of > 1:
             self._bits_C[part.rows] += fill_bits(self.model, self._request, step.ids_BN)
-        self._ids_Chw[part.rows, *view] = step.ids_BN.cpu().unflatten(1, self.stages[part.stage].window)
+        self._ids_Chw[part.rows, *view] = step.ids_BN.cpu().reshape(-1, *self.stages[part.stage].window)
         self._known_Chw[part.rows, *view] = True
         self._request = None
         self._index += 1
@@ -187,7 +190,7 @@ class Drawing:
                     rows = range(candidates)[i : i + self.wanted.batch_size]
                     pixels_B3HW = torch.cat([to_images(shown[row][None], self.tokenizer.device) for row in rows])
                     ids_CN[rows.start : rows.stop, stand] = self.tokenizer.encode(pixels_B3HW).cpu()
-        self._ids_Chw = ids_CN.unflatten(1, stage.grid)
+        self._ids_Chw = ids_CN.reshape(-1, *stage.grid)
         self._known_Chw = torch.from_numpy(stage.known_hw).repeat(candidates, 1, 1)
 
     @torch.no_grad()

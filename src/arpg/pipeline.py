@@ -15,7 +15,7 @@ from arpg import stages
 from arpg.canvas import Box, Canvas, box_mask
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import ORDERS, SamplingDefaults, SamplingSettings, one_of
+from arpg.config import ORDERS, WAYS, SamplingDefaults, SamplingSettings, one_of
 from arpg.decode import Request, Step, decode, make_plan
 from arpg.decode.score import make_orders, token_bits
 from arpg.drawing import Drawing, Wanted
@@ -120,7 +120,7 @@ class Pipeline:
         masked = np.asarray(mask.convert("L")) >= 128
         canvas = Canvas.fit(picture, masked, grid=self.model.config.grid, stride=self.tokenizer.config.stride)
         stage = stages.fill(canvas, feather=feather)
-        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], picture=picture)
+        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
 
     def editing(self, image: Image.Image, box: Box, class_: str | int, **options: Any) -> Drawing:
         """Put a class into the box (left, top, right, bottom) of an image; options as in `inpainting`."""
@@ -145,7 +145,29 @@ class Pipeline:
         wanted, picture = self._wanted(class_, **options), to_rgb(image)
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
         stage = stages.extend(Canvas.extend(picture, (left, top, right, bottom), grid=grid, stride=stride), grid)
-        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], picture=picture)
+        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
+
+    def expansion(
+        self,
+        image: Image.Image | None = None,
+        class_: str | int | None = None,
+        *,
+        size: tuple[int, int],
+        way: str = WAYS[0],
+        **options: Any,
+    ) -> Drawing:
+        """A picture, or without one a picture of the class that is generated first, at a larger (width, height).
+
+        `way`: positions, windows or checkerboard, see `stages.expand`. Other options as in `generation`.
+        """
+        require(image is not None or class_ is not None, "there is neither a picture nor a class; give one of them")
+        wanted, picture = self._wanted(class_, **options), None if image is None else to_rgb(image)
+        grid, stride = self.model.config.grid, self.tokenizer.config.stride
+        own = (grid[1] * stride, grid[0] * stride) if picture is None else picture.size
+        stage = stages.expand(own, size, window=grid, stride=stride, way=way)
+        first = [stages.from_nothing(grid)] if picture is None else []
+        pictures = [] if picture is None else [picture]
+        return Drawing(self.model, self.tokenizer, wanted, stages=[*first, stage], pictures=pictures)
 
     def generate(
         self, classes: str | int | Sequence[str | int], *, on_step: OnStep = None, **options: Any
@@ -176,6 +198,18 @@ class Pipeline:
     ) -> list[Image.Image]:
         """Continue a picture beyond its sides, as in `outpainting`."""
         return self.finish(self.outpainting(image, class_, **options), on_step)
+
+    def expand(
+        self,
+        image: Image.Image | None = None,
+        class_: str | int | None = None,
+        *,
+        size: tuple[int, int],
+        on_step: OnStep = None,
+        **options: Any,
+    ) -> list[Image.Image]:
+        """A larger picture, as in `expansion`."""
+        return self.finish(self.expansion(image, class_, size=size, **options), on_step)
 
     def stream(
         self, classes: str | int | Sequence[str | int], *, num_images: int = 1, **options: Any

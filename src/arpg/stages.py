@@ -18,11 +18,11 @@ from arpg.canvas import Canvas, Mask
 from arpg.config import WAYS, one_of
 from arpg.errors import require
 from arpg.image import MAX_PIXELS, Pixels
+from arpg.model.rope import grid_places
 from arpg.windows import plan_windows
 
 Grid = tuple[int, int]
 MAX_TOKENS = 1 << 14  # of one picture: a square of 1024 pixels where a token is 8 pixels wide
-TRAINED_AT = 1.0  # how far a picture may be from the wanted shape, in pixels of the result
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,4 +80,64 @@ def extend(canvas: Canvas, window: Grid) -> Stage:
         tuple(plan_windows(known, window)),
         see=lambda _: canvas.pixels(),
         give=canvas.paste,
+    )
+
+
+def expand(picture: tuple[int, int], size: tuple[int, int], *, window: Grid, stride: int, way: str) -> Stage:
+    """A picture of (width, height) as a larger one of the same shape, with detail that is new.
+
+    `positions`: the picture's own tokens stand at their places in the larger grid, which is squeezed into the trained
+    one (so places lie between the trained ones), and all others are filled together. `checkerboard`: the same, but
+    what is known is every other token of the enlarged picture. `windows`: likewise, but the rest is filled window by
+    window, at trained places.
+    """
+    one_of("way", way, WAYS)
+    _check_size(picture, size)
+    high, wide = math.ceil(size[1] / stride), math.ceil(size[0] / stride)
+    if way == "windows":  # one must fit
+        larger = max(1.0, window[0] / high, window[1] / wide)
+        high, wide = math.ceil(high * larger), math.ceil(wide * larger)
+    check_tokens((high, wide))
+    seen = (math.ceil(picture[1] / stride), math.ceil(picture[0] / stride)) if way == "positions" else (high, wide)
+    known = np.add.outer(np.arange(high), np.arange(wide)) % 2 == 0
+    stand = None
+    if way == "positions":
+        known = np.zeros((high, wide), dtype=bool)
+        rows, columns = (
+            (2 * np.arange(few) + 1) * many // (2 * few) for few, many in zip(seen, known.shape, strict=True)
+        )
+        known[np.ix_(rows, columns)] = True
+        stand = torch.from_numpy(np.flatnonzero(known))
+    scale = min(1.0, window[0] / high, window[1] / wide)
+    at_once = way != "windows"
+    return Stage(
+        (high, wide),
+        known,
+        (high, wide) if at_once else window,
+        ((0, 0),) if at_once else tuple(plan_windows(known, window)),
+        see=lambda image: np.asarray(_resized(image, (seen[1] * stride, seen[0] * stride))),
+        give=lambda made: _resized(made, size),
+        stand_M=stand,
+        place_N2=grid_places(high, wide) * scale if at_once else None,
+    )
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _check_size(picture: tuple[int, int], size: tuple[int, int]) -> None:
+    (width, height), text = size, f"{size[0]}x{size[1]}"
+    require(width >= 1 and height >= 1, f"size is {text}; expected 1 or more pixels per side")
+    require(width * height <= MAX_PIXELS, f"size is {text}; at most {MAX_PIXELS // 10**6} million pixels are drawn")
+    require(
+        width >= picture[0] and height >= picture[1] and size != picture,
+        f"size is {text}, the picture is {picture[0]}x{picture[1]} pixels; expected a larger size",
+    )
+    best = max(width, round(height * picture[0] / picture[1]))
+    fitting = (best, round(best * picture[1] / picture[0]))
+    require(
+        abs(width * picture[1] - height * picture[0]) < max(picture),
+        f"size is {text}, but the picture is {picture[0]}x{picture[1]} pixels and keeps its shape; expected "
+        f"{fitting[0]}x{fitting[1]}, or outpaint it to the shape first",
     )

@@ -14,7 +14,7 @@ from arpg.model import ARPG, class_condition
 
 def fill(
     model: ARPG,
-    labels: int | None | Sequence[int],
+    labels: int | Sequence[int] | None,
     seeds: Sequence[int],
     *,
     ids_N: Tensor,

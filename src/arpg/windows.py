@@ -37,7 +37,5 @@ def _sums(known_hw: Mask, window: tuple[int, int]) -> NDArray[np.int64]:
     """How many tokens of each window are known."""
     total = np.pad(known_hw.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     high, wide = window
-    sums: NDArray[np.int64] = (
-        total[high:, wide:] - total[:-high, wide:] - total[high:, :-wide] + total[:-high, :-wide]
-    )
+    sums: NDArray[np.int64] = total[high:, wide:] - total[:-high, wide:] - total[high:, :-wide] + total[:-high, :-wide]
     return sums

@@ -75,17 +75,21 @@ def _options(
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the sampling options; its last parameter, `sampling`, receives what they say."""
-    own = list(inspect.signature(command).parameters.values())[:-1]
-    shared = list(inspect.signature(_options).parameters.values())
+    return add_options(command, _options, "sampling")
+
+
+def add_options(command: Callable[..., None], options: Callable[..., Any], name: str) -> Callable[..., None]:
+    """Give a command the parameters of `options` instead of its parameter `name`, which receives what that returns."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != name]
+    shared = list(inspect.signature(options).parameters.values())
 
     def run(**values: Any) -> None:
-        sampling = _options(**{p.name: values.pop(p.name) for p in shared})
-        command(**values, sampling=sampling)
+        command(**{name: options(**{p.name: values.pop(p.name) for p in shared})}, **values)
 
-    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(_options, include_extras=True)}
+    hints = {**get_type_hints(command, include_extras=True), **get_type_hints(options, include_extras=True)}
     required = [p for p in own if p.default is p.empty]
     optional = [p for p in own if p.default is not p.empty]
-    parameters = [p.replace(annotation=hints[p.name]) for p in (*required, *optional, *shared)]
+    parameters = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in (*required, *optional, *shared)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: hints[p.name] for p in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__

@@ -1,0 +1,390 @@
+"""What `garden` can do without training for it: inpainting, class edits, classification, expansion, measured.
+
+    python benchmarks/zero_shot.py --model garden --data data --lpips weights/lpips_vgg16.safetensors \
+        --classifier runs/classifier --inception weights/inception-half.safetensors --out runs/zero-shot
+
+Each part is written to zero-shot.json when it is finished; run it again to do what is missing, or choose with --parts.
+The classifier is trained on the real training split if its folder does not exist yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from arpg import Pipeline, tasks
+from arpg.canvas import Canvas, box_mask
+from arpg.config import WAYS, SamplingSettings
+from arpg.data.images import ImageSet, concatenate, open_images
+from arpg.data.pixels import eval_pixels
+from arpg.decode.score import make_orders, token_bits
+from arpg.drawing import Drawing, Wanted
+from arpg.evaluation.classifier import Classifier, accuracy, predict, train_classifier
+from arpg.evaluation.inception import Inception
+from arpg.evaluation.kernel import kernel_distance
+from arpg.files import write_whole
+from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
+from arpg.model import class_condition
+from arpg.stages import expand
+from arpg.tokenizer.losses import LPIPS
+
+log = logging.getLogger("zero-shot")
+DOMAINS = ("fruits", "flowers")
+SIZE = 96
+HOLE = (24, 24, 72, 72)  # half the side
+MOST = (9, 9, 86, 86)  # 80 % of the side
+SHOWN = 8  # examples on a sheet
+GUIDANCES = (1.0, 2.0, 3.0, 5.0, 8.0)  # of the edits
+
+
+@dataclass(frozen=True)
+class Bench:
+    pipe: Pipeline
+    lpips: LPIPS
+    classifier: Classifier
+    inception: Inception
+    test: ImageSet
+    pixels: Pixels  # the centre crops of the test images
+    labels: Any
+    batch: int
+    out: Path
+
+    def known(self, box: tuple[int, int, int, int]) -> Tensor:
+        """Which tokens of an image are known when a box is to be filled."""
+        image, mask = Image.fromarray(self.pixels[0]), box_mask((SIZE, SIZE), box)
+        stride = self.pipe.tokenizer.config.stride
+        return torch.from_numpy(Canvas.fit(image, mask, grid=self.pipe.model.config.grid, stride=stride).known())
+
+    @torch.no_grad()
+    def fill(self, pixels: Pixels, labels: Any, box: tuple[int, int, int, int], settings: SamplingSettings) -> Pixels:
+        """Every image with its box drawn anew, pixels outside as they were; image i has seed i."""
+        tokenizer, parts = self.pipe.tokenizer, []
+        known_N = self.known(box)
+        for start in range(0, len(pixels), self.batch):
+            some = pixels[start : start + self.batch]
+            ids_BN = tokenizer.encode(to_images(some, tokenizer.device))
+            seeds = range(start, start + len(some))
+            chosen = None if labels is None else labels[start : start + len(some)].tolist()
+            request = tasks.fill(self.pipe.model, chosen, seeds, ids_N=ids_BN, known_N=known_N)
+            for step in self.pipe.run(request, settings):
+                drawn_BN = step.ids_BN
+            assert torch.equal(drawn_BN.cpu()[:, known_N], ids_BN.cpu()[:, known_N])
+            parts.append(_within(some, to_uint8(tokenizer.decode(drawn_BN, request.grid)).cpu().numpy(), box))
+        made = np.concatenate(parts)
+        outside = ~box_mask((SIZE, SIZE), box)
+        assert np.array_equal(made[:, outside], pixels[:, outside])
+        return made
+
+    @torch.no_grad()
+    def distance(self, a: Pixels, b: Pixels) -> float:
+        """Mean LPIPS."""
+        found = []
+        for start in range(0, len(a), self.batch):
+            pair = (to_images(x[start : start + self.batch], self.lpips.device) for x in (a, b))
+            found.append(self.lpips(*pair))
+        return torch.cat(found).mean().item()
+
+    def features(self, pixels: Pixels) -> Tensor:
+        return torch.cat(
+            [self.inception.features(pixels[i : i + self.batch]).pool for i in range(0, len(pixels), self.batch)]
+        )
+
+
+def inpaint(bench: Bench) -> dict[str, Any]:
+    """The middle of every test image, drawn anew from the rest."""
+    pixels, settings = bench.pixels, bench.pipe.sampling.settings()
+    causal = dataclasses.replace(settings, attention="causal")
+    left, top, right, bottom = HOLE
+    outside = ~box_mask((SIZE, SIZE), HOLE)
+    mean = np.broadcast_to(pixels[:, outside].mean(1).round().astype(np.uint8)[:, None, None], pixels.shape)
+    fills: dict[str, Callable[[], Pixels]] = {
+        "the tokenizer alone": lambda: _within(pixels, _reconstruct(bench, pixels), HOLE),
+        "mean colour of the rest": lambda: _within(pixels, mean, HOLE),
+        "no class, block-wise": lambda: bench.fill(pixels, None, HOLE, settings),
+        "its class, block-wise": lambda: bench.fill(pixels, bench.labels, HOLE, settings),
+        "its class, causal": lambda: bench.fill(pixels, bench.labels, HOLE, causal),
+        "its class, no guidance": lambda: bench.fill(
+            pixels, bench.labels, HOLE, dataclasses.replace(settings, guidance=1.0)
+        ),
+    }
+    shown = _spread(len(pixels), SHOWN)
+    holes = _within(pixels, np.full_like(pixels, 128), HOLE)
+    rows, result = [pixels[shown], holes[shown]], {}
+    real = bench.features(pixels)
+    for name, make in fills.items():
+        began = time.perf_counter()
+        made = make()
+        kid = kernel_distance(bench.features(made), real)
+        result[name] = {
+            "LPIPS": bench.distance(made, pixels),
+            "LPIPS of the box": bench.distance(
+                made[:, top:bottom, left:right].copy(), pixels[:, top:bottom, left:right].copy()
+            ),
+            "KID x 1000": 1000 * kid.mean,
+            "KID std x 1000": 1000 * kid.std,
+            "recognised": accuracy(bench.classifier, made, bench.labels)["top1"],
+            "seconds": time.perf_counter() - began,
+        }
+        log.info("inpaint, %s: %s", name, _short(result[name]))
+        rows.append(made[shown])
+    _sheet(bench, "inpaint", rows)
+    return {"images": len(pixels), "box": HOLE, "settings": dataclasses.asdict(settings), "fills": result}
+
+
+def edit(bench: Bench, num: int) -> dict[str, Any]:
+    """Another class in a box of 80 % of the side: does a classifier see the new class?"""
+    chosen = _spread(len(bench.pixels), num)
+    pixels, old = bench.pixels[chosen], bench.labels[chosen]
+    num_classes = len(bench.pipe.classes)
+    new = (old + np.random.default_rng(0).integers(1, num_classes, len(old))) % num_classes
+    flowers = new >= num_classes - 5
+    base = bench.pipe.sampling.settings()
+    result: dict[str, Any] = {}
+    rows = [pixels[: len(pixels)][_spread(len(pixels), SHOWN)]]
+    for guidance in GUIDANCES:
+        made = bench.fill(pixels, new, MOST, dataclasses.replace(base, guidance=guidance))
+        variants = {f"guidance {guidance:g}": made}
+        if guidance == base.guidance:
+            soft = [_feathered(a, b, feather=3) for a, b in zip(pixels, made, strict=True)]
+            variants[f"guidance {guidance:g}, feather 3"] = np.stack(soft)
+            rows.append(made[_spread(len(pixels), SHOWN)])
+        for name, edited in variants.items():
+            seen = predict(bench.classifier, edited)
+            result[name] = {
+                "seen as the new class": float((seen == new).mean()),
+                "the new class is a flower": float((seen == new)[flowers].mean()) if flowers.any() else None,
+                "still seen as the old class": float((seen == old).mean()),
+            }
+            log.info("edit, %s: %s", name, _short(result[name]))
+    _sheet(bench, "edit", rows)
+    return {"edits": len(pixels), "box": MOST, "settings": dataclasses.asdict(base), "variants": result}
+
+
+@torch.no_grad()
+def classify(bench: Bench, num: int | None, seconds: float) -> dict[str, Any]:
+    """The class under which an image's tokens are most likely, in one random order; as many images as time allows."""
+    model, tokenizer, num_classes = bench.pipe.model, bench.pipe.tokenizer, len(bench.pipe.classes)
+    order = np.random.default_rng(0).permutation(len(bench.pixels))[:num]
+    order_N = make_orders("random", model.config.grid, range(1))
+    condition = class_condition(model, torch.arange(num_classes))
+    right: list[bool] = []
+    began = time.perf_counter()
+    for image in order.tolist():
+        ids_N = tokenizer.encode(to_images(bench.pixels[image][None], tokenizer.device))
+        bits = token_bits(model, ids_N.expand(num_classes, -1), condition, order_N.expand(num_classes, -1))
+        right.append(int(bits.mean(1).argmin()) == int(bench.labels[image]))
+        if time.perf_counter() - began > seconds:
+            break
+    done = order[: len(right)]
+    flowers = bench.labels[done] >= num_classes - 5
+    hits = np.asarray(right)
+    result = {
+        "images": len(right),
+        "of": len(bench.pixels),
+        "accuracy": float(hits.mean()),
+        "of fruits": float(hits[~flowers].mean()) if (~flowers).any() else None,
+        "of flowers": float(hits[flowers].mean()) if flowers.any() else None,
+        "classifier on the same images": accuracy(bench.classifier, bench.pixels[done], bench.labels[done])["top1"],
+        "seconds": time.perf_counter() - began,
+    }
+    log.info("classify: %s", _short(result))
+    return result
+
+
+def enlarge(bench: Bench, num: int) -> dict[str, Any]:
+    """96 to 192 pixels, both ways. The originals have 100 or 112 pixels: real images of that size are enlarged ones."""
+    size = 2 * SIZE
+    chosen = _spread(len(bench.pixels), num)
+    small = [Image.fromarray(bench.pixels[i]) for i in chosen]
+    labels = tuple(bench.labels[chosen].tolist())
+    real = np.stack([np.asarray(adm_crop(bench.test.read(int(i)), size)) for i in chosen])
+    given = np.stack([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in small])
+    pipe, real_features = bench.pipe, bench.features(real)
+
+    def drawn(way: str, guidance: float) -> Pixels:
+        stage = expand(
+            (SIZE, SIZE), (size, size), window=pipe.model.config.grid, stride=pipe.tokenizer.config.stride, way=way
+        )
+        settings = pipe.sampling.settings(guidance=guidance)
+        wanted = Wanted(labels, settings, batch_size=bench.batch)
+        drawing = Drawing(pipe.model, pipe.tokenizer, wanted, stages=[stage], pictures=small)
+        return np.stack([np.asarray(image) for image in pipe.finish(drawing)])
+
+    ways: dict[str, Callable[[], Pixels]] = {
+        "bicubic": lambda: given,
+        "bicubic through the tokenizer": lambda: _reconstruct(bench, given),
+    }
+    for way in WAYS:
+        for guidance in (1.0, 3.0):
+            ways[f"{way}, guidance {guidance:g}"] = lambda way=way, guidance=guidance: drawn(way, guidance)  # type: ignore[misc]
+    shown = _spread(len(small), SHOWN)
+    rows, result = [], {}
+    for name, make in ways.items():
+        began = time.perf_counter()
+        made = make()
+        kid = kernel_distance(bench.features(made), real_features)
+        result[name] = {
+            "KID x 1000": 1000 * kid.mean,
+            "KID std x 1000": 1000 * kid.std,
+            "LPIPS to the enlarged input": bench.distance(made, given),
+            "recognised": accuracy(bench.classifier, _halved(made), np.asarray(labels))["top1"],
+            "detail": _detail(made),
+            "seconds": time.perf_counter() - began,
+        }
+        log.info("expand, %s: %s", name, _short(result[name]))
+        rows.append(made[shown])
+    _sheet(bench, "expand", rows)
+    return {"images": len(small), "size": [size, size], "detail of real images": _detail(real), "ways": result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="garden")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
+    parser.add_argument("--classifier", type=Path, required=True)
+    parser.add_argument("--classifier-steps", type=int, default=2500)
+    parser.add_argument("--inception", type=Path, help="None: the weights of the extra eval.")
+    parser.add_argument("--parts", default="inpaint,edit,classify,expand")
+    parser.add_argument("--edits", type=int, default=300)
+    parser.add_argument("--classify-images", type=int, help="None: as many as --classify-seconds allow, or all.")
+    parser.add_argument("--classify-seconds", type=float, default=40.0)
+    parser.add_argument("--expand-images", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--limit", type=int, help="Only so many test images, evenly spread (a trial run).")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    names = options.parts.split(",")
+    path = options.out / "zero-shot.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    bench = _open(options, Pipeline.from_pretrained(options.model))
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "inpaint": lambda: inpaint(bench),
+        "edit": lambda: edit(bench, options.edits),
+        "classify": lambda: classify(bench, options.classify_images, options.classify_seconds),
+        "expand": lambda: enlarge(bench, options.expand_images),
+    }
+    device = bench.pipe.model.device
+    result["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    result["classifier on real test images"] = accuracy(bench.classifier, bench.pixels, bench.labels)["top1"]
+    for name, part in parts.items():
+        if name in names and name not in result:
+            began = time.perf_counter()
+            result[name] = part()
+            result[name]["seconds"] = time.perf_counter() - began
+            text = json.dumps(_short(result), indent=1) + "\n"
+            write_whole(path, lambda temporary, text=text: temporary.write_text(text))  # type: ignore[misc]
+            log.info("%s took %.1f s", name, result[name]["seconds"])
+
+
+def _open(options: argparse.Namespace, pipe: Pipeline) -> Bench:
+    device = pipe.model.device
+    splits = {
+        s: concatenate([open_images(f"{options.data}/{d}.zip/{d}/{s}") for d in DOMAINS]) for s in ("train", "test")
+    }
+    test = splits["test"]
+    if options.limit is not None:
+        keep = _spread(len(test), options.limit).tolist()
+        whole = test
+        test = dataclasses.replace(
+            whole,
+            names=tuple(whole.names[i] for i in keep),
+            labels=tuple(whole.labels[i] for i in keep),
+            load=lambda i: whole.read(keep[i]),
+        )
+    # The folders are named like the classes; their order need not be the model's.
+    ids = {split: np.array([pipe.classes.find(name) for name in images.classes]) for split, images in splits.items()}
+    if options.classifier.is_dir():
+        classifier = Classifier.load(options.classifier, device=device)
+    else:
+        labels = ids["train"][np.asarray(splits["train"].labels)]
+        weights = 1.0 / np.sqrt(np.bincount(labels, minlength=len(pipe.classes))[labels])
+        train, steps = eval_pixels(splits["train"], SIZE), options.classifier_steps
+        classifier = train_classifier(
+            train, labels, num_classes=len(pipe.classes), steps=steps, device=device, weights=weights
+        )
+        classifier.save(options.classifier)
+    return Bench(
+        pipe=pipe,
+        lpips=LPIPS.load(options.lpips).to(device),
+        classifier=classifier,
+        inception=Inception.load(options.inception, device=device),
+        test=test,
+        pixels=eval_pixels(test, SIZE),
+        labels=ids["test"][np.asarray(test.labels)],
+        batch=options.batch,
+        out=options.out,
+    )
+
+
+@torch.no_grad()
+def _reconstruct(bench: Bench, pixels: Pixels) -> Pixels:
+    tokenizer = bench.pipe.tokenizer
+    parts = []
+    for start in range(0, len(pixels), bench.batch):
+        ids_BN = tokenizer.encode(to_images(pixels[start : start + bench.batch], tokenizer.device))
+        parts.append(to_uint8(tokenizer.decode(ids_BN, tokenizer.grid(*pixels.shape[1:3]))).cpu().numpy())
+    return np.concatenate(parts)
+
+
+def _within(pixels: Pixels, made: Pixels, box: tuple[int, int, int, int]) -> Pixels:
+    left, top, right, bottom = box
+    result = pixels.copy()
+    result[:, top:bottom, left:right] = made[:, top:bottom, left:right]
+    return result
+
+
+def _feathered(before: Pixels, after: Pixels, *, feather: int) -> Pixels:
+    canvas = Canvas.fit(Image.fromarray(before), box_mask((SIZE, SIZE), MOST), grid=(12, 12), stride=8)
+    soft = np.asarray(canvas.paste(Image.fromarray(after), feather=feather))
+    outside = ~box_mask((SIZE, SIZE), MOST)
+    assert np.array_equal(soft[outside], before[outside])
+    return soft
+
+
+def _halved(pixels: Pixels) -> Pixels:
+    return np.stack([np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BOX)) for p in pixels])
+
+
+def _detail(pixels: Pixels) -> float:
+    """What halving and enlarging loses, root mean square, of 255: how much there is that a small image cannot show."""
+    n, high, wide, _ = pixels.shape
+    exact = pixels.astype(np.float32)
+    blocks = exact.reshape(n, high // 2, 2, wide // 2, 2, 3).mean((2, 4), keepdims=True)
+    lost = exact.reshape(n, high // 2, 2, wide // 2, 2, 3) - blocks
+    return float(np.sqrt(np.square(lost).mean()))
+
+
+def _spread(count: int, num: int) -> Any:
+    """So many places of a set, at even distances."""
+    return np.linspace(0, count - 1, min(num, count)).round().astype(np.int64)
+
+
+def _sheet(bench: Bench, name: str, rows: list[Pixels]) -> None:
+    images = [Image.fromarray(pixels) for row in rows for pixels in row]
+    picture = sheet(images, columns=len(rows[0]))
+    write_whole(bench.out / f"{name}.webp", lambda path: picture.save(path, format="webp", quality=85))
+
+
+def _short(value: Any) -> Any:
+    """Five digits: what is measured here has no more."""
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
