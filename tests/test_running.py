@@ -135,3 +135,25 @@ def test_joining_pays_when_rows_are_at_like_steps(model):
     assert joining_pays(at(0), at(0), call=0.5)
     assert joining_pays(at(0), at(7), call=1000)
     assert not joining_pays(at(0), at(7), call=0.5)
+
+
+@pytest.mark.parametrize("decode_", ["exact", "speculative"])
+def test_rows_leave_batches_that_guess(model, decode_):
+    settings = SamplingSettings(steps=16, guidance=2.0, decode=decode_, attention="causal", draft=3)
+    request = Request.gather([(r, 0) for r in requests(model)])
+    running = Running(model, request, plan_of(request, settings), settings)
+    names, found = [0, 1, 2, 3], {}
+    for turn in range(100):
+        running.step()
+        done = [i for i, row in enumerate(running.rows) if row.finished]
+        found |= {names[i]: running.tokens([i])[0] for i in done}
+        gone = {*done, *([0] if turn == 0 else [])}  # the first is cancelled after a step
+        stay = [i for i in range(len(names)) if i not in gone]
+        names = [names[i] for i in stay]
+        if not stay:
+            break
+        if gone:
+            running.keep(stay)
+    assert set(found) == {1, 2, 3}
+    for name, ids in found.items():
+        assert torch.equal(ids, alone(model, requests(model)[name], settings)), name

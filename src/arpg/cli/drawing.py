@@ -105,4 +105,8 @@ def _progress(num_requests: int) -> Iterator[Callable[[Any], None]]:
     """A progress bar over the steps of all requests."""
     with progress_bar() as progress:
         task = progress.add_task("drawing", total=None)
-        yield lambda step: progress.update(task, advance=1, total=num_requests * step.num_steps)
+
+        def on_step(step: Any) -> None:
+            progress.update(task, advance=1, total=step.num_steps and num_requests * step.num_steps)
+
+        yield on_step

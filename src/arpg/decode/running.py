@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from arpg.config import SamplingSettings
-from arpg.decode.engine import advance, check
+from arpg.decode.engine import advance, check, choose_way
+from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan, SamplePlan
 from arpg.decode.request import Request
+from arpg.decode.speculative import Speculative
 from arpg.decode.state import Ask, State, Write, gather, known_positions, pad, start
 from arpg.decode.way import Turn
 from arpg.model import ARPG
@@ -28,10 +30,7 @@ class Row:
     plan: SamplePlan
     length: int  # image tokens in the cache
     done: int = 0  # steps
-
-    @property
-    def finished(self) -> bool:
-        return self.done == len(self.plan.sizes)
+    finished: bool = False
 
     def part(self, step: int) -> tuple[int, ...]:
         """The positions of one step; none before the first and after the last."""
@@ -89,43 +88,57 @@ class Rows:
     def keep(self, state: State, logits_BSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, None]:
         for row in self.rows:
             row.done += not row.finished
+            row.finished = row.done == len(row.plan.sizes)
         return drawn_BS, None
 
 
 class Running:
-    """Samples that are drawn together; all have the same grid, attention and ways to draw a token."""
+    """Samples that are drawn together; all have the same grid, attention and way to draw a token."""
 
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:
         check(model, request, plan)
         self.model, self.settings = model, settings
-        rows = [Row(p, len(known)) for p, known in zip(plan.samples, known_positions(request), strict=True)]
-        self.way = Rows(rows, request.num_tokens)
-        self.causal = settings.attention == "causal"
-        self.state = start(
-            model,
-            request,
-            guided=plan.guided,
-            causal=self.causal,
-            tokens=self.way.tokens,
-            ragged=len({row.length for row in rows}) > 1,
-        )
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        return self.way.rows
+        self.rows = [Row(p, len(known)) for p, known in zip(plan.samples, known_positions(request), strict=True)]
+        self.way: Rows | Exact | Speculative
+        if settings.decode == "steps":
+            self.way, ragged = Rows(self.rows, request.num_tokens), len({row.length for row in self.rows}) > 1
+        else:
+            way = choose_way(request, plan, settings, model.device)
+            assert isinstance(way, Exact | Speculative)
+            self.way, ragged = way, True
+        causal, tokens = settings.attention == "causal", self.way.tokens
+        self.state = start(model, request, guided=plan.guided, causal=causal, tokens=tokens, ragged=ragged)
 
     def step(self) -> None:
         """Every sample that is not finished takes its next step."""
         advance(self.model, self.state, self.way, self.settings)
+        if not isinstance(self.way, Rows):
+            decided = zip(self.way.queue.done_B.tolist(), self.way.queue.total_B.tolist(), strict=True)
+            for row, (done, total) in zip(self.rows, decided, strict=True):
+                row.done, row.finished = row.done + 1, done == total
+
+    @property
+    def can_join(self) -> bool:
+        """Exact and speculative batches start together: their rows guess and check at the same time."""
+        return isinstance(self.way, Rows)
 
     def join(self, other: Running) -> None:
         """The samples of the other batch come after ours; it must not be used any more."""
+        assert isinstance(self.way, Rows)
+        assert isinstance(other.way, Rows)
         mine, theirs = range(len(self.rows)), range(len(other.rows))
-        self._gather([(self, mine), (other, theirs)])
+        self.rows = [*self.rows, *other.rows]
+        self.way = Rows(self.rows, self.way.num_tokens)
+        self.state = gather([(self.state, mine), (other.state, theirs)], tokens=self.way.tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
         """All others leave."""
-        self._gather([(self, rows)])
+        self.rows = [self.rows[i] for i in rows]
+        if isinstance(self.way, Rows):
+            self.way = Rows(self.rows, self.way.num_tokens)
+        else:
+            self.way.keep_rows(torch.tensor(list(rows), device=self.model.device))
+        self.state = gather([(self.state, rows)], tokens=self.way.tokens)
 
     def tokens(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Ids and known `[rows, N]` of some samples, on the CPU."""
@@ -133,16 +146,14 @@ class Running:
         index = torch.tensor(list(rows), device=ids_BN.device)
         return ids_BN[index].cpu(), known_BN[index].cpu()
 
-    def _gather(self, parts: Sequence[tuple[Running, Sequence[int]]]) -> None:
-        self.way = Rows([part.rows[i] for part, rows in parts for i in rows], self.way.num_tokens)
-        self.state = gather([(part.state, rows) for part, rows in parts], tokens=self.way.tokens)
-
 
 def joining_pays(first: Running, second: Running, *, call: float) -> bool:
     """Whether two batches are drawn faster as one: it saves calls of the network, but short rows are padded.
 
     `call`: what a call costs, in tokens that could be computed in its time.
     """
+    if not (first.can_join and second.can_join):
+        return False
     alone = _padded(first.rows) + _padded(second.rows)
     together = _padded([*first.rows, *second.rows])
     saved = min(max(len(row.left()) for row in running.rows) for running in (first, second))

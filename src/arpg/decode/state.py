@@ -160,7 +160,11 @@ def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> Stat
         return [x[copy * batch + rows] for (x, batch), rows in zip(found, index, strict=True)]
 
     copies = range(first.copies)
-    caches = [(state.cache, c * len(state.ids_BN) + rows) for c in copies for (state, _), rows in zip(parts, index, strict=True)]
+    caches = [
+        (state.cache, c * len(state.ids_BN) + rows)
+        for c in copies
+        for (state, _), rows in zip(parts, index, strict=True)
+    ]
     return State(
         ids_BN=torch.cat(rows_of("ids_BN")),
         known_BN=torch.cat(rows_of("known_BN")),

@@ -46,9 +46,7 @@ class Cache:
         like = parts[0][0].key_LBTHK
         num_layers, _, _, num_heads, head_dim = like.shape
         rows = sum(len(index) for _, index in parts)
-        cache = cls(
-            num_layers, rows, slots, num_heads, head_dim, ragged=True, device=like.device, dtype=like.dtype
-        )
+        cache = cls(num_layers, rows, slots, num_heads, head_dim, ragged=True, device=like.device, dtype=like.dtype)
         assert cache.length_B is not None
         first = 0
         for part, index in parts:

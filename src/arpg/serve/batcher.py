@@ -55,7 +55,8 @@ class Ticket:
         s, request, condition = self.settings, self.request, self.request.condition
         place = None if request.place_N2 is None else request.place_N2.numpy().tobytes()
         prefix = (condition.prefix_BPD.shape[1], condition.query_BND is None)
-        return (request.grid, place, prefix, self.plan.guided, s.attention, s.temperature, s.top_k, s.top_p)
+        drawn = (s.attention, s.temperature, s.top_k, s.top_p, s.decode, s.draft)
+        return (request.grid, place, prefix, self.plan.guided, drawn)
 
 
 Place = tuple[Ticket, int]  # a row of a ticket

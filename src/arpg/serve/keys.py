@@ -40,9 +40,7 @@ class Keys:
             return
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Problem(
-                401, "an API key is needed; send it as 'Authorization: Bearer KEY'", code="missing_api_key"
-            )
+            raise Problem(401, "an API key is needed; send it as 'Authorization: Bearer KEY'", code="missing_api_key")
         if key.strip() not in self:
             raise Problem(401, "the API key is not known here; check it for typing errors", code="invalid_api_key")
 
@@ -55,7 +53,9 @@ def read_keys(file: Path | None, variable: str | None) -> Keys:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
-            raise InputError(f"keys file {file} cannot be read; expected UTF-8 text with one key on each line") from None
+            raise InputError(
+                f"keys file {file} cannot be read; expected UTF-8 text with one key on each line"
+            ) from None
         keys += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         require(len(keys) > 0, f"keys file {file} has no key in it; expected one on each line")
     keys += [key.strip() for key in (variable or "").split(",") if key.strip()]

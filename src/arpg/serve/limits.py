@@ -38,7 +38,9 @@ class Limits:
         if num > self.images:
             raise Problem(400, f"num is {num}; at most {self.images} images are drawn at once", param="num")
         if best_of > self.best_of:
-            raise Problem(400, f"best_of is {best_of}; at most {self.best_of} are drawn for each image", param="best_of")
+            raise Problem(
+                400, f"best_of is {best_of}; at most {self.best_of} are drawn for each image", param="best_of"
+            )
         if num * best_of > self.candidates:
             raise Problem(
                 400,

@@ -22,7 +22,7 @@ class JsonLines(logging.Formatter):
         entry |= {name: value for name, value in vars(record).items() if name not in _OWN}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str, ensure_ascii=False)
+        return json.dumps(entry, default=str)
 
 
 def log_json(stream: TextIO | None = None, level: int = logging.INFO) -> None:

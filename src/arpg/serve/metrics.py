@@ -17,13 +17,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "arpg_requests", "Requests that were answered", ("route", "status"), registry=registry
-        )
+        self.requests = Counter("arpg_requests", "Requests that were answered", ("route", "status"), registry=registry)
         self.latency = Histogram(
             "arpg_request_seconds", "From the first byte to the last", ("route",), buckets=_SECONDS, registry=registry
         )
-        self.images = Counter("arpg_images", "Images that were finished (their rate is images per second)", registry=registry)
+        self.images = Counter(
+            "arpg_images", "Images that were finished (their rate is images per second)", registry=registry
+        )
         self.batch = Histogram(
             "arpg_batch_rows", "Images that were drawn together in a step", buckets=_ROWS, registry=registry
         )

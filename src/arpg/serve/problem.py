@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,10 @@ class Problem(Exception):
         if self.nearest:
             error["nearest"] = self.nearest
         return {"error": error}
+
+    def encoded(self) -> bytes:
+        """The body as JSON; escaped, so that whatever a client sent can be said back to it."""
+        return json.dumps(self.body()).encode()
 
     def headers(self) -> dict[str, str]:
         found = {}

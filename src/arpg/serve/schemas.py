@@ -6,13 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from arpg.config import ATTENTIONS, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
+from arpg.config import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
 from arpg.serve.limits import Limits
 
 MOST = Limits()  # what the schema promises; a server may be told to take less
 TINY_PNG = (  # a grey square, so that examples are requests that work
-    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAGElEQVR42mNoaGggCTGMahjVMKph5GogEQEAtzd/AXmX"
-    "JJ8AAAAASUVORK5CYII="
+    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAGElEQVR42mNoaGggCTGMahjVMKph5GogEQEAtzd/AXmXJJ8AAAAASUVORK5CYII="
 )
 
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -37,10 +36,14 @@ class Sampling(Strict):
     guidance: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="1 turns guidance off.")
     guidance_schedule: Literal[GUIDANCE_SCHEDULES] | None = Field(None, description="How guidance grows.")  # type: ignore[valid-type]
     order: Literal[ORDERS] | None = Field(None, description="In which order the tokens are filled.")  # type: ignore[valid-type]
-    schedule: Literal[SCHEDULES] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)] | None = Field(  # type: ignore[valid-type]
+    schedule: (
+        Literal[SCHEDULES] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)] | None
+    ) = Field(  # type: ignore[valid-type]
         None, description="A name, or the number of tokens of each step."
     )
     attention: Literal[ATTENTIONS] | None = Field(None, description="Do the tokens of a step see each other?")  # type: ignore[valid-type]
+    decode: Literal[DECODES] | None = Field(None, description="exact and speculative need causal attention.")  # type: ignore[valid-type]
+    draft: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Tokens that these guess ahead.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy.")
     top_k: Annotated[int, Field(ge=1, le=2**31)] | None = Field(None, description="Only the k most likely codes.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Only codes that reach this share.")

@@ -31,7 +31,7 @@ from arpg.tokenizer import VQTokenizer
 log = logging.getLogger(__name__)
 Build = Callable[[], tuple[Drawing, dict[str, Any]]]  # checks what was asked; also gives what to tell about it
 
-LAG = 0.25  # seconds that previews may be behind; where a preview takes longer, some are left out
+LAG = 2.0  # seconds that previews may be behind; beyond that some steps are left out
 
 
 class Studio:
