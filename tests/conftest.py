@@ -77,6 +77,24 @@ def folder(pipeline, tmp_path):
     return tmp_path / "model"
 
 
+@pytest.fixture
+def served(pipeline):
+    """A function that opens a house around the small pipeline; all of them are closed at the end."""
+    from arpg.serve.house import House, ServeSettings
+
+    opened = []
+
+    def serve(*, keys=None, pipeline=pipeline, **settings):
+        house = House(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
+        house.open()
+        opened.append(house)
+        return house
+
+    yield serve
+    for house in opened:
+        house.close()
+
+
 def noise(width, height, seed=0):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 

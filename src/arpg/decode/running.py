@@ -48,21 +48,16 @@ class Row:
 class Rows:
     """The way of rows that are not at the same step: each writes what it drew last and asks for what comes next."""
 
+    ragged = True
+    num_steps: int | None = None
+
     def __init__(self, rows: list[Row], num_tokens: int) -> None:
         self.rows, self.num_tokens = rows, num_tokens
-
-    ragged = True
-    num_steps = None
-
-    @property
-    def tokens(self) -> int:
-        """Image tokens that the cache must hold until the last row is finished, padding included."""
-        most = max(row.length for row in self.rows)
-        for turn in range(max(len(row.left()) for row in self.rows)):
-            parts = [len(row.part(row.done + turn - 1)) if turn < len(row.left()) else 0 for row in self.rows]
-            before = [row.length + sum(row.plan.sizes[max(0, row.done - 1) : row.done + turn - 1]) for row in self.rows]
-            most = max(most, max(before) + max(parts))
-        return most
+        self.tokens = max(row.length for row in rows)
+        for turn in range(max(len(row.left()) for row in rows)):
+            parts = [len(row.part(row.done + turn - 1)) if turn < len(row.left()) else 0 for row in rows]
+            before = [row.length + sum(row.plan.sizes[max(0, row.done - 1) : row.done + turn - 1]) for row in rows]
+            self.tokens = max(self.tokens, max(before) + max(parts))
 
     def turn(self, state: State) -> Turn | None:
         device, rows = state.ids_BN.device, self.rows

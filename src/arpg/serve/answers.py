@@ -27,7 +27,8 @@ async def follow(job: Job, receive: Receive) -> AsyncIterator[Event | None]:
     try:
         while True:
             turn = turn or asyncio.ensure_future(job.next())
-            await asyncio.wait({gone, turn}, timeout=BEAT, return_when=asyncio.FIRST_COMPLETED)
+            watched: set[asyncio.Future[Any]] = {gone, turn}
+            await asyncio.wait(watched, timeout=BEAT, return_when=asyncio.FIRST_COMPLETED)
             if turn.done():
                 event = turn.result()
                 turn = None

@@ -55,7 +55,7 @@ def create_app(house: House, *, hosts: frozenset[str] | None = None) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_middleware(
-        Gate,  # type: ignore[arg-type]
+        Gate,
         door=house.door,
         keys=house.keys,
         limits=house.limits,

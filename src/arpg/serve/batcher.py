@@ -25,6 +25,7 @@ from arpg.model import ARPG
 from arpg.serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
+LONG = 2.0  # seconds after which a row that needs more room than others is let in before them
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class Ticket:
     steps_B: list[int] = field(init=False)
     open: int = field(init=False)  # rows that are not finished
     ended: bool = False
+    since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.ids_BN, self.known_BN = self.request.ids_BN.cpu().clone(), self.request.known_BN.clone()
@@ -154,19 +156,23 @@ class Batcher:
         """Rows enter one by one, each owner in turn. The last quarter of the batch is kept for owners with none."""
         self._leave({ticket: None for ticket in self._tickets() if ticket.stop()})
         busy = {ticket.owner for batch in self._batches for ticket, _ in batch.places}
-        room = self.max_batch - self.running
+        room = self.max_batch - sum(self._weight(ticket) for batch in self._batches for ticket, _ in batch.places)
         kept = self.max_batch // 4
         new: list[Place] = []
         passed = 0
         while self._waiting and room > 0 and passed < len(self._waiting):
             owner, places = next(iter(self._waiting.items()))
-            if owner in busy and room <= kept:
+            weight = self._weight(places[0][0])
+            alone = not self._batches and not new
+            if not alone and room < weight and time.monotonic() - places[0][0].since > LONG:
+                break  # a large row has waited long enough: nobody enters until there is room for it
+            if not alone and (room < weight or (owner in busy and room - weight < kept)):
                 self._waiting.move_to_end(owner)
                 passed += 1
                 continue
             new.append(places.popleft())
             busy.add(owner)
-            room, passed = room - 1, 0
+            room, passed = room - weight, 0
             if places:
                 self._waiting.move_to_end(owner)
             else:
@@ -176,6 +182,11 @@ class Batcher:
             groups.setdefault(place[0].key, []).append(place)
         for key, group in groups.items():
             self._start(key, group)
+
+    def _weight(self, ticket: Ticket) -> int:
+        """Rows of a larger grid than the model's take the room of several."""
+        height, width = self.model.config.grid
+        return min(self.max_batch, -(-ticket.request.num_tokens // (height * width)))
 
     def _start(self, key: tuple[Any, ...], places: list[Place]) -> None:
         """A batch of its own for new rows, or room in one that is running."""

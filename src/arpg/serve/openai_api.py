@@ -237,8 +237,8 @@ async def _form(request: Request, house: House) -> tuple[Edits, dict[str, bytes]
         return Edits.model_validate(fields), files
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else None
-        raise Problem(400, f"{name}: {first['msg']}", param=name) from None
+        param = str(first["loc"][0]) if first["loc"] else None
+        raise Problem(400, f"{param}: {first['msg']}", param=param) from None
 
 
 def _files(result: Result, body: Images) -> list[bytes]:
@@ -273,7 +273,7 @@ def _namer(job: Job, body: Images, kind: str, partial: int) -> Callable[[Event],
                 yield f"{kind}.partial_image", {"type": f"{kind}.partial_image", "size": "auto", **data, **about}
                 sent += 1
         elif isinstance(event, Result):
-            usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+            usage: dict[str, Any] = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
             usage |= {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
             for file, seed in zip(_files(event, body), event.seeds, strict=True):
                 data = {"b64_json": encoded(file), "seed": seed, "usage": usage, **_told(event, body)}

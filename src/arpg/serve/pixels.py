@@ -96,7 +96,7 @@ class SharedTokenizer:
             else:
                 known = None if calls[0].known_BN is None else torch.cat([cast(Tensor, c.known_BN) for c in calls])
                 made = self._tokenizer.decode(value, calls[0].grid, known_BN=known)
-            parts = made.split([len(call.value) for call in calls])
+            parts = torch.split(made, [len(call.value) for call in calls])
         except Exception as error:  # it belongs to those who asked; the thread goes on
             for call in calls:
                 call.future.set_exception(error)

@@ -10,7 +10,7 @@ from typing import Any
 _KINDS = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
 
 
-class Problem(Exception):
+class Problem(Exception):  # noqa: N818  it is an answer, too
     """An answer that is not the one asked for. The message is meant for the client; nothing else reaches it."""
 
     def __init__(

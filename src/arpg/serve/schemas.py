@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,13 @@ TINY_PNG = (  # a grey square, so that examples are requests that work
     "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAGElEQVR42mNoaGggCTGMahjVMKph5GogEQEAtzd/AXmXJJ8AAAAASUVORK5CYII="
 )
 
+Order: TypeAlias = Literal[ORDERS]  # type: ignore[valid-type]
+Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
+GuidanceSchedule: TypeAlias = Literal[GUIDANCE_SCHEDULES]  # type: ignore[valid-type]
+Attention: TypeAlias = Literal[ATTENTIONS]  # type: ignore[valid-type]
+Decode: TypeAlias = Literal[DECODES]  # type: ignore[valid-type]
+WayName: TypeAlias = Literal[WAYS]  # type: ignore[valid-type]
+Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 ClassField = Annotated[
     str | int | None, Field(alias="class", description="Name or id of a class; names ignore case.", max_length=200)
@@ -34,15 +41,11 @@ class Sampling(Strict):
 
     steps: Annotated[int, Field(ge=1, le=MOST.steps)] | None = Field(None, description="Decoding steps.")
     guidance: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="1 turns guidance off.")
-    guidance_schedule: Literal[GUIDANCE_SCHEDULES] | None = Field(None, description="How guidance grows.")  # type: ignore[valid-type]
-    order: Literal[ORDERS] | None = Field(None, description="In which order the tokens are filled.")  # type: ignore[valid-type]
-    schedule: (
-        Literal[SCHEDULES] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)] | None
-    ) = Field(  # type: ignore[valid-type]
-        None, description="A name, or the number of tokens of each step."
-    )
-    attention: Literal[ATTENTIONS] | None = Field(None, description="Do the tokens of a step see each other?")  # type: ignore[valid-type]
-    decode: Literal[DECODES] | None = Field(None, description="exact and speculative need causal attention.")  # type: ignore[valid-type]
+    guidance_schedule: GuidanceSchedule | None = Field(None, description="How guidance grows.")
+    order: Order | None = Field(None, description="In which order the tokens are filled.")
+    schedule: Schedule | Sizes | None = Field(None, description="A name, or the number of tokens of each step.")
+    attention: Attention | None = Field(None, description="Do the tokens of a step see each other?")
+    decode: Decode | None = Field(None, description="exact and speculative need causal attention.")
     draft: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Tokens that these guess ahead.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy.")
     top_k: Annotated[int, Field(ge=1, le=2**31)] | None = Field(None, description="Only the k most likely codes.")
@@ -114,7 +117,7 @@ class Expand(Common):
         list[Annotated[int, Field(ge=1, le=MOST.side)]], Field(min_length=2, max_length=2, description="Width, height.")
     ]
     class_: ClassField = None
-    way: Literal[WAYS] | None = Field(None, description="How the larger grid is filled.")  # type: ignore[valid-type]
+    way: WayName | None = Field(None, description="How the larger grid is filled.")
 
 
 class Picture(BaseModel):

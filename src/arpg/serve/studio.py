@@ -31,6 +31,7 @@ from arpg.tokenizer import VQTokenizer
 log = logging.getLogger(__name__)
 Build = Callable[[], tuple[Drawing, dict[str, Any]]]  # checks what was asked; also gives what to tell about it
 
+UNREAD = 8  # previews that a slow reader may have waiting
 LAG = 2.0  # seconds that previews may be behind; beyond that some steps are left out
 
 
@@ -136,6 +137,8 @@ class _Sitting:
         ids, known, decoded_at = ticket.ids_BN.clone(), ticket.known_BN.clone(), self.decoded_at
         counts = [len(plan.sizes) for plan in ticket.plan.samples]
         done = sum(ticket.steps_B) * max(counts) // max(1, sum(counts))
+        if self.job.mailbox.unread > UNREAD:
+            return
         with self.lock:
             behind = max(1, int(LAG / max(1e-6, self.preview_seconds)))
             while len(self.snapshots) >= behind:
