@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
+
+from arpg.errors import InputError
 
 _KINDS = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
 
@@ -71,3 +74,9 @@ def too_late(seconds: float) -> Problem:
         code="deadline_exceeded",
         retry_after=5,
     )
+
+
+def wrong(error: InputError) -> Problem:
+    """What the library says about bad input; its messages begin with the setting: `steps is 0; ...`."""
+    match = re.match(r"(\w+) is ", str(error))
+    return Problem(400, str(error), param=match[1] if match else None)

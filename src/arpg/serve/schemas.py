@@ -22,9 +22,8 @@ Decode: TypeAlias = Literal[DECODES]  # type: ignore[valid-type]
 WayName: TypeAlias = Literal[WAYS]  # type: ignore[valid-type]
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-ClassField = Annotated[
-    str | int | None, Field(alias="class", description="Name or id of a class; names ignore case.", max_length=200)
-]
+ClassName = Annotated[str, Field(max_length=200)] | int
+ClassField = Annotated[ClassName | None, Field(alias="class", description="Name or id of a class; names ignore case.")]
 Base64 = Annotated[str, Field(min_length=1, max_length=MOST.bytes, description="A PNG, JPEG or WebP file in base64.")]
 Feather = Annotated[int, Field(ge=0, le=256, description="Blend this many pixels inside the seam.")]
 Side = Annotated[int, Field(ge=0, le=MOST.side, description="Pixels to add on this side.")]
@@ -92,7 +91,7 @@ class Edit(Common):
     model_config = _example({"image": TINY_PNG, "box": [4, 4, 12, 12], "class": 3, "steps": 8})
     image: Base64
     box: Annotated[list[int], Field(min_length=4, max_length=4, description="Left, top, right, bottom in pixels.")]
-    class_: Annotated[str | int, Field(alias="class", max_length=200)]
+    class_: Annotated[ClassName, Field(alias="class")]
     feather: Feather = 0
 
 

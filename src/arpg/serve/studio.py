@@ -25,7 +25,7 @@ from arpg.serve.batcher import Batcher, Ticket
 from arpg.serve.jobs import Job, Preview, Result
 from arpg.serve.metrics import Metrics
 from arpg.serve.pixels import SharedTokenizer
-from arpg.serve.problem import Problem, failed
+from arpg.serve.problem import Problem, failed, wrong
 from arpg.tokenizer import VQTokenizer
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Studio:
             except Problem as problem:
                 job.end(problem)
             except InputError as error:
-                job.end(Problem(400, str(error)))
+                job.end(wrong(error))
             except Exception as error:
                 self.lose(job, error)
 
