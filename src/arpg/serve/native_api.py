@@ -45,11 +45,25 @@ EVENTS = (
     '"decoded_at": [[0, -1, -1, 0]]}\n\n'
     'event: done\ndata: {"id": "req_0123", "created": 0, "seconds": 0.7, "settings": {}, "images": []}\n\n'
 )
+
+
+def event_schema(*names: str) -> dict[str, Any]:
+    """The schema of one server-sent event."""
+    data = {"type": "string", "contentMediaType": "application/json"}
+    return {
+        "type": "object",
+        "required": ["event", "data"],
+        "properties": {"event": {"type": "string", "enum": list(names)}, "data": data},
+    }
+
+
 DRAWS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": Answer,
         "description": "The images; with `stream`, server-sent events: queued, step (schema Stepped), done or error.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": EVENTS}},
+        "content": {
+            "text/event-stream": {"schema": event_schema("queued", "step", "done", "error"), "example": EVENTS}
+        },
     },
     **ERRORS,
 }

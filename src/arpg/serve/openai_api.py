@@ -20,12 +20,13 @@ from arpg.serve.answers import EventStream, Named, encoded, json_response, resul
 from arpg.serve.house import House
 from arpg.serve.jobs import Event, Job, Preview, Result
 from arpg.serve.limits import read_picture
-from arpg.serve.native_api import ERRORS
+from arpg.serve.native_api import ERRORS, event_schema
 from arpg.serve.orders import Ordered, alpha_mask
 from arpg.serve.problem import Problem
 from arpg.serve.schemas import MOST, Error, Sampling, Seed
 
 QUALITIES = {"low": 0.5, "medium": 1.0, "standard": 1.0, "auto": 1.0, "high": 2.0, "hd": 2.0}  # times the model's steps
+KINDS = ("image_generation", "image_edit")
 ENCODINGS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
 
 
@@ -88,11 +89,12 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
+EVENT_NAMES = (*(f"{kind}.{what}" for kind in KINDS for what in ("partial_image", "completed")), "error")
 DRAWS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ImagesAnswer,
         "description": "The images; with `stream`, server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"schema": event_schema(*EVENT_NAMES)}},
     },
     404: {"model": Error, "description": "Another model was asked for."},
     **ERRORS,
@@ -156,6 +158,7 @@ def openai_routes(house: House) -> APIRouter:
 
     @router.get("/models/{model}", response_model=ModelEntry, responses={401: ERRORS[401], 404: {"model": Error}})
     async def model(model: str) -> dict[str, Any]:
+        """It, by its name."""
         if model != house.name:
             raise Problem(404, f"model {model!r} is not served here; expected {house.name!r}", code="model_not_found")
         return entry()
