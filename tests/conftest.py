@@ -1,6 +1,7 @@
 """Shared fixtures: golden files and a small network whose head is not zero."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from safetensors.torch import load_file
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
 from arpg.convert import model_from_published, read_published
 
+pytest_plugins = ["page_browser"]
+
 GOLDEN = Path(__file__).parent / "golden"
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own functions are made for one of both ways
 
 
 class Golden:

@@ -1,8 +1,11 @@
 """The ablations: measured in the order of importance, stopped and continued; the page says what the lines say."""
 
 import dataclasses
+import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +21,14 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import ablation_report  # noqa: E402
+import ablation_speed  # noqa: E402
 import ablations  # noqa: E402
+from ablation_report import Measured  # noqa: E402
 
 
-@pytest.mark.parametrize("name", list(ablation_report.tables([], {}, {})))
+@pytest.mark.parametrize("name", list(ablation_report.tables(Measured())))
 def test_the_page_is_what_the_command_prints(name):
-    parts = ablation_report.tables(*ablation_report.read(ablation_report.RESULTS))
+    parts = ablation_report.tables(ablation_report.read(ablation_report.RESULTS))
     page = ablation_report.PAGE.read_text()
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     assert page.count(begin) == page.count(end) == 1
@@ -43,7 +48,7 @@ def fake_lines():
     def add(num, fid, **settings):
         chosen = SamplingDefaults().settings(**settings)
         more = {"fid interval": [fid - 0.5, fid + 0.5], "kid": 0.01, "precision": 0.6, "recall": 0.5, "accuracy": 0.9}
-        line = {"num": num, "settings": plain(chosen), "fid": fid, "images/s": 1000.0 / settings["steps"]}
+        line = {"num": num, "settings": plain(chosen), "fid": fid}
         lines.append(line | (more if num == ablation_report.FINAL else {}))
 
     for steps in (12, 24):
@@ -57,48 +62,88 @@ def fake_lines():
     return lines
 
 
+def fake_speed():
+    """Another guidance than the lines have: it costs the same. The spiral was not timed."""
+    lines = [
+        {"settings": plain(SamplingDefaults().settings(steps=s, guidance=1.5)), "images/s": 1000.0 / s}
+        for s in (12, 24)
+    ]
+    about = {"device": "abacus", "torch": "2", "precision": "float32", "batches timed": 2, "batch size": 5}
+    return {"about": about, "lines": lines}
+
+
 def test_tables():
-    parts = ablation_report.tables(fake_lines(), {"real": {"num": 9, "fid": 1.0, "recall": 0.7}}, {})
-    assert parts["conditions"] == "Not measured yet.\n"
-    assert parts["baselines"].splitlines()[2] == "| real | 9 | 1.00 |  |  | 0.700 |  |"
-    assert "](images/ablations-steps.png)" in parts["steps"]
+    baselines = {"real": {"num": 9, "fid": 1.0, "recall": 0.7}}
+    lines = fake_lines()
+    about = {"defaults": next(x["settings"] for x in lines if x["num"] == 5000)}
+    about |= dict.fromkeys(("device", "torch", "precision", "batch size", "reference", "inception"), "x")
+    parts = ablation_report.tables(Measured(lines, baselines, about, fake_speed()))
+    assert "Speed: abacus, torch 2, float32, 2 batches of 5 after one that warms up.\n" in parts["conditions"]
+    assert parts["baselines"].splitlines()[2:] == [
+        "| real | 9 | 1.00 |  |  | 0.700 |  |",
+        "| samples, all defaults (12 steps, guidance 3) | 5000 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 |",
+    ]
+    for name in ("steps", "speed"):
+        assert f"](images/ablations-{name}.png)" in parts["steps"]
     rows = parts["steps"].splitlines()[2:]
-    assert rows[0] == "| 12 | block | 3 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 | 83.3 |"
-    assert rows[1].startswith("| 12 | causal | 5 | 13.00 ± 0.50 |")
+    assert rows[0] == "| 12 | block | 3 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 | 83 |"
+    assert rows[1] == "| 12 | causal | 5 | 13.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 |  |"
     assert parts["gap"].splitlines()[2:] == ["| 12 | +4.00 | +44% |", "| 24 | +2.00 | +22% |"]
     orders = parts["orders"].split("\n\n")[0].splitlines()[2:]
-    assert orders[0] == "| random | 9.00 ± 0.50 (0.600 / 0.500 / 0.900) | 9.00 ± 0.50 (0.600 / 0.500 / 0.900) |  |"
+    assert orders[0] == "| random | 9.00 ± 0.50 (0.600 / 0.500 / 0.900) | 9.00 ± 0.50 (0.600 / 0.500 / 0.900) |  | 42 |"
+    assert orders[1] == "| spiral-out | 30.00 ± 0.50 (0.600 / 0.500 / 0.900) |  |  |  |"
     assert [row.split("|")[1].strip() for row in orders] == ["random", "spiral-out"]
     assert parts["guidance"].splitlines()[2].startswith("| linear | 12 | 3 | 9.00")
 
 
 def test_figures_and_filling_the_page(tmp_path):
-    written = ablation_report.draw(fake_lines(), {"real": {"num": 9, "fid": 8.0}}, tmp_path)
+    measured = Measured(fake_lines(), {"real": {"num": 9, "fid": 8.0}}, {}, fake_speed())
+    written = ablation_report.draw(measured, tmp_path)
     assert [path.name for path in written] == [f"ablations-{n}.png" for n in ("steps", "speed", "guidance", "orders")]
     for path in written:
         with Image.open(path) as image:
             assert min(image.size) > 300
-    assert ablation_report.draw([], {}, tmp_path) == []
+    assert ablation_report.draw(Measured(), tmp_path) == []
+    without_speed = ablation_report.draw(Measured(fake_lines()), tmp_path)
+    assert [path.stem for path in without_speed] == [f"ablations-{n}" for n in ("steps", "guidance", "orders")]
     page = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
     assert ablation_report.fill(page, {"x": "new\n"}) == page.replace("old", "new")
     with pytest.raises(AssertionError, match="y has no place"):
         ablation_report.fill(page, {"y": "new\n"})
 
 
-def test_guidance_is_walked_downhill():
-    class Measured(ablations.Bench):
-        def line(self, settings, num):
-            asked.append(settings.guidance)
-            return {"fid": abs(settings.guidance - 4.2)}
+def distance(best, scale):
+    return abs(scale - best)
 
-    bench = Measured(None, None, None, None, 1, 0.0)
+
+def test_guidance_is_walked_downhill():
+    class Asked(ablations.Bench):
+        def line(self, settings, num):
+            line = {"num": num, "settings": plain(settings), "fid": fid(settings.guidance)}
+            self.results.lines.append(line)
+            return line
+
     settings = SamplingDefaults().settings(steps=5)
+
+    def walk(start, known=()):
+        """The scale that is found, and how many were tried."""
+        results = SimpleNamespace(lines=list(known))
+        best = Asked(None, None, results, None, 1, 0.0).best(settings, start)
+        assert best == dataclasses.replace(settings, guidance=best.guidance)
+        return best.guidance, len({line["settings"]["guidance"] for line in results.lines})
+
+    fid = partial(distance, 4.2)
     for start, most in ((3.0, 4), (10.0, 6), (1.0, 8)):
-        asked = []
-        assert bench.best(settings, start) == dataclasses.replace(settings, guidance=4.0)
-        assert len(set(asked)) <= most
-    Measured.line = lambda self, settings, num: {"fid": settings.guidance}
-    assert bench.best(settings, 2.5).guidance == 1.0
+        found, tried = walk(start)
+        assert found == 4.0
+        assert tried <= most
+
+    fid = partial(distance, 0.0)
+    assert walk(2.5)[0] == 1.0
+    # What another process found, elsewhere, and what is of other settings.
+    better = {"num": 2000, "settings": plain(dataclasses.replace(settings, guidance=8.0)), "fid": 0.5}
+    other = {"num": 2000, "settings": plain(dataclasses.replace(settings, guidance=6.0, steps=6)), "fid": 0.1}
+    assert walk(2.5, [better, other])[0] == 8.0
 
 
 @pytest.fixture
@@ -118,39 +163,114 @@ def small_world(monkeypatch, tmp_path, eye):  # noqa: F811
     monkeypatch.setattr(ablations.Inception, "load", lambda path, device: eye)
     monkeypatch.setattr(ablations, "SIZE", 8)
     monkeypatch.setattr(ablations, "SCALES", (1.0, 2.0, 4.0))
-    for module in (ablations, ablation_report):
+    monkeypatch.setattr(ablations, "LOOK_AGAIN", 0.01)
+    for module in (ablations, ablation_report, ablation_speed):
         monkeypatch.setattr(module, "STEPS", (3, 2))
-        monkeypatch.setattr(module, "ORDER_STEPS", (3,))
-        monkeypatch.setattr(module, "FEW_STEPS", (3,))
+        monkeypatch.setattr(module, "ORDER_STEPS", (3,), raising=False)
+        monkeypatch.setattr(module, "FEW_STEPS", (3,), raising=False)
+        monkeypatch.setattr(module, "SPEED_STEPS", 3, raising=False)
     monkeypatch.setattr(Eye, "source", "eye", raising=False)
     monkeypatch.setattr(ablations, "_classifier", lambda *_, **__: None)
 
-    def run(*options):
-        out = tmp_path / "out"
-        ablations.main([*options, "--data", str(tmp_path / "data"), "--work", str(tmp_path), "--out", str(out)])
+    def run(*options, out="out", work=".", parts="quality"):
+        out, work = tmp_path / out, tmp_path / work
+        data = tmp_path / "data"
+        ablations.main(
+            ["--parts", parts, *options, "--limit", "30", "--data", str(data), "--work", str(work), "--out", str(out)]
+        )
         return read_lines(out), ablation_report.read(out)
 
     return run
 
 
 def test_everything_is_measured_once_and_the_time_is_kept(small_world, eye):  # noqa: F811
-    lines, (_, baselines, about) = small_world("--limit", "30", "--minutes", "0")
+    lines, measured = small_world("--minutes", "0")
     assert lines == []
-    assert list(baselines) == ["real test images", "training images through the tokenizer"]
-    assert about["reference"] == "training split, 15 images"
-    lines, found = small_world("--limit", "30", "--batch-size", "1250")
-    parts = ablation_report.tables(*found)
+    assert list(measured.baselines) == [
+        "real test images",
+        "training images through the tokenizer",
+        "all of them (rFID)",
+    ]
+    assert measured.about["reference"] == "training split, 15 images"
+    lines, measured = small_world()
+    parts = ablation_report.tables(measured)
     parts = {name: text.split("\n\n")[0] for name, text in parts.items()}
+    assert len(parts["baselines"].splitlines()) == 2 + 4
     assert len(parts["steps"].splitlines()) == 2 + 4
     assert len(parts["gap"].splitlines()) == 2 + 2
     assert len(parts["orders"].splitlines()) == 2 + len(ORDERS)
     assert len(parts["schedules"].splitlines()) == 2 + 3
     assert len(parts["guidance"].splitlines()) == 2 + 3
-    # The most important comes first: the search and the final line of the first number of steps.
-    assert (lines[0]["settings"]["steps"], lines[0]["num"]) == (3, 2000)
-    first = next(line for line in lines if line["num"] == 5000)
+    # The most important comes first: the model as it comes, then the search of the first number of steps.
+    assert (lines[0]["settings"], lines[0]["num"]) == (measured.about["defaults"], 5000)
+    assert (lines[1]["settings"]["steps"], lines[1]["num"]) == (3, 2000)
+    first = [line for line in lines if line["num"] == 5000][1]
     assert (first["settings"]["steps"], first["settings"]["attention"]) == (3, "block")
     assert np.isfinite([line["fid"] for line in lines]).all()
+    assert not any("images/s" in line for line in lines)
     seen = eye.seen
-    assert small_world("--limit", "30", "--batch-size", "1250")[0] == lines
+    assert small_world()[0] == lines
     assert eye.seen == seen
+
+
+def test_processes_share_the_work(small_world, tmp_path):
+    """One after the other, each with its own file; a later one finds what the first has measured."""
+    alone, _ = small_world(out="alone")
+    small_world("--share", "1/2", "--minutes", "0")  # nothing is prepared yet, and it does not wait longer than it may
+    assert not (tmp_path / "out").exists()
+    small_world("--share", "0/2")
+    first = (tmp_path / "out" / "results.jsonl").read_text()
+    lines, measured = small_world("--share", "1/2")
+    assert (tmp_path / "out" / "results.jsonl").read_text() == first
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "about.json",
+        "baselines.json",
+        "results-1.jsonl",
+        "results.jsonl",
+    ]
+
+    def key(line):
+        return json.dumps([line["num"], line["settings"]])
+
+    fids = {key(line): line["fid"] for line in lines}
+    assert len(fids) == len(lines)  # nothing twice
+    finals = [line for line in alone if line["num"] == 5000]
+    assert {key(line): line["fid"] for line in finals}.items() <= fids.items()
+    assert small_world()[0] == lines  # a process alone finds nothing left to do
+    assert ablation_report.tables(measured)["steps"].count("\n|") >= 4
+
+
+def test_speed_is_measured_apart(small_world, tmp_path, eye, monkeypatch):  # noqa: F811
+    timed = []
+    whole = ablation_speed.PixelBatches
+
+    def counted(pipe, labels, settings, **more):
+        timed.append((len(labels), settings))
+        return whole(pipe, labels, settings, **more)
+
+    monkeypatch.setattr(ablation_speed, "PixelBatches", counted)
+    options = ("--speed-batch", "3", "--speed-repeats", "2")
+    small_world(*options, "--minutes", "0", parts="speed")
+    assert not (tmp_path / "out").exists()
+    timed.clear()
+    lines, measured = small_world(*options, parts="speed")
+    assert (lines, eye.seen) == ([], 0)  # no quality, no judge
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["speed.json"]
+    assert [images for images, _ in timed] == [3] + [9] * 11  # the first use; then one to warm up and two timed
+    assert len(measured.speed["lines"]) == 4 + 2 + 3 + 2
+    for line in measured.speed["lines"]:
+        assert len(line["batches"]) == 2
+        assert min(line["batches"]) * 0.99 <= line["images/s"] <= max(line["batches"]) * 1.01
+        settings = {**line["settings"], "guidance": 7.5}
+        assert measured.rate(settings) == line["images/s"]
+    assert measured.rate({**settings, "order": "spiral-in"}) is None
+    timed.clear()
+    assert small_world(*options, parts="speed")[1] == measured
+    assert timed == []
+    small_world("--speed-batch", "2", "--speed-repeats", "1", parts="speed")
+    assert len(timed) == 12  # other batches: nothing is mixed
+    measured = small_world("--speed-batch", "2", "--speed-repeats", "1", parts="quality,speed")[1]
+    rows = ablation_report.tables(measured)["steps"].splitlines()[2:6]
+    assert all(row.split("|")[-2].strip() for row in rows)
+    with pytest.raises(SystemExit):
+        small_world(parts="quantity")

@@ -1,6 +1,5 @@
-"""The fused kernels against their plain twins: values and gradients. Without a GPU, Triton's interpreter runs them."""
-
-import os
+"""The fused kernels against their plain twins: values and gradients. Without a GPU, Triton's interpreter runs them
+(`conftest.py` switches it on)."""
 
 import pytest
 import torch
@@ -8,11 +7,13 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
 
+from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
+from arpg.kernels import draw as draws  # noqa: E402
+from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.rotary import split_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
+from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import nowhere, rotate, rotation  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -38,6 +39,22 @@ def test_swiglu(shape):
     torch.testing.assert_close(*(torch.autograd.grad(y, x, weight)[0] for y in (fused, plain)))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 5, 48), (2, 8, 64)])
+def test_residual_and_norm(shape, p, monkeypatch):
+    monkeypatch.setattr(residual, "_PROGRAMS", 4)  # so that a program of the backward pass takes several rows
+    norm = ResidualNorm(shape[-1], dropout=p, site=1).to(DEVICE).train()
+    torch.nn.init.normal_(norm.weight)
+    key = torch.arange(shape[0], dtype=torch.int32, device=DEVICE) * 7919 - 5
+    x, delta = draw(*shape).requires_grad_(), draw(*shape, seed=1).requires_grad_()
+    plain = norm(x, delta, key)  # float32: never the kernel
+    fused = residual.residual_norm(x, delta, norm.weight, norm.dropout.key(key), p, norm.EPS)
+    torch.testing.assert_close(fused, plain)
+    weights = [draw(*shape, seed=2), draw(*shape, seed=3)]
+    gradients = [torch.autograd.grad(y, (x, delta, norm.weight), weights) for y in (fused, plain)]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("slots", "heads", "channels"), [(1, 3, 16), (7, 3, 16), (10, 6, 64), (5, 1, 4)])
 def test_rotation_of_a_fused_projection(slots, heads, channels):
     by = rotation_of(2, slots, channels)
@@ -57,6 +74,21 @@ def test_rotation_of_queries():
     torch.testing.assert_close(fused, plain)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, weight)[0] for y in (fused, plain)))
     torch.testing.assert_close(turn(fused, *by, True)[:, 1:], x[:, 1:])  # turned back: where it was
+
+
+@pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
+@pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
+def test_the_draw(num_codes, stream, monkeypatch):
+    """The very numbers of the plain draw, in one block of codes and in several."""
+    monkeypatch.setattr(draws, "_CODES", 64)
+    key, position = seed_keys([5, 2**63 + 12345]), torch.tensor([[0, 3, 143], [70000, 6, 7]])
+    logits = draw(2, 3, num_codes)
+    noise = gumbel(key, stream, position, num_codes).to(DEVICE)
+    plain = (logits + noise).argmax(-1)
+    fused = draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE))
+    assert fused.tolist() == plain.tolist()
+    logits[..., 1] = float("-inf")  # never drawn
+    assert (draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE)) != 1).all()
 
 
 @pytest.mark.gpu
@@ -79,4 +111,33 @@ def test_the_network_with_and_without_kernels(monkeypatch):
         monkeypatch.setattr(kernels, "HAS_TRITON", False)
         plain = model(ids, order, condition)
     errors = [float((x.float() - exact).norm() / exact.norm()) for x in (fused, plain)]
+    assert errors[0] < 1.2 * errors[1] < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+def test_training_with_and_without_kernels(monkeypatch):
+    """With dropout, in bfloat16: the gradients of the fused step are as close to float32's as the plain step's."""
+    from arpg import kernels
+    from arpg.config import ModelConfig
+    from arpg.model import ARPG
+    from arpg.train.model import Objective
+
+    config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)
+    objective = Objective(ARPG(config).init_weights(seed=0).to(DEVICE).train(), config.grid)
+    torch.nn.init.normal_(objective.model.head.weight, std=0.1)
+    ids = torch.randint(64, (4, 256), device=DEVICE)
+    order = torch.stack([torch.randperm(256, device=DEVICE) for _ in range(4)])
+    labels, key = torch.tensor([0, 1, 2, 5], device=DEVICE), torch.arange(4, dtype=torch.int32, device=DEVICE)
+
+    def gradient(half):
+        objective.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            objective(ids, labels, order, key).backward()
+        return torch.cat([p.grad.flatten() for p in objective.parameters()])
+
+    exact, fused = gradient(half=False), gradient(half=True)
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    plain = gradient(half=True)
+    errors = [float((x - exact).norm() / exact.norm()) for x in (fused, plain)]
     assert errors[0] < 1.2 * errors[1] < 0.05

@@ -14,7 +14,7 @@ from arpg.data.images import open_images
 from arpg.evaluation import features, frechet, measure, report, sweep
 from arpg.evaluation.inception_network import Activations
 from arpg.evaluation.measure import Judge, generate_features, reference_features
-from arpg.evaluation.results import markdown, plain, read_lines
+from arpg.evaluation.results import RESULTS, Results, markdown, plain, read_lines
 from arpg.evaluation.sampling import PixelBatches, balanced_labels
 from arpg.evaluation.sweep import best_of, combinations, draw, number, table
 from conftest import noise
@@ -135,6 +135,17 @@ def test_only_what_is_missing_is_measured(pipeline, judge, tmp_path):
         sweep.sweep(pipeline, judge, tmp_path, combos=first, seed=1, **run)
     with pytest.raises(InputError, match="reference 'photos', not 'others'"):
         sweep.sweep(pipeline, judge, tmp_path, combos=first, **{**run, "about": {"reference": "others"}})
+
+
+def test_a_line_from_before_a_setting_existed_is_found(tmp_path):
+    settings = SamplingSettings(steps=7)
+    Results(tmp_path, {}).add(settings, 5, {"fid": 1.0})
+    text = (tmp_path / RESULTS).read_text()
+    (tmp_path / RESULTS).write_text(text.replace('"decode": "steps", ', ""))
+    later = Results(tmp_path, {})
+    assert "decode" not in later.lines[0]["settings"]
+    assert later.find(settings, 5) is not None
+    assert later.find(dataclasses.replace(settings, attention="causal", decode="exact"), 5) is None
 
 
 def test_the_reference_is_kept(eye, photos, tmp_path):

@@ -117,6 +117,8 @@ def test_dropout_has_the_right_rate_and_is_independent_between_sites():
     for mask in masks:
         assert mask.float().mean().item() == pytest.approx(0.1, abs=0.002)
         assert mask.float().mean((0, 1)).std().item() < 0.01
+        halves = mask.chunk(2, dim=-1)  # they share random words
+        assert (halves[0] & halves[1]).float().mean().item() == pytest.approx(0.01, abs=0.001)
     for i, a in enumerate(masks):
         for b in masks[i + 1 :]:
             assert (a & b).float().mean().item() == pytest.approx(0.01, abs=0.001)

@@ -124,10 +124,8 @@ class SamplingSettings:
     top_k: int | None = None
     top_p: float = 1.0
     attention: str = "block"  # "causal": the tokens of a step do not see those after them
-    decode: str = (
-        "steps"  # or one token after the other, many per call: "exact" (same tokens), "speculative" (same law)
-    )
-    draft: int = 16  # tokens that the last two guess ahead; `steps` and `schedule` are not for them
+    decode: str = "steps"  # "exact": the tokens of one-at-a-time decoding in fewer calls; "speculative": its law
+    draft: int = 16  # tokens that those two guess ahead; they have no use for `steps` and `schedule`
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, f"steps is {self.steps}; expected 1 or more (32 is a good start)")
@@ -143,9 +141,7 @@ class SamplingSettings:
             self.decode == "steps" or self.attention == "causal",
             f"attention is {self.attention!r}, but {self.decode} decoding is causal; set attention to causal",
         )
-        require(
-            self.draft >= 1, f"draft is {self.draft}; expected 1 or more tokens to guess ahead (16 is a good start)"
-        )
+        require(self.draft >= 1, f"draft is {self.draft}; expected 1 or more tokens to guess ahead (16 is good)")
         if isinstance(self.schedule, str):
             one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
         else:

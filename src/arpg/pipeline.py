@@ -95,7 +95,7 @@ class Pipeline:
 
         `best_of`: so many candidates are drawn for each image (with seeds that count on), and the one that the model
         finds most likely is kept. `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k,
-        top_p, attention; what is not given is the model's own recommendation.
+        top_p, attention, decode, draft; what is not given is the model's own recommendation.
         """
         names = [classes] if isinstance(classes, str | int) else list(classes)
         require(len(names) >= 1, "no class is given; expected a name or an id")

@@ -107,6 +107,7 @@ def _progress(num_requests: int) -> Iterator[Callable[[Any], None]]:
         task = progress.add_task("drawing", total=None)
 
         def on_step(step: Any) -> None:
-            progress.update(task, advance=1, total=step.num_steps and num_requests * step.num_steps)
+            total = None if step.num_steps is None else num_requests * step.num_steps  # None: that will be seen
+            progress.update(task, advance=1, total=total)
 
         yield on_step

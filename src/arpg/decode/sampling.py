@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from arpg.config import SamplingSettings
 from arpg.decode.noise import Stream, gumbel
+from arpg.kernels import HAS_TRITON
 
 
 def guide(logits_RSV: Tensor, scale_BS: Tensor | None) -> Tensor:
@@ -64,6 +65,10 @@ def sample(logits_BSV: Tensor, settings: SamplingSettings, key_B2: Tensor, posit
 
 def draw(logits_BSV: Tensor, key_B2: Tensor, stream: Stream, position_BS: Tensor) -> Tensor:
     """Ids `[B, S]` from softmax(logits)."""
+    if logits_BSV.is_cuda and logits_BSV.dtype == torch.float32 and HAS_TRITON:
+        from arpg.kernels.draw import draw as fused
+
+        return fused(logits_BSV, key_B2, stream, position_BS)
     return (logits_BSV + gumbel(key_B2, stream, position_BS, logits_BSV.shape[-1])).argmax(-1)
 
 

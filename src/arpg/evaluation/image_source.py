@@ -87,7 +87,8 @@ def _open_npz(path: Path, size: int | None) -> ImageSource:
                     require(
                         len(data) == n * bytes_each, f"{path} ends after {start} of {shape[0]} images; make it again"
                     )
-                    yield np.frombuffer(data, np.uint8).reshape(n, *shape[1:])
+                    # bytearray: torch wants memory that it could write to
+                    yield np.frombuffer(bytearray(data), np.uint8).reshape(n, *shape[1:])
         except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path} is damaged ({error}); make or copy it again") from None
 

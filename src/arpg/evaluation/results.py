@@ -3,6 +3,7 @@
 FOLDER/
   about.json        what all lines share: the model, the reference, the seed
   results.jsonl     {"num": ..., "settings": {...}, "fid": ..., ...} per line
+  results-1.jsonl   the lines of another process, if several work at once: each writes its own file and reads all
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Line = dict[str, Any]
 class Results:
     """The lines of a folder. Every line is on disk, whole, before `add` returns."""
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, Any], *, process: int = 0) -> None:
         self.folder = folder
+        self.path = folder / (f"results-{process}.jsonl" if process else RESULTS)
         wanted = json.loads(json.dumps(about))
         path = folder / ABOUT
         if path.exists():
@@ -37,17 +39,22 @@ class Results:
         else:
             text = json.dumps(wanted, indent=1) + "\n"
             write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        self.own = _read(self.path)
         self.lines = read_lines(folder)
 
     def find(self, settings: SamplingSettings, num: int) -> Line | None:
+        """The line of these settings, whichever process measured it."""
         key = plain(settings)
-        return next((line for line in self.lines if line["settings"] == key and line["num"] == num), None)
+        default = plain(SamplingSettings())  # of a setting that did not exist yet when a line was written
+        self.lines = read_lines(self.folder)
+        return next((line for line in self.lines if default | line["settings"] == key and line["num"] == num), None)
 
     def add(self, settings: SamplingSettings, num: int, line: Mapping[str, Any]) -> Line:
         entry = {"num": num, "settings": plain(settings), **line}
-        self.lines.append(entry)
-        text = "".join(json.dumps(each) + "\n" for each in self.lines)
-        write_whole(self.folder / RESULTS, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        self.own.append(entry)
+        text = "".join(json.dumps(each) + "\n" for each in self.own)
+        write_whole(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        self.lines = read_lines(self.folder)
         return entry
 
 
@@ -56,7 +63,11 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(folder: Path) -> list[Line]:
-    path = folder / RESULTS
+    """Of all processes."""
+    return [line for path in (folder / RESULTS, *sorted(folder.glob("results-*.jsonl"))) for line in _read(path)]
+
+
+def _read(path: Path) -> list[Line]:
     if not path.exists():
         return []
     return [_parse(path, line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -28,6 +28,7 @@ from arpg.config import SamplingSettings, to_dict
 from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, decode, make_plan
 from arpg.errors import InputError, require
+from arpg.evaluation.results import plain
 from arpg.files import write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
@@ -231,6 +232,7 @@ def _check_same(wanted: dict[str, Any], text: str, *, where: Path) -> None:
         f"{where} is there already and was not made here; choose another --out",
     )
     now = json.loads(json.dumps(wanted))
+    found = plain(SamplingSettings()) | found  # a setting that did not exist yet had its default
     other = [f"{key} {found.get(key)}, not {now[key]}" for key in now if found.get(key) != now[key]]
     require(
         not other,

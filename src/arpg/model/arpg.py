@@ -15,7 +15,7 @@ from arpg.config import ModelConfig
 from arpg.model.cache import Cache, sees
 from arpg.model.condition import Condition
 from arpg.model.dropout import Dropout, fold
-from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, MemoryProjection, RMSNorm, SelfAttention
+from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, MemoryProjection, ResidualNorm, SelfAttention
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
 
 
@@ -29,11 +29,11 @@ class ARPG(nn.Module):
         self.embedding = nn.Embedding(config.num_embeddings, width)
         self.token_dropout = Dropout(config.dropout, 0)
         self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(config.pass1_layers))
-        self.memory_norm = RMSNorm(width)
+        self.memory_norm = ResidualNorm(width, dropout=config.dropout)
         num_memories = 1 if config.shared_kv else config.pass2_layers
         self.memory_kv = nn.ModuleList(MemoryProjection(config) for _ in range(num_memories))
         self.pass2 = nn.ModuleList(Block(config, CrossAttention(config)) for _ in range(config.pass2_layers))
-        self.norm = RMSNorm(width)
+        self.norm = ResidualNorm(width, dropout=config.dropout)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
 
     def init_weights(self, *, seed: int, std: float = 0.02) -> ARPG:
@@ -167,9 +167,11 @@ class ARPG(nn.Module):
         """The keys and values for Pass 2. `write` stores a layer's new ones and returns all; None: these are all."""
         by = self._rotation(place_BS2)
         x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), dropout_key_B)
+        delta = None
         for i, block in enumerate(self.pass1):
-            x = block(x, by, mask, None if write is None else partial(write, i), _layer_key(dropout_key_B, i))
-        x = self.memory_norm(x)
+            remember = None if write is None else partial(write, i)
+            x, delta = block(x, delta, by, mask, remember, _layer_key(dropout_key_B, i))
+        _, x = self.memory_norm(x, delta, _layer_key(dropout_key_B, len(self.pass1)))
         memories: list[KeyValue] = []
         for i, project in enumerate(self.memory_kv):
             memory = project(x, by)
@@ -188,10 +190,11 @@ class ARPG(nn.Module):
         if query_BSD is None:
             query_BSD = self.embedding.weight[self.config.mask_id].expand(*place_BS2.shape[:-1], -1)
         by = self._rotation(place_BS2)
-        x = _stream(self._at(query_BSD, place_BS2))
+        x, delta = _stream(self._at(query_BSD, place_BS2)), None
+        layer = len(self.pass1) + 1  # after memory_norm
         for i, block in enumerate(self.pass2):
-            x = block(x, by, mask, memories[i % len(memories)], _layer_key(dropout_key_B, len(self.pass1) + i))
-        out: Tensor = self.norm(x)
+            x, delta = block(x, delta, by, mask, memories[i % len(memories)], _layer_key(dropout_key_B, layer + i))
+        out: Tensor = self.norm(x, delta, _layer_key(dropout_key_B, layer + len(self.pass2)))[1]
         return out
 
     def _rotation(self, place_BS2: Tensor) -> Rotation | None:

@@ -90,7 +90,7 @@ class Cache:
         elif self.length_B is None:
             raise ValueError("rows can only differ in a cache that was allocated as ragged")
         if self.length_B is not None:
-            self.length_B = torch.minimum(self.length_B, torch.as_tensor(length, device=self.length_B.device))
+            self.length_B = self.length_B.clamp(max=length)
 
     def read(self, layer: int) -> KeyValue:
         return self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end]

@@ -1,9 +1,11 @@
 """Dropout whose mask is a function of (sample key, layer, site, channel): not of the process or the batch.
 
-Shapes: B batch; anything after it.
+Shapes: B batch; anything after it, the last dimension even.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +27,21 @@ class Dropout(nn.Module):
             return x_B
         if key_B is None:
             return F.dropout(x_B, self.p)
-        start_B = fold(key_B, self.site)
-        index = torch.arange(x_B[0].numel(), device=x_B.device, dtype=torch.int32).reshape(x_B.shape[1:])
-        word = _mix(start_B.reshape(-1, *[1] * (x_B.dim() - 1)) + index)
-        keep = (word & 0xFFFFFF) >= round(self.p * 2**24)
-        return x_B * keep * (1.0 / (1.0 - self.p))
+        return drop(x_B, self.key(key_B), self.p)
+
+    def key(self, key_B: Tensor) -> Tensor:
+        """The site's own keys."""
+        return fold(key_B, self.site)
+
+
+def drop(x_B: Tensor, key_B: Tensor, p: float) -> Tensor:
+    """Two channels, one of each half of the last dimension, share the two halves of a random word."""
+    half = x_B.shape[-1] // 2
+    shape = (*x_B.shape[1:-1], half)
+    index = torch.arange(math.prod(shape), device=x_B.device, dtype=torch.int32).reshape(shape)
+    word = _mix(key_B.reshape(-1, *[1] * len(shape)) + index)
+    keep = torch.cat((word & 0xFFFF, (word >> 16) & 0xFFFF), -1) >= round(p * 2**16)
+    return x_B * keep * (1.0 / (1.0 - p))
 
 
 def fold(key_B: Tensor, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The blocks of both passes: RMSNorm, SwiGLU and one attention.
+"""The blocks of both passes: residual and norm, SwiGLU and one attention.
 
 Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a head, D width.
 """
@@ -22,16 +22,37 @@ Remember = Callable[[Tensor, Tensor], KeyValue]  # takes the new keys and values
 Mask = Tensor | Literal["causal"] | None  # bool, broadcast to B1ST: True where a query sees a slot
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm: computed at least in float32, cast, then scaled."""
+class ResidualNorm(nn.Module):
+    """Adds what the layer before has made to the stream, after dropout, and norms the sum (root mean square).
+
+    The norm is computed at least in float32, cast, then scaled.
+    """
 
     EPS = 1e-5
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, dropout: float, site: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self.dropout = Dropout(dropout, site)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream, and the stream normed. No delta: there was no layer before."""
+        if delta_BSD is None:
+            return x_BSD, self._norm(x_BSD)
+        p = self.dropout.p if self.training else 0.0
+        keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
+        if usable(x_BSD) and (p == 0 or keys is not None):
+            from arpg.kernels.residual import residual_norm as fused
+
+            key_B = x_BSD.new_empty(0, dtype=torch.int32) if keys is None else keys
+            both: tuple[Tensor, Tensor] = fused(x_BSD, delta_BSD, self.weight, key_B, p, self.EPS)
+            return both
+        x_BSD = x_BSD + self.dropout(delta_BSD, dropout_key_B)
+        return x_BSD, self._norm(x_BSD)
+
+    def _norm(self, x: Tensor) -> Tensor:
         x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.EPS)
         return normed.type_as(x) * self.weight
@@ -138,25 +159,24 @@ class MemoryProjection(nn.Linear):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU; both residuals start from the block's input."""
+    """Pre-norm attention and SwiGLU. What SwiGLU makes is handed on, to be added by the norm that comes next."""
 
     def __init__(self, config: ModelConfig, attention: nn.Module) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.width)
+        self.attn_norm = ResidualNorm(config.width, dropout=config.dropout, site=0)
         self.attn = attention
-        self.ffn_norm = RMSNorm(config.width)
+        self.ffn_norm = ResidualNorm(config.width, dropout=config.dropout, site=1)
         self.ffn = SwiGLU(config.width, config.ffn_width)
-        self.attn_dropout = Dropout(config.dropout, 0)
-        self.ffn_dropout = Dropout(config.dropout, 1)
 
     def forward(
         self,
         x: Tensor,
+        delta: Tensor | None,
         by: Rotation | None,
         mask: Mask,
         source: Remember | KeyValue | None,
         dropout_key_B: Tensor | None = None,
-    ) -> Tensor:
-        x = x + self.attn_dropout(self.attn(self.attn_norm(x), by, mask, source), dropout_key_B)
-        x = x + self.ffn_dropout(self.ffn(self.ffn_norm(x)), dropout_key_B)
-        return x
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = self.attn_norm(x, delta, dropout_key_B)
+        x, normed = self.ffn_norm(x, self.attn(normed, by, mask, source), dropout_key_B)
+        return x, self.ffn(normed)

@@ -1,0 +1,75 @@
+"""The Gumbel-max draw in one pass over the logits: Philox 4x32-10 noise and the argmax, nothing of it in memory.
+
+The numbers are those of `decode/noise.py`. Shapes: B batch, S tokens, V codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CODES = 1024  # at a time; a multiple of 4
+
+
+def draw(logits_BSV: Tensor, key_B2: Tensor, stream: int, position_BS: Tensor) -> Tensor:
+    """Ids `[B, S]`: argmax(logits + noise)."""
+    logits_BSV, position_BS, key_B2 = logits_BSV.contiguous(), position_BS.contiguous(), key_B2.contiguous()
+    batch, num_tokens, num_codes = logits_BSV.shape
+    ids_BS = torch.empty_like(position_BS)
+    if ids_BS.numel():
+        _draw[(batch * num_tokens,)](
+            logits_BSV, key_B2, position_BS, ids_BS, num_tokens, num_codes, int(stream),
+            _CODES, triton.cdiv(num_codes, _CODES), num_warps=4,
+        )  # fmt: skip
+    return ids_BS
+
+
+@triton.jit
+def _draw(  # type: ignore[no-untyped-def]
+    logits, keys, positions, ids, S, V, stream: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr
+):
+    """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code."""
+    token = tl.program_id(0).to(tl.int64)
+    row = token // S
+    key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
+    position = tl.load(positions + token).to(tl.uint32)
+    best = tl.full((CODES,), float("-inf"), tl.float32)
+    best_code = tl.zeros((CODES,), tl.int32)
+    for turn in range(TURNS):
+        code = turn * CODES + tl.arange(0, CODES)
+        block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
+        logit = tl.load(logits + token * V + code, code < V, other=float("-inf")).to(tl.float32)
+        value = logit + _gumbel(_words(block, position, stream, key0, key1, CODES))
+        better = value > best
+        best = tl.where(better, value, best)
+        best_code = tl.where(better, code, best_code)
+    winner = tl.min(tl.where(best == tl.max(best), best_code, V))
+    tl.store(ids + token, winner.to(tl.int64))
+
+
+@triton.jit
+def _words(block, position, stream: tl.constexpr, key0, key1, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The words of `CODES` codes: four for each block."""
+    c0 = block
+    c1 = block * 0 + position
+    c2 = block * 0 + stream
+    c3 = block * 0
+    for _ in tl.static_range(10):
+        low0, high0 = c0 * 0xD2511F53, tl.umulhi(c0, c0 * 0 + 0xD2511F53)
+        low1, high1 = c2 * 0xCD9E8D57, tl.umulhi(c2, c2 * 0 + 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0 = key0 + 0x9E3779B9
+        key1 = key1 + 0xBB67AE85
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (CODES,))
+
+
+@triton.jit
+def _gumbel(word):  # type: ignore[no-untyped-def]
+    """-log(-log(1 - u)). log1p by Kahan: what rounding 1 - u loses is put back."""
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+    rest = 1.0 - u
+    lost = tl.where(rest == 1.0, 1.0, u / (1.0 - rest))
+    minus_log = tl.where(rest == 1.0, u, -tl.log(rest) * lost)
+    return -tl.log(minus_log)

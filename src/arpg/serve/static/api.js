@@ -1,0 +1,77 @@
+// The server: what it offers, and drawing jobs as a stream of events.
+
+import { readEvents } from "./event_stream.js";
+
+/** The server answered, with an error: `message`, `param`, `code`, `nearest` and what HTTP says. */
+export class ApiError extends Error {
+  constructor(status, error = {}, retryAfter = null) {
+    super(error.message || `The server answered with status ${status}.`);
+    Object.assign(this, { status, retryAfter, param: error.param, code: error.code, nearest: error.nearest || [] });
+  }
+}
+
+/** The server did not answer at all, or broke off. */
+export class Gone extends Error {}
+
+const KEY = "arpg.key";
+
+export function setKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
+
+async function call(path, { body, signal } = {}) {
+  const headers = {};
+  if (hasKey()) headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  if (body) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, {
+      method: body ? "POST" : "GET",
+      headers,
+      body: body && JSON.stringify(body),
+      signal,
+      cache: body ? "no-store" : "default",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Gone("The server does not answer.");
+  }
+  if (response.ok) return response;
+  const answer = await response.json().catch(() => ({}));
+  const retryAfter = response.headers.get("Retry-After");
+  throw new ApiError(response.status, answer.error, retryAfter === null ? null : Number(retryAfter));
+}
+
+export const info = async () => (await call("/v1/arpg/info")).json();
+export const classes = async () => (await call("/v1/arpg/classes")).json();
+
+/** Fetched with the key, which an image element could not send. */
+export const blobUrl = async (path) => URL.createObjectURL(await (await call(path)).blob());
+
+/** Whether the server is there and takes work. */
+export async function ready() {
+  try {
+    return (await fetch("/readyz", { cache: "no-store" })).ok;
+  } catch {
+    return false;
+  }
+}
+
+/** Run a job; yields {event: "queued" | "step" | "done", data}. Aborting the signal cancels it on the server too. */
+export async function* run(task, body, signal) {
+  const response = await call(`/v1/arpg/${task}`, { body: { ...body, stream: true }, signal });
+  try {
+    for await (const { event, data } of readEvents(response.body)) {
+      if (event === "error") throw new ApiError(data.error.status || 500, data.error);
+      yield { event, data };
+      if (event === "done") return;
+    }
+  } catch (error) {
+    if (error instanceof TypeError) throw new Gone("The connection to the server broke off.");
+    throw error;
+  }
+  throw new Gone("The server ended before the picture was done.");
+}

@@ -1,0 +1,312 @@
+// The page's start: fetches what the model offers, puts the parts together and runs the jobs.
+
+import * as api from "./api.js";
+import { ClassPicker } from "./class_picker.js";
+import { Compare } from "./compare.js";
+import { byId, radio } from "./dom.js";
+import { Form } from "./form.js";
+import { History } from "./history.js";
+import * as notices from "./notices.js";
+import { onIncoming, Picture, save, toBlob } from "./picture.js";
+import { check, makeBody, NotYet, takesPicture } from "./request.js";
+import { NAMES, Settings } from "./settings.js";
+import { SNIPPETS } from "./snippets.js";
+import { Stage } from "./stage.js";
+
+let info, form, settings, picker, stage, compare, history;
+const SMALL = matchMedia("(max-width: 960px)"); // as in style.css
+let job = null; // the AbortController of what runs now
+
+async function boot() {
+  let classes;
+  try {
+    info = await api.info();
+    classes = info.takes === "class" ? await api.classes() : { classes: [], thumbnails: null };
+  } catch (error) {
+    return fail(error, boot);
+  }
+  notices.clear();
+  const [width, height] = info.image_size;
+  document.title = `ARPG · ${info.model}`;
+  const count = info.takes === "class" ? ` · ${info.classes} classes` : "";
+  byId("model").textContent = `${info.model}${count} · ${width} × ${height}`;
+  const sprite = classes.thumbnails && { ...classes.thumbnails };
+  if (sprite) sprite.url = await api.blobUrl(sprite.url).catch(() => sprite.url);
+  picker = new ClassPicker(classes.classes, sprite, update);
+  settings = new Settings(info, update);
+  stage = new Stage(info, {
+    box: (box) => ((form.box = box), update()),
+    sides: (sides) => ((form.sides = sides), update()),
+    change: update,
+  });
+  compare = new Compare();
+  form = new Form(info, changed);
+  history = new History(restore);
+  if (SMALL.matches) byId("settings").open = byId("box-field").open = false;
+  byId("go").disabled = false;
+  byId("go-key").textContent = /Mac|iPhone|iPad/.test(navigator.platform) ? "⌘ ↵" : "Ctrl ↵";
+  changed("task");
+  listen();
+  await history.load();
+}
+
+function listen() {
+  byId("controls").addEventListener("submit", (event) => {
+    event.preventDefault();
+    draw();
+  });
+  byId("cancel").addEventListener("click", () => job?.abort());
+  addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      draw();
+    } else if (event.key === "Escape") job?.abort();
+  });
+  byId("box-fill").addEventListener("click", () => {
+    if (!stage.mask || !form.box) return;
+    if (stage.state === "result") stage.back();
+    stage.mask.addBox(form.box);
+    update();
+  });
+  byId("file").addEventListener("change", () => {
+    if (byId("file").files[0]) openFile(byId("file").files[0]);
+    byId("file").value = "";
+  });
+  onIncoming(openFile, byId("drop"));
+  document.querySelectorAll("input[name=snippet]").forEach((input) => input.addEventListener("change", update));
+  byId("snippet-copy").addEventListener("click", copySnippet);
+  byId("save-picture").addEventListener("click", () => {
+    const picture = stage.source || stage.picture;
+    if (picture) save(toBlob(picture.base64), "picture.png");
+  });
+  byId("save-mask").addEventListener("click", () => stage.mask && stage.saveMask());
+}
+
+// What the page says now.
+
+function read(variant = settings.current) {
+  const subject = info.takes === "text" ? byId("prompt").value.trim() : picker.value;
+  return { ...form.read(), subject: picker.find(subject)?.name ?? subject, settings: settings.given(variant) };
+}
+
+function changed(what) {
+  if (!form || !stage) return;
+  if (what === "task") stage.setTask(form.task);
+  if (what === "box") stage.setBox(form.box);
+  if (what === "sides") stage.setSides(form.sides);
+  update();
+}
+
+function update() {
+  if (!form) return;
+  const now = read();
+  byId("single").hidden = settings.comparing && !takesPicture(now);
+  byId("compare").hidden = !settings.comparing;
+  byId("mask-undo").disabled = !stage.mask?.undone.length;
+  const make = SNIPPETS[radio("snippet")];
+  const body = makeBody(now);
+  byId("snippet").textContent = make({ task: now.task, body, model: info.model, origin: location.origin, key: api.hasKey() });
+  byId("snippet-files").hidden = !takesPicture(now);
+  byId("snippet-mask").hidden = now.task !== "inpaint";
+}
+
+async function copySnippet() {
+  const label = byId("snippet-copy").querySelector("span");
+  try {
+    await navigator.clipboard.writeText(byId("snippet").textContent);
+    label.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(byId("snippet")); // no right to the clipboard: mark it for copying by hand
+    label.textContent = "Press Ctrl C";
+  }
+  setTimeout(() => (label.textContent = "Copy"), 2000);
+}
+
+// Drawing.
+
+async function draw() {
+  if (job) return;
+  if (!form) return boot();
+  notices.clear();
+  form.roll();
+  update();
+  const now = read();
+  try {
+    check(now, { hasPicture: Boolean(stage.picture), maskShare: stage.mask?.share });
+  } catch (error) {
+    return fail(error);
+  }
+  if (takesPicture(now) && !stage.source) stage.setSource(stage.picture);
+  job = new AbortController();
+  running(true);
+  const { signal } = job;
+  if (SMALL.matches) byId("stage").scrollIntoView({ block: "start" });
+  try {
+    if (settings.comparing) await drawTwo(now, signal);
+    else await drawOne(now, signal);
+  } catch (error) {
+    if (!settings.comparing) stage.cancelled();
+    if (error.name !== "AbortError") fail(error, draw);
+  } finally {
+    job = null;
+    running(false);
+  }
+}
+
+function running(yes) {
+  byId("go").hidden = yes;
+  byId("cancel").hidden = !yes;
+  document.body.classList.toggle("running", yes);
+  if (yes) byId("cancel").focus({ preventScroll: true });
+  else if (document.activeElement === document.body) byId("go").focus({ preventScroll: true });
+}
+
+/** The body with its pictures. */
+async function whole(now) {
+  const body = makeBody(now);
+  if ("image" in body) body.image = stage.source.base64;
+  if ("mask" in body) body.mask = await stage.mask.toBase64();
+  return body;
+}
+
+/** Run one job to its end; a busy server is asked again when it said so. */
+async function follow(task, body, signal, { queued, step }) {
+  while (true) {
+    try {
+      for await (const { event, data } of api.run(task, body, signal)) {
+        if (event === "queued") queued(data.position);
+        else if (event === "step") step(data);
+        else if (event === "done") return data;
+      }
+    } catch (error) {
+      const wait = error.status === 429 || (error.status === 503 && error.retryAfter !== null);
+      if (!wait) throw error;
+      await notices.busy("The server is busy.", error.retryAfter ?? 2, signal);
+    }
+  }
+}
+
+const titleOf = (now, body) => body.class ?? body.prompt ?? stage.source?.name ?? now.task;
+const fileName = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40) || "picture";
+
+function aboutOf(body, answer) {
+  const { steps } = { ...answer.settings, ...body };
+  const { width, height, seed } = answer.images[0];
+  return `seed ${seed} · ${steps ?? info.defaults.steps} steps · ${width} × ${height}`;
+}
+
+async function drawOne(now, signal) {
+  const body = await whole(now);
+  const title = String(titleOf(now, body));
+  stage.start(title);
+  const answer = await follow(now.task, body, signal, {
+    queued: (position) => stage.queued(position),
+    step: (event) => stage.step(event),
+  });
+  const about = aboutOf(body, answer);
+  const name = `${fileName(title)}-${answer.images[0].seed}`;
+  const last = await stage.done(answer, { title, about, name });
+  remember({ label: title, about, task: now.task, body, answer, last });
+}
+
+async function drawTwo(now, signal) {
+  compare.start(info.grid, [settings.resolved(0), settings.resolved(1)]);
+  byId("stage-title").textContent = String(titleOf(now, makeBody(now)));
+  byId("stage-about").textContent = `two settings, seed ${now.seed}`;
+  byId("live").textContent = "Drawing with both settings";
+  await Promise.all(
+    compare.sides.map(async (side, variant) => {
+      const body = await whole({ ...read(variant), num: 1 });
+      let last = null;
+      const answer = await follow(now.task, body, signal, { queued: () => {}, step: (event) => side.step((last = event)) });
+      const title = String(titleOf(now, body));
+      await side.done(answer, fileName(title));
+      remember({ label: `${title} (${side.name})`, about: aboutOf(body, answer), task: now.task, body, answer, last });
+    }),
+  );
+  byId("live").textContent = "Both are done";
+}
+
+// Past runs and pictures that say how they were made.
+
+function remember({ last, ...entry }) {
+  const map = last && { grid: last.grid, decoded_at: last.decoded_at, steps: last.steps, step: last.step };
+  history.add({ ...entry, map });
+}
+
+async function restore({ task, body, answer, map, label, about }) {
+  if (job) return;
+  notices.clear();
+  const source = body.image ? await Picture.fromBase64(body.image) : null;
+  settings.restore(body);
+  setSubject(body);
+  stage.state = "empty"; // what is shown now is not carried over
+  form.restore(task, body);
+  if (source) {
+    stage.setSource(source);
+    if (body.mask) stage.mask.load(await createImageBitmap(toBlob(body.mask)));
+    if (body.box) (form.box = body.box), stage.setBox(body.box);
+    if (task === "outpaint") (form.sides = body), stage.setSides(form.sides);
+  }
+  stage.restore(map);
+  await stage.done({ ...answer }, { title: label, about, name: `${fileName(label)}-${answer.images[0].seed}`, source });
+  update();
+}
+
+function setSubject(body) {
+  if (info.takes === "text") byId("prompt").value = body.prompt ?? "";
+  else if (body.class != null) picker.choose(picker.find(body.class)?.name ?? String(body.class));
+}
+
+async function openFile(file) {
+  if (job || !stage) return;
+  let opened;
+  try {
+    opened = await Picture.fromFile(file, info.limits);
+  } catch (error) {
+    return notices.show("error", error.message);
+  }
+  notices.clear();
+  const { picture, about, scaled } = opened;
+  const size = `${picture.width} × ${picture.height}`;
+  let made = null;
+  try {
+    made = about && JSON.parse(about);
+  } catch {
+    made = null; // a text of another program under our name
+  }
+  if (made) {
+    settings.restore({ ...made.settings, ...Object.fromEntries(NAMES.map((name) => [name, made.settings?.[name] ?? made[name]])) });
+    setSubject(made);
+    if (Number.isInteger(made.seed)) form.setSeed(made.seed, true);
+    notices.show("info", "The picture says how it was made: its class, seed and settings are set.");
+  } else if (scaled) {
+    notices.show("info", `The picture was scaled from ${scaled.join(" × ")} to ${size}, the most this server takes.`);
+  }
+  stage.setSource(picture, size);
+  if (!made && form.task === "generate") form.task = "inpaint";
+  if (form.task === "expand") document.querySelector("input[name=from][value=picture]").click();
+  update();
+}
+
+// What went wrong, and what to do.
+
+const FIELDS = { class: "class-input", prompt: "prompt", mask: "board", box: "box-l", size: "size-w", num: "num", seed: "seed", feather: "feather" };
+
+function fail(error, again = () => {}) {
+  if (error instanceof api.Gone) {
+    const back = () => (info ? notices.show("info", "The server is back.", [["Try again", again]]) : again());
+    return notices.gone(error.message, back);
+  }
+  if (error.status === 401) return notices.askKey(error.message, again);
+  if (error.status === 503) return notices.gone("The server is starting or about to stop.", again);
+  const nearest = (error.nearest || []).map((name) => [name, () => (picker.choose(name), draw())]);
+  const retry = error.status >= 500 ? [["Try again", again]] : [];
+  notices.show("error", error.message, [...nearest, ...retry]);
+  const field = byId(error instanceof NotYet ? error.field : FIELDS[error.param] || `set-${error.param}`);
+  if (!field) return;
+  if (error.param && field.matches("input")) field.setAttribute("aria-invalid", "true");
+  field.focus();
+}
+
+boot();

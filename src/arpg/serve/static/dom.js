@@ -1,0 +1,41 @@
+// Elements: found by id, or made with properties and children.
+
+export const byId = (id) => document.getElementById(id);
+
+/** Make an element. Names with a dash are attributes, `on` holds listeners, everything else is a property. */
+export function make(tag, props = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name === "on") for (const [event, call] of Object.entries(value)) element.addEventListener(event, call);
+    else if (name.includes("-") || name === "role" || name === "for") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children);
+  return element;
+}
+
+export function icon(name) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("class", "icon");
+  svg.setAttribute("aria-hidden", "true");
+  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
+  use.setAttribute("href", `/static/icons.svg#${name}`);
+  svg.append(use);
+  return svg;
+}
+
+export function setIcon(button, name) {
+  button.querySelector("use").setAttribute("href", `/static/icons.svg#${name}`);
+}
+
+export const radio = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
+
+export function setRadio(name, value) {
+  document.querySelector(`input[name="${name}"][value="${value}"]`).checked = true;
+}
+
+/** The filled part of a slider's track is drawn in CSS from this number. */
+export function paintSlider(input) {
+  const span = Number(input.max) - Number(input.min) || 1;
+  input.style.setProperty("--fill", `${(100 * (Number(input.value) - Number(input.min))) / span}%`);
+}

@@ -1,0 +1,199 @@
+// The form: task, seed, number of images, and the numbers of each task, kept in step with the board.
+
+import { byId, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
+import { canFit } from "./request.js";
+
+const TASKS = {
+  generate: ["Generate", "Draw a new picture."],
+  inpaint: ["Fill", "Paint over what should be drawn anew. Everything else stays as it is."],
+  edit: ["Replace", "Draw a box on the picture and put something else there."],
+  outpaint: ["Extend", "Pull the edges: the picture is continued into the new space."],
+  expand: ["Enlarge", "Draw at a larger size than the model was trained for."],
+};
+const SIDES = ["left", "top", "right", "bottom"];
+const CORNERS = ["l", "t", "r", "b"];
+const number = (id) => Math.max(0, Math.round(Number(byId(id).value) || 0));
+
+export class Form {
+  /** `onchange(what)` tells what was changed by the user: task, box, sides, or anything else. */
+  constructor(info, onchange) {
+    Object.assign(this, { info, onchange, locked: false });
+    this.#number("num", 1, info.limits.images);
+    byId("prompt-field").hidden = info.takes !== "text";
+    byId("class-field").hidden = info.takes === "text";
+    if (info.takes === "text") byId("from-class").nextElementSibling.textContent = "From the prompt";
+    document.querySelectorAll("input[name=task]").forEach((input) => input.addEventListener("change", () => this.#task()));
+    document.querySelectorAll("input[name=from]").forEach((input) => input.addEventListener("change", () => this.#task()));
+    byId("fits").addEventListener("change", () => this.#task());
+    byId("prompt").addEventListener("input", () => onchange("subject"));
+    for (const corner of CORNERS) byId(`box-${corner}`).addEventListener("input", () => onchange("box"));
+    for (const side of SIDES) {
+      byId(`side-${side}`).step = info.stride;
+      byId(`side-${side}`).addEventListener("input", () => onchange("sides"));
+    }
+    this.#slider("feather", (value) => `${value} px`, () => onchange("feather"));
+    this.#seed();
+    this.#expand();
+    this.roll();
+    this.#task();
+  }
+
+  get task() {
+    return radio("task");
+  }
+
+  set task(name) {
+    setRadio("task", name);
+    this.#task();
+  }
+
+  get seed() {
+    return number("seed");
+  }
+
+  get box() {
+    const box = CORNERS.map((corner) => number(`box-${corner}`));
+    return box[2] > box[0] && box[3] > box[1] ? box : null;
+  }
+
+  set box(box) {
+    CORNERS.forEach((corner, i) => (byId(`box-${corner}`).value = box ? box[i] : ""));
+  }
+
+  get sides() {
+    return Object.fromEntries(SIDES.map((side) => [side, number(`side-${side}`)]));
+  }
+
+  set sides(sides) {
+    for (const side of SIDES) byId(`side-${side}`).value = sides[side] || 0;
+  }
+
+  set size([width, height]) {
+    byId("size-w").value = width;
+    byId("size-h").value = height;
+  }
+
+  /** Everything the request depends on, but the subject and the settings. */
+  read() {
+    return {
+      task: this.task,
+      takes: this.info.takes,
+      from: radio("from"),
+      fits: byId("fits").checked,
+      seed: this.seed,
+      num: Math.max(1, number("num")),
+      feather: number("feather"),
+      box: this.box,
+      sides: this.sides,
+      size: [number("size-w"), number("size-h")],
+      way: byId("way").value,
+    };
+  }
+
+  /** Take over a past request. */
+  restore(task, body) {
+    this.task = task;
+    this.setSeed(body.seed ?? 0, true);
+    if (body.num) byId("num").value = body.num;
+    if (body.feather !== undefined) byId("feather").value = body.feather;
+    paintSlider(byId("feather"));
+    byId("fits").checked = task !== "generate" && task !== "edit" && (body.class ?? body.prompt ?? null) === null;
+    if (body.box) this.box = body.box;
+    if (task === "outpaint") this.sides = body;
+    if (body.size) this.size = body.size;
+    if (task === "expand") setRadio("from", body.image ? "picture" : "class");
+    byId("way").value = body.way || "";
+    this.#task();
+  }
+
+  /** A new seed, unless this one is to be kept. */
+  roll() {
+    if (!this.locked) this.setSeed(crypto.getRandomValues(new Uint32Array(1))[0] % 1000000, false);
+  }
+
+  setSeed(seed, locked) {
+    byId("seed").value = seed;
+    this.locked = locked;
+    const button = byId("seed-lock");
+    button.setAttribute("aria-pressed", locked);
+    setIcon(button, locked ? "lock" : "unlock");
+  }
+
+  #seed() {
+    byId("seed").addEventListener("input", () => {
+      this.setSeed(byId("seed").value, true); // who writes a seed wants that one
+      this.onchange("seed");
+    });
+    byId("seed-lock").addEventListener("click", () => this.setSeed(this.seed, !this.locked));
+    byId("seed-roll").addEventListener("click", () => {
+      const { locked } = this;
+      this.locked = false;
+      this.roll();
+      this.setSeed(this.seed, locked);
+      this.onchange("seed");
+    });
+  }
+
+  #expand() {
+    const [width, height] = this.info.image_size;
+    const most = this.info.limits.side;
+    this.size = [Math.min(2 * width, most), Math.min(2 * height, most)];
+    this.#number("size-w", this.info.stride, most);
+    this.#number("size-h", this.info.stride, most);
+    const factors = [2, 3, 4].filter((factor) => factor * Math.max(width, height) <= most);
+    byId("size-chips").replaceChildren(
+      ...factors.map((factor) => {
+        const click = () => {
+          this.size = [factor * width, factor * height];
+          this.onchange("size");
+        };
+        return make("button", { type: "button", className: "chip", on: { click } }, `${factor} ×`);
+      }),
+    );
+    const ways = [{ name: "", about: "The model's own choice." }, ...(this.info.choices.way || [])];
+    byId("way").replaceChildren(...ways.map((way) => make("option", { value: way.name }, way.name || "default")));
+    const tell = () => (byId("way-about").textContent = ways.find((way) => way.name === byId("way").value)?.about || "");
+    byId("way").addEventListener("change", () => {
+      tell();
+      this.onchange("way");
+    });
+    tell();
+  }
+
+  #task() {
+    const form = this.read();
+    const [label, about] = TASKS[form.task];
+    byId("go-label").textContent = label;
+    byId("task-about").textContent = about;
+    for (const part of document.querySelectorAll("[data-task]")) part.hidden = part.dataset.task !== form.task;
+    byId("box-field").hidden = form.task !== "edit" && form.task !== "inpaint";
+    byId("box-fill").hidden = form.task !== "inpaint";
+    byId("fits-field").hidden = !canFit(form);
+    const free = canFit(form) && form.fits;
+    byId("class-input").disabled = byId("prompt").disabled = free;
+    byId("class-chips").hidden = free || form.task !== "generate";
+    this.onchange("task");
+  }
+
+  #number(id, min, max) {
+    Object.assign(byId(id), { min, max });
+    byId(id).addEventListener("input", () => this.onchange(id));
+    byId(id).addEventListener("change", (event) => {
+      event.target.value = Math.min(Math.max(min, number(id)), max);
+      this.onchange(id);
+    });
+  }
+
+  #slider(id, text, call) {
+    const input = byId(id);
+    const tell = () => {
+      byId(`${id}-out`).textContent = text(input.value);
+      paintSlider(input);
+    };
+    input.addEventListener("input", () => {
+      tell();
+      call();
+    });
+    tell();
+  }
+}

@@ -1,0 +1,97 @@
+// The steps of the last run, kept to be looked at again: a slider and a play button.
+
+import { byId, paintSlider, setIcon } from "./dom.js";
+import { stepText } from "./order_map.js";
+import { toBlob } from "./picture.js";
+
+const MOST_FRAMES = 160; // of a long run every second one is dropped, then every second of those
+const PACE = 90; // milliseconds per frame
+
+export class Replay {
+  /** `show(bitmap, frame, image)` draws one frame. */
+  constructor(show) {
+    this.show = show;
+    this.slider = byId("replay-step");
+    this.button = byId("replay-play");
+    this.turn = 0;
+    this.reset();
+    this.slider.addEventListener("input", () => {
+      this.stop();
+      this.seek(Number(this.slider.value));
+    });
+    this.button.addEventListener("click", () => (this.timer ? this.stop() : this.play()));
+  }
+
+  reset() {
+    this.stop();
+    Object.assign(this, { frames: [], image: 0, every: 1, seen: 0 });
+    this.turn += 1; // what is still being decoded is of no use any more
+    byId("replay").hidden = true;
+  }
+
+  /** A step event; shown at once. */
+  add(frame) {
+    if (!frame.previews.length) return this.show(null, frame, this.image); // we read too slowly for pictures
+    if (this.seen++ % this.every === 0) this.frames.push(frame);
+    if (this.frames.length > MOST_FRAMES) {
+      this.frames = this.frames.filter((_, i) => i % 2 === 0);
+      this.every *= 2;
+    }
+    return this.#draw(frame);
+  }
+
+  /** The run is over: its last frame is the finished picture. */
+  finish(last) {
+    this.frames.push(last);
+    this.slider.max = this.frames.length - 1;
+    byId("replay").hidden = this.frames.length < 3;
+    this.#mark(this.frames.length - 1);
+  }
+
+  select(image) {
+    this.image = image;
+    if (this.frames.length) this.seek(this.frames.length - 1);
+  }
+
+  seek(at) {
+    this.#mark(at);
+    return this.#draw(this.frames[at]);
+  }
+
+  play() {
+    setIcon(this.button, "pause");
+    this.button.querySelector("span").textContent = "Pause";
+    let at = Number(this.slider.value);
+    if (at >= this.frames.length - 1) at = -1;
+    const tick = async () => {
+      at += 1;
+      await this.seek(at);
+      if (!this.timer) return;
+      if (at >= this.frames.length - 1) return this.stop();
+      this.timer = setTimeout(tick, PACE);
+    };
+    this.timer = setTimeout(tick, 0);
+  }
+
+  stop() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    setIcon(this.button, "play");
+    this.button.querySelector("span").textContent = "Play the steps";
+  }
+
+  #mark(at) {
+    this.slider.value = at;
+    const frame = this.frames[at];
+    byId("replay-out").textContent = frame.steps ? `${frame.step} / ${frame.steps}` : frame.step;
+    const where = frame.windows > 1 ? `, window ${frame.window + 1} of ${frame.windows}` : "";
+    this.slider.setAttribute("aria-valuetext", `${stepText(frame)}${where}`);
+    paintSlider(this.slider);
+  }
+
+  async #draw(frame) {
+    const turn = (this.turn += 1);
+    const bitmap = await createImageBitmap(toBlob(frame.previews[Math.min(this.image, frame.previews.length - 1)]));
+    if (turn === this.turn) this.show(bitmap, frame, this.image); // unless a later one has overtaken it
+  }
+}

@@ -1,0 +1,81 @@
+// The current request as a command line, as Python and as curl: plain functions from the request to text.
+
+const SETTINGS = [
+  "steps", "guidance", "guidance_schedule", "order", "schedule", "attention", "decode", "draft",
+  "temperature", "top_k", "top_p", "best_of",
+];
+const NAMES = { inpaint: "filled", edit: "edited", outpaint: "wide", expand: "large" };
+
+const slug = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40);
+const target = ({ task, body }) => NAMES[task] || slug(body.class ?? body.prompt) || "out";
+const subject = ({ body }) => body.prompt ?? body.class ?? null;
+
+/** In single quotes where a shell would read something into it. */
+export const shellQuote = (text) =>
+  /^[\w@%+=:,./-]+$/.test(text) ? text : `'${String(text).replaceAll("'", "'\\''")}'`;
+
+export function commandLine({ task, body, model }) {
+  const parts = ["arpg", task];
+  const add = (flag, value) => parts.push(`--${flag}`, shellQuote(String(value)));
+  if ("image" in body && body.image !== null) parts.push("picture.png");
+  if ("mask" in body) parts.push("--mask", "mask.png");
+  if (body.box) add("box", body.box.join(","));
+  for (const side of ["left", "top", "right", "bottom"]) if (body[side]) add(side, body[side]);
+  if (body.size) add("size", body.size.join("x"));
+  if (body.way) add("way", body.way);
+  if (body.prompt != null) add("prompt", body.prompt);
+  if (body.class != null) add("class", body.class);
+  if (body.feather) add("feather", body.feather);
+  if (model !== "garden") add("model", model);
+  for (const name of SETTINGS) if (body[name] != null) add(name.replaceAll("_", "-"), body[name]);
+  parts.push("--num", body.num, "--seed", body.seed, "--output", shellQuote(target({ task, body }) + (body.num > 1 ? "/" : ".png")));
+  return parts.join(" ");
+}
+
+export function python({ task, body, model }) {
+  const literal = (value) => (Array.isArray(value) ? `(${value.join(", ")}${value.length === 1 ? "," : ""})` : JSON.stringify(value));
+  const given = subject({ body });
+  const positional = [];
+  const named = [];
+  if (body.image != null) positional.push('Image.open("picture.png")');
+  if (task === "inpaint") positional.push('Image.open("mask.png")');
+  if (task === "edit") named.push(`box=${literal(body.box)}`);
+  if (task === "generate") positional.push(literal(given));
+  else if (given !== null) named.push(`class_=${literal(given)}`);
+  for (const side of ["left", "top", "right", "bottom"]) if (body[side]) named.push(`${side}=${body[side]}`);
+  if (body.size) named.push(`size=${literal(body.size)}`);
+  if (body.way) named.push(`way=${literal(body.way)}`);
+  if (body.feather) named.push(`feather=${body.feather}`);
+  named.push(`num_images=${body.num}`, `seed=${body.seed}`);
+  for (const name of SETTINGS) if (body[name] != null) named.push(`${name}=${literal(body[name])}`);
+  const name = target({ task, body });
+  return [
+    ...(body.image != null ? ["from PIL import Image", ""] : []),
+    "from arpg import Pipeline",
+    "",
+    `pipe = Pipeline.from_pretrained(${JSON.stringify(model)})`,
+    `images = pipe.${task}(${[...positional, ...named].join(", ")})`,
+    ...(body.num > 1
+      ? ["for i, image in enumerate(images):", `    image.save(f"${name}-{i}.png")`]
+      : [`images[0].save("${name}.png")`]),
+  ].join("\n");
+}
+
+export function curl({ task, body, origin, key }) {
+  const name = target({ task, body });
+  const head = [`curl -s ${origin}/v1/arpg/${task} -H 'Content-Type: application/json'`];
+  if (key) head.push(`-H "Authorization: Bearer $ARPG_KEY"`);
+  const write =
+    body.num > 1
+      ? `jq -r '.images[].png' | (i=0; while read -r png; do echo "$png" | base64 -d > ${name}-$i.png; i=$((i+1)); done)`
+      : `jq -r '.images[0].png' | base64 -d > ${name}.png`;
+  if (body.image == null) return `${head.join(" ")} -d ${shellQuote(JSON.stringify(body))} | ${write}`;
+  // Pictures are too long for an argument; a here-document is not, and the shell fills them in.
+  const text = JSON.stringify({ ...body, image: "@image", ...("mask" in body ? { mask: "@mask" } : {}) })
+    .replace(/[\\$`]/g, "\\$&")
+    .replace('"@image"', '"$(base64 < picture.png | tr -d \'\\n\')"')
+    .replace('"@mask"', '"$(base64 < mask.png | tr -d \'\\n\')"');
+  return `${head.join(" ")} -d @- <<END | ${write}\n${text}\nEND`;
+}
+
+export const SNIPPETS = { cli: commandLine, python, curl };
