@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from arpg import InputError, cli
 from arpg.canvas import Canvas, box_mask
@@ -167,22 +167,78 @@ def test_pictures_of_every_kind(pipeline, tmp_path):
     assert np.asarray(open_image(tmp_path / "deep.png")).min() == 255
 
 
-def png_header(width, height):
-    """A PNG that claims a size and has next to nothing in it."""
+def test_pictures_show_what_they_should(tmp_path):
+    """Turned the right way round, 16 bits scaled (not clipped), half-transparent on white, colours kept."""
+    image = noise(12, 8)
+    pixels = np.asarray(image)
+    for turn, expected in ((6, np.rot90(pixels, -1)), (8, np.rot90(pixels)), (3, pixels[::-1, ::-1])):
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        image.save(tmp_path / "turned.png", exif=exif)
+        assert np.array_equal(np.asarray(open_image(tmp_path / "turned.png")), expected)
+    deep = np.arange(96, dtype=np.uint16).reshape(8, 12) * 257
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert np.array_equal(np.asarray(open_image(tmp_path / "deep.png"))[..., 0], deep // 257)
+    grey = image.convert("L")
+    for mode in ("L", "LA", "1", "P"):
+        grey.convert(mode).save(tmp_path / "grey.png")
+        shown = np.asarray(open_image(tmp_path / "grey.png"))
+        assert np.array_equal(shown[..., 0], np.asarray(grey.convert(mode).convert("L"))), mode
+    half = image.convert("RGBA")
+    half.putalpha(128)
+    half.save(tmp_path / "half.png")
+    expected = pixels * (128 / 255) + 255 * (127 / 255)
+    assert abs(np.asarray(open_image(tmp_path / "half.png")) - expected).max() <= 1.01
+    few = image.quantize(16)
+    few.save(tmp_path / "few.png", transparency=3)
+    shown, hidden = np.asarray(open_image(tmp_path / "few.png")), np.asarray(few) == 3
+    assert (shown[hidden] == 255).all()
+    assert np.array_equal(shown[~hidden], np.asarray(few.convert("RGB"))[~hidden])
+    flat = Image.new("RGB", (16, 16), (200, 40, 90))
+    flat.convert("CMYK").save(tmp_path / "cmyk.jpg", quality=100)
+    assert abs(np.asarray(open_image(tmp_path / "cmyk.jpg")).astype(int) - (200, 40, 90)).max() <= 8
+
+
+def png(width, height, *, bits=8, data=b""):
+    """A PNG; without data, one that claims a size and has next to nothing in it."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", width, height, bits, 2 if bits == 8 else 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data or zlib.compress(b"")) + chunk(b"IEND", b"")
+    )
+
+
+def test_a_bomb_is_refused_before_a_pixel_is_decoded(tmp_path, monkeypatch, folder, capsys):
+    """Whole files of 400 and of 100 million pixels, a few kilobytes each; the second is below Pillow's own limit."""
+
+    def fail(*_, **__):
+        raise AssertionError("decoded")
+
+    for side in (20_000, 10_000):
+        path = tmp_path / f"{side}.png"
+        row = b"\0" * (side // 8 + 1)
+        path.write_bytes(png(side, side, bits=1, data=zlib.compress(row * side, 1)))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    for side in (20_000, 10_000):
+        with pytest.raises(InputError, match="at most 64 million pixels"):
+            open_image(tmp_path / f"{side}.png")
+        arguments = ["inpaint", str(tmp_path / f"{side}.png"), "--mask", str(tmp_path / "20000.png")]
+        monkeypatch.setattr(sys, "argv", ["arpg", *arguments, "--model", str(folder)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        assert exited.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_bad_files(tmp_path, monkeypatch):
     (tmp_path / "text.png").write_text("hello")
     noise(32, 32).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:200])
-    (tmp_path / "bomb.png").write_bytes(png_header(20_000, 20_000))
-    (tmp_path / "large.png").write_bytes(png_header(9_000, 9_000))
+    (tmp_path / "bomb.png").write_bytes(png(20_000, 20_000))
+    (tmp_path / "large.png").write_bytes(png(9_000, 9_000))
     for name, message in (
         ("none.png", "does not exist"),
         ("text.png", "cannot be read as an image"),

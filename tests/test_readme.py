@@ -49,6 +49,17 @@ def test_the_tree_names_every_module():
             assert path.name in README, f"{path.name} is not in the README's tree"
 
 
+def test_the_gallery_shows_what_its_commands_write():
+    """Every picture is the output of a command on the page, and small."""
+    folder = ROOT / "docs" / "images" / "gallery"
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    written = set(re.findall(r"(?:-o|--map|--gif) (\S+)", text))
+    shown = set(re.findall(r"images/gallery/([^)]+)\)", text))
+    assert shown <= written
+    assert shown == {path.name for path in folder.iterdir()}
+    assert max(path.stat().st_size for path in folder.iterdir()) <= 150_000
+
+
 def test_links_and_pictures_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if not target.startswith("http"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -85,7 +86,7 @@ class Drawing:
         self._index = 0  # of the request that comes next, or was handed out last
         self._request: Request | None = None
         self._bits_C = torch.zeros(len(wanted))
-        self._start(self.stages[0])
+        self._start(self.stages[0], wanted.batch_size)
 
     def __len__(self) -> int:
         """Requests, from first to last."""
@@ -153,13 +154,14 @@ class Drawing:
         self._request = None
         self._index += 1
         if self._index < len(self._parts) and self._parts[self._index].stage != part.stage:
-            self._pictures = self._drawn(part.stage, range(len(self.wanted)))
-            self._start(self.stages[part.stage + 1])
+            # One at a time: convolutions round differently in another batch, and then tokens would depend on it.
+            self._pictures = self._drawn(part.stage, range(len(self.wanted)), 1)
+            self._start(self.stages[part.stage + 1], 1)
 
     def images(self) -> list[Image.Image]:
         """The pictures, one for each label."""
         assert self._index == len(self._parts)
-        return self._drawn(len(self.stages) - 1, self.kept)
+        return self._drawn(len(self.stages) - 1, self.kept, self.wanted.batch_size)
 
     def _plan(self) -> list[Part]:
         parts: list[Part] = []
@@ -176,27 +178,22 @@ class Drawing:
         return slice(top, top + high), slice(left, left + wide)
 
     @torch.no_grad()
-    def _start(self, stage: Stage) -> None:
+    def _start(self, stage: Stage, batch_size: int) -> None:
         """Lay the tokens of the pictures on the grid."""
         candidates = len(self.wanted)
         ids_CN = torch.zeros(candidates, stage.grid[0] * stage.grid[1], dtype=torch.long)
         if stage.see is not None:
-            shown = [stage.see(picture) for picture in self._pictures]
             stand = slice(None) if stage.stand_M is None else stage.stand_M
-            if len(shown) == 1:  # the same for all
-                ids_CN[:, stand] = self.tokenizer.encode(to_images(shown[0][None], self.tokenizer.device)).cpu()
-            else:
-                for i in range(0, candidates, self.wanted.batch_size):
-                    rows = range(candidates)[i : i + self.wanted.batch_size]
-                    pixels_B3HW = torch.cat([to_images(shown[row][None], self.tokenizer.device) for row in rows])
-                    ids_CN[rows.start : rows.stop, stand] = self.tokenizer.encode(pixels_B3HW).cpu()
+            shown = np.stack([stage.see(picture) for picture in self._pictures])
+            parts = [shown[i : i + batch_size] for i in range(0, len(shown), batch_size)]
+            ids_CM = [self.tokenizer.encode(to_images(pixels, self.tokenizer.device)).cpu() for pixels in parts]
+            ids_CN[:, stand] = torch.cat(ids_CM)  # one for all, or one for each
         self._ids_Chw = ids_CN.reshape(-1, *stage.grid)
         self._known_Chw = torch.from_numpy(stage.known_hw).repeat(candidates, 1, 1)
 
     @torch.no_grad()
-    def _drawn(self, stage: int, rows: Sequence[int]) -> list[Image.Image]:
-        ids_Bhw = self._ids_Chw[torch.tensor(rows)]
-        parts = torch.split(ids_Bhw, self.wanted.batch_size)
+    def _drawn(self, stage: int, rows: Sequence[int], batch_size: int) -> list[Image.Image]:
+        parts = torch.split(self._ids_Chw[torch.tensor(rows)], batch_size)
         return [image for ids in parts for image in self._pixels(self.stages[stage], ids, None)]
 
     def _pixels(self, stage: Stage, ids_Bhw: Tensor, known_Bhw: Tensor | None) -> list[Image.Image]:

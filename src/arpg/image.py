@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def open_image(path: Path, *, what: str = "image") -> Image.Image:
     """A picture from a file, as RGB. Its size is checked before a pixel is decoded."""
     require(path.is_file(), f"{what} {path} does not exist; expected an image file")
     try:
-        with Image.open(path) as image:
+        with (
+            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
+            Image.open(path) as image,
+        ):
             width, height = image.size
             require(width * height <= MAX_PIXELS, f"{what} {path} is {width}x{height} pixels; {_TOO_LARGE}")
             return to_rgb(image)

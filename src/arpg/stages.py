@@ -103,9 +103,7 @@ def expand(picture: tuple[int, int], size: tuple[int, int], *, window: Grid, str
     stand = None
     if way == "positions":
         known = np.zeros((high, wide), dtype=bool)
-        rows, columns = (
-            (2 * np.arange(few) + 1) * many // (2 * few) for few, many in zip(seen, known.shape, strict=True)
-        )
+        rows, columns = (np.arange(few) * many // few for few, many in zip(seen, known.shape, strict=True))
         known[np.ix_(rows, columns)] = True
         stand = torch.from_numpy(np.flatnonzero(known))
     scale = min(1.0, window[0] / high, window[1] / wide)
