@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image, ImageChops
 from page_server import Fake
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PATIENCE = 120_000  # milliseconds for a picture; a real model on a busy machine takes its time
 DESKTOP = {"viewport": {"width": 1280, "height": 860}}
 VIOLATIONS = """window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));"""
@@ -72,6 +74,11 @@ def page(visit):
     return visit()
 
 
+@pytest.fixture
+def info(page, url):
+    return page.request.get(f"{url}/v1/arpg/info").json()
+
+
 def choose(page, name):
     page.fill("#class-input", name)
     page.keyboard.press("Enter")
@@ -81,8 +88,7 @@ def draw(page, task="generate"):
     """Press the button, wait for the end; what was asked for."""
     with page.expect_request(f"**/v1/arpg/{task}") as caught:
         page.click("#go")
-    page.wait_for_selector("#cancel", state="hidden")
-    page.wait_for_selector("#actions", state="visible")
+    page.wait_for_selector("#actions", state="visible", timeout=PATIENCE)
     return caught.value.post_data_json
 
 
@@ -98,6 +104,13 @@ def shown(page):
     """The picture on the board, brought to the size of a small one; None: nothing is drawn."""
     image = Image.open(io.BytesIO(page.locator("#board").screenshot())).convert("RGB")
     return image.resize((96, 96), Image.Resampling.BOX)
+
+
+def result(page):
+    """The finished picture, as it is downloaded."""
+    with page.expect_download() as caught:
+        page.click("#download")
+    return Path(caught.value.path()).read_bytes()
 
 
 def close_to(a, b, most=12.0):

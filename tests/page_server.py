@@ -79,7 +79,9 @@ INFO = {
             causal="Tokens see only what came before them.",
         ),
         "decode": about(
-            steps="Many tokens per step, a little approximate.", exact="As if one token at a time, in fewer calls."
+            steps="Several tokens at once, as the schedule says.",
+            exact="The picture of one token at a time, in fewer calls.",
+            speculative="As likely as one token at a time, in fewer calls.",
         ),
         "way": about(
             windows="Overlapping windows over a larger grid.", positions="One grid with positions in between."
@@ -99,6 +101,7 @@ class Fake:
         self.key = None
         self.takes = "class"
         self.failures = []  # (status, error, headers), each used once, before any job
+        self.late = False  # errors come as an event, after the stream has begun
         self.break_after = None  # a stream breaks off after this many steps
         self.asked = []
         self.cancelled = threading.Event()
@@ -176,7 +179,10 @@ class Handler(BaseHTTPRequestHandler):
             near = [name for name in NAMES if name[:3].lower() == str(named)[:3].lower()][:4]
             message = f"class {named!r} is unknown; nearest: {', '.join(near)}"
             error = {"message": message, "type": "invalid_request_error", "param": "class", "code": "unknown_class"}
-            return self.send(400, {"error": {**error, "nearest": near}})
+            if not self.fake.late:
+                return self.send(400, {"error": {**error, "nearest": near}})
+            event = f"event: error\ndata: {json.dumps({'error': {**error, 'nearest': near}})}\n\n"
+            return self.send(200, event.encode(), "text/event-stream")
         if not body.get("stream"):
             return self.send(200, list(self.job(task, body))[-1][1])
         self.send_response(200)
@@ -223,7 +229,8 @@ class Handler(BaseHTTPRequestHandler):
                         preview.paste((224, 224, 224), box)
                 maps.append(decoded)
                 previews.append(png(preview))
-            event = {"step": step + 1, "steps": steps, "window": 0, "windows": 1}
+            told = steps if body.get("decode", "steps") == "steps" else None
+            event = {"step": step + 1, "steps": told, "window": 0, "windows": 1}
             yield "step", {**event, "previews": previews, "grid": [rows, columns], "decoded_at": maps}
         given = {name: body[name] for name in INFO["defaults"] if name in body}
         settings = {**INFO["defaults"], "guidance": DEFAULTS.guidance_for(body.get("steps") or 24), **given}

@@ -28,9 +28,14 @@ def snippet(page, kind):
     return page.inner_text("#snippet")
 
 
+@pytest.fixture
+def page(visit, fake):
+    return visit(fake.url)  # never a real server: the stand-in knows what it was asked
+
+
 @pytest.fixture(params=list(IMAGES))
 def prepared(request, page, tmp_path, monkeypatch):
-    """A page with a task set up, and an empty folder with the files that its snippets read."""
+    """The task that the page is set up for, in an empty folder with the files that its snippets read."""
     monkeypatch.chdir(tmp_path)
     if request.param not in ("generate", "expand"):
         upload(page, encoded(Image.linear_gradient("L").resize((96, 96)).convert("RGB")))

@@ -13,6 +13,8 @@ export class ApiError extends Error {
 /** The server did not answer at all, or broke off. */
 export class Gone extends Error {}
 
+// What is wrong with a job may come after the stream has begun; then the type stands for the status.
+const STATUS = { invalid_request_error: 400, authentication_error: 401, rate_limit_error: 429 };
 const KEY = "arpg.key";
 
 export function setKey(key) {
@@ -65,7 +67,7 @@ export async function* run(task, body, signal) {
   const response = await call(`/v1/arpg/${task}`, { body: { ...body, stream: true }, signal });
   try {
     for await (const { event, data } of readEvents(response.body)) {
-      if (event === "error") throw new ApiError(data.error.status || 500, data.error);
+      if (event === "error") throw new ApiError(STATUS[data.error.type] ?? 500, data.error);
       yield { event, data };
       if (event === "done") return;
     }

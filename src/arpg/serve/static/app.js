@@ -9,7 +9,7 @@ import { History } from "./history.js";
 import * as notices from "./notices.js";
 import { onIncoming, Picture, save, toBlob } from "./picture.js";
 import { check, makeBody, NotYet, takesPicture } from "./request.js";
-import { NAMES, Settings } from "./settings.js";
+import { howLong, NAMES, Settings } from "./settings.js";
 import { SNIPPETS } from "./snippets.js";
 import { Stage } from "./stage.js";
 
@@ -181,7 +181,8 @@ async function follow(task, body, signal, { queued, step }) {
     } catch (error) {
       const wait = error.status === 429 || (error.status === 503 && error.retryAfter !== null);
       if (!wait) throw error;
-      await notices.busy("The server is busy.", error.retryAfter ?? 2, signal);
+      const why = error.status === 429 ? "The server is busy." : "The server is starting or about to stop.";
+      await notices.busy(why, error.retryAfter ?? 2, signal);
     }
   }
 }
@@ -190,9 +191,8 @@ const titleOf = (now, body) => body.class ?? body.prompt ?? stage.source?.name ?
 const fileName = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40) || "picture";
 
 function aboutOf(body, answer) {
-  const { steps } = { ...answer.settings, ...body };
   const { width, height, seed } = answer.images[0];
-  return `seed ${seed} · ${steps ?? info.defaults.steps} steps · ${width} × ${height}`;
+  return `seed ${seed} · ${howLong({ ...info.defaults, ...answer.settings, ...body })} · ${width} × ${height}`;
 }
 
 async function drawOne(now, signal) {

@@ -16,28 +16,39 @@ export class History {
   async load() {
     try {
       this.database = await open();
-      for (const entry of await ask(this.#store("readonly").getAll())) this.#add(entry);
+      const store = this.database.transaction("runs").objectStore("runs");
+      for (const entry of await answer(store.getAll())) this.#add(entry);
     } catch {
       this.database = null;
     }
   }
 
-  /** An entry: {label, about, task, body, answer, map}. */
-  add(entry) {
-    const kept = { ...entry, id: this.next };
+  /** An entry: {label, about, task, body, answer, map}. It is shown once it is kept. */
+  async add(entry) {
+    const kept = { ...entry, id: this.next++ };
+    const surplus = [...this.list.children].slice(MOST - 1);
+    await this.#write((store) => {
+      store.put(kept);
+      for (const item of surplus) store.delete(Number(item.dataset.id));
+    });
+    surplus.forEach((item) => this.#drop(item));
     this.#add(kept);
-    this.database && this.#store("readwrite").put(kept);
-    while (this.list.children.length > MOST) {
-      const oldest = this.list.lastElementChild;
-      this.database && this.#store("readwrite").delete(Number(oldest.dataset.id));
-      this.#drop(oldest);
-    }
   }
 
-  clear() {
+  async clear() {
+    await this.#write((store) => store.clear());
     for (const item of [...this.list.children]) this.#drop(item);
-    this.database && this.#store("readwrite").clear();
     this.#tell();
+  }
+
+  /** A full or broken database must not stop anybody from drawing: then the page remembers alone. */
+  #write(change) {
+    if (!this.database) return Promise.resolve();
+    return new Promise((resolve) => {
+      const transaction = this.database.transaction("runs", "readwrite");
+      transaction.oncomplete = transaction.onabort = transaction.onerror = () => resolve();
+      change(transaction.objectStore("runs"));
+    });
   }
 
   #add(entry) {
@@ -68,19 +79,15 @@ export class History {
     byId("history-empty").hidden = some;
     byId("history-clear").hidden = !some;
   }
-
-  #store(mode) {
-    return this.database.transaction("runs", mode).objectStore("runs");
-  }
 }
 
 function open() {
   const request = indexedDB.open("arpg", 1);
   request.onupgradeneeded = () => request.result.createObjectStore("runs", { keyPath: "id" });
-  return ask(request);
+  return answer(request);
 }
 
-const ask = (request) =>
+const answer = (request) =>
   new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(request.error);

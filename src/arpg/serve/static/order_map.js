@@ -40,11 +40,11 @@ export function drawOrderMap(canvas, { grid, decodedAt, steps }) {
 /** Exact decoding does not know beforehand how many steps there will be. */
 export const stepText = ({ step, steps }) => (steps ? `step ${step} of ${steps}` : `step ${step}`);
 
-/** How much of a window is done: by steps, or where these are not known by tokens. */
+/** How much of a window is done: by steps, or where these are unknown or fewer than said by tokens. */
 export function shareOf({ step, steps, decoded_at }) {
-  if (steps) return step / steps;
   const wanted = decoded_at[0].filter((at) => at > -2);
-  return wanted.filter((at) => at >= 0).length / Math.max(1, wanted.length);
+  const drawn = wanted.filter((at) => at >= 0).length / Math.max(1, wanted.length);
+  return Math.max(drawn, steps ? step / steps : 0);
 }
 
 /** An empty map for a model's grid. */

@@ -11,7 +11,7 @@ const NUMBERS = [
   ["guidance_schedule", "Guidance schedule", ""],
   ["attention", "Attention", ""],
   ["decode", "Decoding", ""],
-  ["draft", "Draft size", "Tokens guessed ahead in each round of exact decoding."],
+  ["draft", "Draft size", "Tokens guessed ahead in each round."],
   ["top_k", "Top-k", "Only the k likeliest codes; 0 is all of them."],
   ["top_p", "Top-p", "Only the likeliest codes that reach this share."],
   ["best_of", "Best of", "Draws this many and keeps the likeliest."],
@@ -39,18 +39,24 @@ export class Settings {
   defaultOf(name, values) {
     if (name === "best_of") return 1;
     if (name === "top_k") return this.info.defaults.top_k ?? 0;
-    if (name === "guidance") return guidanceFor(this.info, values.steps ?? this.info.defaults.steps);
+    if (name === "guidance") return guidanceFor(this.info, inSteps(values) ? (values.steps ?? this.info.defaults.steps) : Infinity);
+    if (name === "attention" && !inSteps(values)) return "causal";
     return this.info.defaults[name];
   }
 
-  /** The values of a variant that differ from the defaults: what a request has to say. */
+  /** The values of a variant that differ from the defaults and matter: what a request has to say. */
   given(variant = this.current) {
-    return { ...this.variants[variant] };
+    const values = { ...this.variants[variant] };
+    for (const name of inSteps(values) ? ["draft"] : ["steps", "schedule", "attention"]) delete values[name];
+    return values;
   }
 
   resolved(variant = this.current) {
     const values = this.variants[variant];
-    return Object.fromEntries(NAMES.map((name) => [name, values[name] ?? this.defaultOf(name, values)]));
+    const unused = new Set(inSteps(values) ? ["draft"] : ["steps", "schedule"]);
+    const names = NAMES.filter((name) => !unused.has(name));
+    const given = this.given(variant);
+    return Object.fromEntries(names.map((name) => [name, given[name] ?? this.defaultOf(name, values)]));
   }
 
   set(name, value) {
@@ -66,7 +72,7 @@ export class Settings {
     byId("comparing").checked = false;
     this.current = 0;
     this.variants[0] = {};
-    for (const name of ["steps", ...NAMES]) {
+    for (const name of ["decode", "steps", ...NAMES]) {
       const value = values[name];
       if (value === undefined || value === null) continue;
       if (JSON.stringify(value) !== JSON.stringify(this.defaultOf(name, this.variants[0]))) this.variants[0][name] = value;
@@ -80,11 +86,12 @@ export class Settings {
     setRadio("variant", this.current);
     const values = this.variants[this.current];
     const resolved = this.resolved();
-    for (const [name, row] of this.rows) row.show(resolved[name], name in values);
-    this.rows.get("draft").element.hidden = resolved.decode !== "exact";
+    for (const [name, row] of this.rows) row.show(resolved[name] ?? this.defaultOf(name, {}), name in values);
+    for (const name of ["steps", "schedule", "attention"]) this.rows.get(name).element.hidden = !inSteps(values);
+    this.rows.get("draft").element.hidden = inSteps(values);
     byId("settings-reset").hidden = Object.keys(values).length === 0;
     const first = this.resolved(0);
-    byId("settings-brief").textContent = `${first.steps} steps, guidance ${first.guidance}, ${first.order}`;
+    byId("settings-brief").textContent = `${howLong(first)}, guidance ${first.guidance}, ${first.order}`;
   }
 
   #build() {
@@ -186,6 +193,11 @@ export class Settings {
     return { element, show };
   }
 }
+
+/** Exact and speculative decoding find their own steps, and are causal. */
+const inSteps = ({ decode }) => (decode ?? "steps") === "steps";
+
+export const howLong = (settings) => (inSteps(settings) ? `${settings.steps} steps` : `${settings.decode} decoding`);
 
 /** A schedule may be a list of sizes, shown as 16,48,80. */
 const parseChoice = (text) => (/^\d+(,\d+)*$/.test(text) ? text.split(",").map(Number) : text);

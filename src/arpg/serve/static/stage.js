@@ -116,8 +116,13 @@ export class Stage {
     this.selected = 0;
     this.#title(title, about);
     byId("live").textContent = `Done: ${title}, ${about}`;
-    const last = this.last && { ...this.last, step: this.last.steps ?? this.last.step, previews: answer.images.map((image) => image.png) };
-    if (last) this.replay.finish(last);
+    const last = this.last && { ...this.last, previews: answer.images.map((image) => image.png) };
+    if (last) {
+      // Exact decoding takes fewer steps than it might have: now it is known how many.
+      last.step = last.steps = Math.max(1, ...last.decoded_at.flat().map((at) => at + 1));
+      if (!(last.windows > 1)) for (const frame of this.replay.frames) frame.steps = last.steps;
+      this.replay.finish(last);
+    }
     byId("fact-time").textContent = answer.seconds ? `${answer.seconds.toFixed(1)} s` : "–";
     if (!last) drawEmptyMap(byId("order-map"), this.info.grid);
     this.#strip();
