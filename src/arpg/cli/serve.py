@@ -52,5 +52,7 @@ def serve(
     house = server.house(model, keys=keys, settings=settings, device=device, dtype=dtype)
     if ray:
         raise InputError("ray is not there yet")
-    err.print(f"serving {house.name} at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
-    server.run(house, host=host, port=port)
+    bound = server.bind(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    err.print(f"serving {house.name} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)", markup=False)
+    server.run(house, bound)

@@ -214,18 +214,20 @@ class Batcher:
         """The batch whose turn it is takes a step."""
         if not self._batches:
             return
-        batch = self._batches.popleft()
+        batch = self._batches[0]
         self.metrics.batch.observe(len(batch.places))
         began = time.perf_counter()
         try:
             batch.running.step()
             self._collect(batch)
         except Exception as error:  # also out of memory: this batch is lost, the server goes on
+            self._batches.remove(batch)
             self._fail(batch.places, error)
             return
         self.metrics.step.observe(time.perf_counter() - began)
-        if batch.places:
-            self._batches.append(batch)
+        self._batches.rotate(-1)
+        if not batch.places:
+            self._batches.remove(batch)
 
     def _collect(self, batch: Batch) -> None:
         """Give each ticket what its rows have become; finished rows leave."""

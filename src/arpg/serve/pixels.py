@@ -17,7 +17,7 @@ from torch import Tensor
 from arpg.tokenizer import VQTokenizer
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """What somebody waits for: pixels of tokens, or (`grid` None) tokens of pixels."""
 
@@ -40,6 +40,10 @@ class SharedTokenizer:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="arpg-pixels", daemon=True)
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
         return self._ask(Call(ids_BN, grid, known_BN, Future()))
@@ -80,10 +84,11 @@ class SharedTokenizer:
                 self._calls.put(None)
 
     def _choose(self, waiting: list[Call]) -> list[Call]:
-        """The oldest call and those of its kind that fit into the batch with it."""
-        chosen, rows = [waiting[0]], len(waiting[0].value)
-        for call in waiting[1:]:
-            if call.key == chosen[0].key and rows + len(call.value) <= self._most:
+        """The oldest call (finished pictures before previews) and those of its kind that fit into the batch with it."""
+        first = next((call for call in waiting if call.known_BN is None), waiting[0])  # previews come last
+        chosen, rows = [first], len(first.value)
+        for call in waiting:
+            if call is not first and call.key == first.key and rows + len(call.value) <= self._most:
                 chosen.append(call)
                 rows += len(call.value)
         return chosen

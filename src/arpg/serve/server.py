@@ -37,24 +37,26 @@ def house(model: str, *, keys: Keys, settings: ServeSettings, device: str = "aut
     )
 
 
-def run(house: House, *, host: str, port: int) -> None:
+def bind(host: str, port: int) -> socket.socket:
+    """Listen there, or say why not, before anything is loaded."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot listen on {host} port {port} ({reason}); choose another with --port") from None
+
+
+def run(house: House, bound: socket.socket) -> None:
     """Serve until a signal; then finish what is inside, answer new work with 503, and go."""
     log_json()
+    host = bound.getsockname()[0]
     hosts = None if len(house.keys) or host not in LOCAL else LOCAL
-    try:
-        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise InputError(
-            f"cannot listen on {host} port {port} ({error.strerror}); choose another with --port"
-        ) from None
     config = uvicorn.Config(
         create_app(house, hosts=hosts),
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
-        limit_concurrency=None,
-        h11_max_incomplete_event_size=64 * 1024,
     )
     Server(config, house).run(sockets=[bound])
 
@@ -65,15 +67,20 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, house: House) -> None:
         super().__init__(config)
         self.house = house
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.house.door.draining:
+        if self.house.door.draining or self._loop is None:
             super().handle_exit(signal.SIGINT, frame)
             return
         self.house.door.draining = True
         log.info("draining", extra={"inside": self.house.door.inside})
-        asyncio.get_running_loop().call_soon_threadsafe(self._drain)
+        self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
         self._draining = asyncio.get_running_loop().create_task(self._leave_when_empty())

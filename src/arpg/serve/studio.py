@@ -66,7 +66,7 @@ class Studio:
 
     @property
     def alive(self) -> bool:
-        return not self._closed and self.batcher.alive
+        return not self._closed and self.batcher.alive and self.tokenizer.alive
 
     def start(self, job: Job, build: Build) -> None:
         """Draw what `build` makes; it is called in another thread."""
