@@ -92,8 +92,9 @@ class Gate:
             await send({"type": "websocket.close", "code": 1000})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, answer = time.monotonic(), _Answer(send, new_id(), scope["path"], self.patience)
-        scope.setdefault("state", {})["id"] = answer.id
+        state = scope.setdefault("state", {})
+        state.setdefault("id", new_id())  # on Ray, the id that the request got at the front
+        began, answer = time.monotonic(), _Answer(send, state["id"], scope["path"], self.patience)
         works = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         inside = False
         try:
