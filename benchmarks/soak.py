@@ -332,6 +332,7 @@ async def _leftover(house: House) -> dict[str, Any]:
         "rows_waiting": house.studio.batcher.waiting,
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
+        "tensors": sum(type(thing) is torch.Tensor for thing in gc.get_objects()),
         "memory_mb": _memory(),
     }
 

@@ -157,3 +157,14 @@ def test_rows_leave_batches_that_guess(model, decode_):
     assert set(found) == {1, 2, 3}
     for name, ids in found.items():
         assert torch.equal(ids, alone(model, requests(model)[name], settings)), name
+
+
+def test_no_graph_is_built(model):
+    """A graph over the cache would keep itself alive for ever."""
+    settings = SETTINGS[0]
+    runnings = [Running(model, r, plan_of(r, settings), settings) for r in requests(model)[:2]]
+    runnings[0].join(runnings[1])
+    runnings[0].keep([1])
+    runnings[0].step()
+    state = runnings[0].state
+    assert not any(x.requires_grad for x in (state.cache.key_LBTHK, state.cache.value_LBTHK, state.place_BN2))

@@ -19,3 +19,4 @@ def test_nothing_is_lost_and_nothing_is_left():
     first, *_, last = report["left_after_each_quarter"]
     assert last["threads"] <= first["threads"] + 4
     assert last["files"] <= first["files"] + 8
+    assert last["tensors"] <= first["tensors"] + 20

@@ -90,6 +90,7 @@ class Rows:
 class Running:
     """Samples that are drawn together; all have the same grid, attention and way to draw a token."""
 
+    @torch.no_grad()
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:
         check(model, request, plan)
         self.model, self.settings = model, settings
@@ -117,6 +118,7 @@ class Running:
         """Exact and speculative batches start together: their rows guess and check at the same time."""
         return isinstance(self.way, Rows)
 
+    @torch.no_grad()
     def join(self, other: Running) -> None:
         """The samples of the other batch come after ours; it must not be used any more."""
         assert isinstance(self.way, Rows)
@@ -126,6 +128,7 @@ class Running:
         self.way = Rows(self.rows, self.way.num_tokens)
         self.state = gather([(self.state, mine), (other.state, theirs)], tokens=self.way.tokens)
 
+    @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
         """All others leave."""
         self.rows = [self.rows[i] for i in rows]
