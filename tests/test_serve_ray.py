@@ -2,14 +2,16 @@
 
 import json
 import os
+import socket
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, about pydantic and sockets
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own, about pydantic and sockets
 CLIENTS, EACH = 6, 6
 
 
@@ -19,17 +21,18 @@ def cluster(folder, monkeypatch):
     from arpg.serve.house import ServeSettings
     from arpg.serve.keys import Keys
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     app = ray_app.application(str(folder), keys=Keys(["a-key-for-the-cluster"]), settings=ServeSettings(), replicas=2)
-    ray_app.start(app, host="127.0.0.1", port=PORT)
-    yield f"http://127.0.0.1:{PORT}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray_app.start(app, host="127.0.0.1", port=port)
+    yield f"http://127.0.0.1:{port}"
     ray_app.serve.shutdown()
     ray.shutdown()
-
-
-PORT = 18473
 
 
 def ask(address, body, path="/v1/arpg/generate"):

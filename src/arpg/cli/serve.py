@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on Ray Serve, on this machine or a cluster.")] = False,
     replicas: Annotated[int, typer.Option(help="With --ray: copies of the model to start with.")] = 1,
+    gpus: Annotated[float | None, typer.Option(help="With --ray: of each copy; none: 1 if there is one.")] = None,
     max_replicas: Annotated[int | None, typer.Option(help="With --ray: grow to as many under load.")] = None,
 ) -> None:
     """Serve a model over HTTP: the OpenAI Images API, our own routes, and the page at /."""
@@ -49,10 +50,38 @@ def serve(
     settings = ServeSettings(
         max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, deadline=deadline, threads=threads
     )
-    house = server.house(model, keys=keys, settings=settings, device=device, dtype=dtype)
     if ray:
-        raise InputError("ray is not there yet")
+        scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
+        _serve_on_ray(model, keys, settings, host=host, port=port, device=device, dtype=dtype, scale=scale)
+        return
+    house = server.house(model, keys=keys, settings=settings, device=device, dtype=dtype)
     bound = server.bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     err.print(f"serving {house.name} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)", markup=False)
     server.run(house, bound)
+
+
+def _serve_on_ray(
+    model: str,
+    keys: Any,
+    settings: Any,
+    *,
+    host: str,
+    port: int,
+    device: str,
+    dtype: str,
+    scale: dict[str, Any],
+) -> None:
+    try:
+        from arpg.serve import ray_app
+    except ModuleNotFoundError as error:
+        raise InputError(f"{error.name} is not installed; pip install 'arpg[ray]' brings Ray Serve") from None
+    from arpg.hub import resolve
+    from arpg.pipeline import choose_device
+
+    resolve(model)  # fetch it once, before every replica looks for it
+    if scale["gpus"] is None:
+        scale["gpus"] = 1 if choose_device(device).type == "cuda" else 0
+    app = ray_app.application(model, keys=keys, settings=settings, device=device, dtype=dtype, **scale)
+    err.print(f"serving {model} on Ray at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
+    ray_app.run(app, host=host, port=port)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -119,7 +120,7 @@ class Front:
     async def _ask(self, scope: Scope, body: bytes, gone: asyncio.Future[None]) -> AsyncIterator[Message]:
         if self._painters is None:
             self._painters = serve.get_deployment_handle(PAINTER, app_name=NAME)
-        answer = self._painters.options(stream=True).answer.remote(scope, body)
+        answer: Any = self._painters.options(stream=True).answer.remote(scope, body)
         messages = answer.__aiter__()
         try:
             while True:
@@ -177,7 +178,6 @@ def application(
     require(most >= replicas, f"max_replicas is {most}; expected at least replicas ({replicas})")
     scale = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": settings.max_batch}
     painter = serve.deployment(
-        Painter,
         name=PAINTER,
         max_ongoing_requests=settings.queue,
         num_replicas=replicas if most == replicas else None,
@@ -185,7 +185,7 @@ def application(
         ray_actor_options={"num_gpus": gpus, "num_cpus": 1 if gpus else 0.5},
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=5,
-    ).bind(model, settings, device, dtype)
+    )(Painter).bind(model, settings, device, dtype)
     ingress = serve.ingress(lambda: front(settings, keys))
 
     class Ingress:
@@ -193,18 +193,15 @@ def application(
             """Only so that the painters belong to the application; the front finds them by name."""
 
     return serve.deployment(
-        ingress(Ingress),
         name="Front",
         max_ongoing_requests=10 * settings.queue,
         ray_actor_options={"num_cpus": 0.1},
         graceful_shutdown_timeout_s=settings.deadline,
-    ).bind(painter)
+    )(ingress(Ingress)).bind(painter)
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
     """For `serve run` and KubeRay: the options of `arpg serve` as strings; keys come from the environment."""
-    import os
-
     known = {"model", "device", "dtype", "replicas", "max_replicas", "gpus", "max_batch", "queue", "deadline"}
     unknown = sorted(set(arguments) - known)
     require(not unknown, f"unknown argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
@@ -240,7 +237,7 @@ def run(app: serve.Application, *, host: str, port: int) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
     stop.wait()
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
 
 
