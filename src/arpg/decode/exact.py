@@ -33,6 +33,9 @@ class Exact:
         self._guesses = 0  # tokens beyond the decided ones that stand in the state
         self._turns = 0
 
+    def keep_rows(self, rows_B: Tensor) -> None:
+        self.queue.keep(rows_B)
+
     def turn(self, state: State) -> Turn | None:
         left = self.queue.left
         if left == 0:

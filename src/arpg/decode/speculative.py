@@ -40,6 +40,11 @@ class Speculative:
         self._draft_law_BSV: Tensor | None = None  # between the two calls of a round
         self._turns = 0
 
+    def keep_rows(self, rows_B: Tensor) -> None:
+        self.queue.keep(rows_B)
+        if self._draft_law_BSV is not None:
+            self._draft_law_BSV = self._draft_law_BSV[rows_B]
+
     def turn(self, state: State) -> Turn | None:
         left = self.queue.left
         if left == 0:

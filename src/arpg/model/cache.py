@@ -5,6 +5,7 @@ Shapes: L layers (Pass 1's, then Pass 2's one or more), B rows, S new slots, T s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +69,24 @@ class Cache:
         self.value_LBTHK = torch.zeros(shape, device=device, dtype=dtype)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=device) if ragged else None
         self.end = 0
+
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[Cache, Tensor]], slots: int) -> Cache:
+        """A new, ragged cache with some rows of some others, in this order."""
+        like = parts[0][0].key_LBTHK
+        num_layers, _, _, num_heads, head_dim = like.shape
+        rows = sum(len(index) for _, index in parts)
+        cache = cls(num_layers, rows, slots, num_heads, head_dim, ragged=True, device=like.device, dtype=like.dtype)
+        assert cache.length_B is not None
+        first = 0
+        for part, index in parts:
+            chosen, end = slice(first, first + len(index)), min(part.end, slots)  # a longer row may have left
+            cache.key_LBTHK[:, chosen, :end] = part.key_LBTHK[:, index, :end]
+            cache.value_LBTHK[:, chosen, :end] = part.value_LBTHK[:, index, :end]
+            cache.length_B[chosen] = end if part.length_B is None else part.length_B[index]
+            cache.end = max(cache.end, end)
+            first += len(index)
+        return cache
 
     @property
     def rows(self) -> int:
