@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 GPU = torch.cuda.is_available()
 
 from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
+from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
 from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.attention import attend  # noqa: E402
@@ -114,6 +115,7 @@ def test_attention_over_a_cache(queries, slots, channels, turned):
 def test_decoding_through_the_kernels(settings, monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them."""
     from arpg import SamplingSettings, decode, kernels, make_plan, tasks
+    from arpg.decode import sampling
     from arpg.model import layers
     from conftest import small_model
 
@@ -126,6 +128,7 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     *_, plain = decode(model, request, plan, resolved)
     calls = []
     monkeypatch.setattr(layers, "usable", lambda x: True)
+    monkeypatch.setattr(sampling, "fusible", lambda x: True)
     monkeypatch.setattr(layers, "decoding", lambda x: not calls.append(x) and not torch.is_grad_enabled())
     *_, fused = decode(model, request, plan, resolved)
     assert fused.ids_BN.tolist() == plain.ids_BN.tolist()
@@ -141,11 +144,14 @@ def test_the_draw(num_codes, stream, monkeypatch):
     key, position = seed_keys([5, 2**63 + 12345]), torch.tensor([[0, 3, 143], [70000, 6, 7]])
     logits = draw(2, 3, num_codes)
     noise = gumbel(key, stream, position, num_codes).to(DEVICE)
-    plain = (logits + noise).argmax(-1)
-    fused = draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE))
-    assert fused.tolist() == plain.tolist()
+    there = (key.to(DEVICE), stream, position.to(DEVICE))
+    assert draws.draw(logits, None, 1.0, *there).tolist() == (logits + noise).argmax(-1).tolist()
+    both = torch.cat((logits, draw(2, 3, num_codes, seed=7)))
+    for scale in (torch.tensor([[3.0], [0.5]]), torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])):
+        plain = (guide(both, scale.to(DEVICE)) / 0.7 + noise).argmax(-1)
+        assert draws.draw(both, scale.to(DEVICE), 0.7, *there).tolist() == plain.tolist()
     logits[..., 1] = float("-inf")  # never drawn
-    assert (draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE)) != 1).all()
+    assert (draws.draw(logits, None, 1.0, *there) != 1).all()
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.request import Request
-from arpg.decode.sampling import guide, sample
+from arpg.decode.sampling import sample
 from arpg.decode.speculative import Speculative
 from arpg.decode.state import State, start
 from arpg.decode.way import Way
@@ -76,9 +76,9 @@ def advance(model: ARPG, state: State, way: Way, settings: SamplingSettings) -> 
     if turn.write is not None:
         state.encode(model, turn.write, causal=settings.attention == "causal")
     ask = turn.ask
-    logits_BSV = guide(state.predict(model, ask), ask.scale_BS)
-    drawn_BS = sample(logits_BSV, settings, state.key_B2, ask.position_BS)
-    state.put(ask.position_BS, *way.keep(state, logits_BSV, drawn_BS))
+    logits_RSV = state.predict(model, ask)
+    drawn_BS = sample(logits_RSV, settings, state.key_B2, ask.position_BS, scale_BS=ask.scale_BS)
+    state.put(ask.position_BS, *way.keep(state, logits_RSV, drawn_BS))
     return True
 
 

@@ -80,7 +80,7 @@ class Rows:
             scale_B1 = torch.tensor(scales, device=device)[:, None]
         return Turn(write, Ask(pad(asks, self.num_tokens, device=device), scale_B1))
 
-    def keep(self, state: State, logits_BSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, None]:
+    def keep(self, state: State, logits_RSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, None]:
         for row in self.rows:
             row.done += not row.finished
             row.finished = row.done == len(row.plan.sizes)
