@@ -35,7 +35,16 @@ async def ask(client: httpx.AsyncClient, address: str, *, number: int) -> float:
     return time.perf_counter() - began
 
 
-async def measure(address: str, *, clients: int, seconds: float) -> dict[str, Any]:
+def cpu_seconds(process: int) -> float:
+    """What a process has used of all cores, from Linux's books; 0 elsewhere."""
+    stat = Path(f"/proc/{process}/stat")
+    if not stat.exists():
+        return 0.0
+    user, system = stat.read_text().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(address: str, *, clients: int, seconds: float, process: int) -> dict[str, Any]:
     """So many clients, each with one request at a time, for so long."""
     latencies: list[float] = []
 
@@ -46,16 +55,19 @@ async def measure(address: str, *, clients: int, seconds: float) -> dict[str, An
                 latencies.append(await ask(client, address, number=1000 * number + i))
                 i += 1
 
+    used = cpu_seconds(process)
     began = time.perf_counter()
     until = began + seconds
     await asyncio.gather(*(work(number) for number in range(clients)))
     took = time.perf_counter() - began
+    used = cpu_seconds(process) - used
     latencies.sort()
     shares = {f"p{p} s": round(latencies[min(len(latencies) - 1, len(latencies) * p // 100)], 3) for p in (50, 95, 99)}
-    return {"clients": clients, "images": len(latencies), "images/s": round(len(latencies) / took, 3), **shares}
+    speed = {"images/s": round(len(latencies) / took, 3), "cpu s/image": round(used / len(latencies), 3)}
+    return {"clients": clients, "images": len(latencies), **speed, **shares}
 
 
-async def run(address: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+async def run(address: str, options: argparse.Namespace, process: int) -> list[dict[str, Any]]:
     async with httpx.AsyncClient(timeout=600) as client:
         while True:
             try:
@@ -69,7 +81,7 @@ async def run(address: str, options: argparse.Namespace) -> list[dict[str, Any]]
     rows = []
     for _ in range(options.repeats):
         for clients in options.clients:
-            rows.append(await measure(address, clients=clients, seconds=options.seconds))
+            rows.append(await measure(address, clients=clients, seconds=options.seconds, process=process))
             print(rows[-1], file=sys.stderr)  # noqa: T201
     return rows
 
@@ -92,7 +104,7 @@ def main() -> None:
         assert found, line
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         try:
-            rows = asyncio.run(run(found[0], options))
+            rows = asyncio.run(run(found[0], options, process.pid))
         finally:
             process.terminate()
             process.wait()
