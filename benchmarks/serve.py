@@ -23,7 +23,10 @@ from typing import Any
 import httpx
 
 
-async def ask(client: httpx.AsyncClient, address: str, *, number: int) -> float:
+async def ask(
+    client: httpx.AsyncClient, address: str, *, number: int, seen: dict[int, set[str]] | None = None
+) -> float:
+    """One image; `seen` collects the answers by number."""
     began = time.perf_counter()
     body = {"class": number % 5, "seed": number}
     while True:
@@ -32,6 +35,8 @@ async def ask(client: httpx.AsyncClient, address: str, *, number: int) -> float:
             break
         await asyncio.sleep(float(answer.headers["retry-after"]))
     answer.raise_for_status()
+    if seen is not None:
+        seen.setdefault(number, set()).add(answer.json()["images"][0]["png"])
     return time.perf_counter() - began
 
 
@@ -44,7 +49,9 @@ def cpu_seconds(process: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(address: str, *, clients: int, seconds: float, process: int) -> dict[str, Any]:
+async def measure(
+    address: str, *, clients: int, seconds: float, process: int, seen: dict[int, set[str]]
+) -> dict[str, Any]:
     """So many clients, each with one request at a time, for so long."""
     latencies: list[float] = []
 
@@ -52,7 +59,7 @@ async def measure(address: str, *, clients: int, seconds: float, process: int) -
         async with httpx.AsyncClient(timeout=600) as client:
             i = 0
             while time.perf_counter() < until:
-                latencies.append(await ask(client, address, number=1000 * number + i))
+                latencies.append(await ask(client, address, number=1000 * number + i, seen=seen))
                 i += 1
 
     used = cpu_seconds(process)
@@ -67,7 +74,9 @@ async def measure(address: str, *, clients: int, seconds: float, process: int) -
     return {"clients": clients, "images": len(latencies), **speed, **shares}
 
 
-async def run(address: str, options: argparse.Namespace, process: int) -> list[dict[str, Any]]:
+async def run(address: str, options: argparse.Namespace, process: int) -> tuple[list[dict[str, Any]], int]:
+    """The measurements, and how many of 16 images that were drawn in company come out the same alone."""
+    seen: dict[int, set[str]] = {}
     async with httpx.AsyncClient(timeout=600) as client:
         while True:
             try:
@@ -81,9 +90,13 @@ async def run(address: str, options: argparse.Namespace, process: int) -> list[d
     rows = []
     for _ in range(options.repeats):
         for clients in options.clients:
-            rows.append(await measure(address, clients=clients, seconds=options.seconds, process=process))
+            rows.append(await measure(address, clients=clients, seconds=options.seconds, process=process, seen=seen))
             print(rows[-1], file=sys.stderr)  # noqa: T201
-    return rows
+    chosen = sorted(seen)[:: max(1, len(seen) // 16)][:16]
+    async with httpx.AsyncClient(timeout=600) as client:
+        for number in chosen:
+            await ask(client, address, number=number, seen=seen)
+    return rows, sum(len(seen[number]) == 1 for number in chosen)
 
 
 def main() -> None:
@@ -104,7 +117,7 @@ def main() -> None:
         assert found, line
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         try:
-            rows = asyncio.run(run(found[0], options, process.pid))
+            rows, same = asyncio.run(run(found[0], options, process.pid))
         finally:
             process.terminate()
             process.wait()
@@ -117,6 +130,7 @@ def main() -> None:
         "model": options.model,
         "serve": more,
         "rows": rows,
+        "same alone, of 16": same,
         "speedup": round(speeds[max(speeds)] / speeds[min(speeds)], 2),
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
