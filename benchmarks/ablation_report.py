@@ -10,16 +10,30 @@ page a table stands between <!-- NAME: begin --> and <!-- NAME: end -->.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ablation_figures import draw
+from ablation_lines import (
+    FEW_STEPS,
+    FINAL,
+    ORDER_STEPS,
+    PLAIN,
+    SPEED_STEPS,
+    STEPS,
+    Measured,
+    final,
+    matching,
+    of_order,
+    read,
+)
+
 from arpg.config import ORDERS, SCHEDULES
-from arpg.evaluation.results import Line, markdown, read_about, read_lines
+from arpg.evaluation.results import Line, markdown
 from arpg.evaluation.sweep import NUMBERS, number
 from arpg.files import write_whole
 
@@ -27,80 +41,11 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations"
 PAGE = ROOT / "docs" / "ablations.md"
 IMAGES = ROOT / "docs" / "images"
-BASELINES, SPEED = "baselines.json", "speed.json"
 
-FINAL, SEARCH = 5000, 2000  # images of a measurement, and of one in the search for the guidance
-STEPS = (24, 12, 8, 144, 16, 32, 64)  # in the order in which they are measured
-ORDER_STEPS = (24, 12, 144)
-FEW_STEPS = (24, 12)
-SPEED_STEPS = 24  # at which the speed of orders, schedules and guidance is measured
-PLAIN = {"attention": "block", "order": "random", "schedule": "arccos", "guidance_schedule": "linear"}
 SHOWN = ("fid", "kid", "precision", "recall", "accuracy")
 TITLES = tuple(NUMBERS[name][0] for name in SHOWN)
+PAPER_ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate")
 NOTHING = "Not measured yet.\n"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a folder of results holds."""
-
-    lines: list[Line] = field(default_factory=list)  # quality
-    baselines: dict[str, Any] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)  # of the lines
-    speed: dict[str, Any] = field(default_factory=lambda: {"about": {}, "lines": []})
-
-    def rate(self, settings: dict[str, Any]) -> float | None:
-        """Images per second with these settings; the scale of the guidance makes no difference."""
-        names = ("steps", *PLAIN)
-        for line in self.speed["lines"]:
-            if all(line["settings"][name] == settings[name] for name in names):
-                return float(line["images/s"])
-        return None
-
-
-def read(folder: Path) -> Measured:
-    path = folder / BASELINES
-    baselines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    about = read_about(folder) if (folder / "about.json").exists() else {}
-    return Measured(read_lines(folder), baselines, about, read_speed(folder))
-
-
-def read_speed(folder: Path) -> dict[str, Any]:
-    path = folder / SPEED
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {"about": {}, "lines": [], **found}
-
-
-def matching(lines: Sequence[Line], num: int, **settings: Any) -> list[Line]:
-    """The lines of so many images with these settings; of what is not given, the model's own."""
-    wanted = {**PLAIN, **settings}
-    return [
-        line
-        for line in lines
-        if line["num"] == num and all(line["settings"][name] == value for name, value in wanted.items())
-    ]
-
-
-def lowest(lines: Sequence[Line]) -> Line:
-    return min(lines, key=lambda line: float(line["fid"]))
-
-
-def final(lines: Sequence[Line], **settings: Any) -> Line | None:
-    """The final measurement at the guidance that the search found."""
-    searched = matching(lines, SEARCH, **settings)
-    if not searched:
-        return None
-    guidance = lowest(searched)["settings"]["guidance"]
-    return next(iter(matching(lines, FINAL, guidance=guidance, **settings)), None)
-
-
-def of_order(lines: Sequence[Line], order: str, steps: int) -> Line | None:
-    """Orders share the guidance that is best for the random one."""
-    searched = matching(lines, SEARCH, steps=steps)
-    if not searched:
-        return None
-    guidance = lowest(searched)["settings"]["guidance"]
-    return next(iter(matching(lines, FINAL, order=order, steps=steps, guidance=guidance)), None)
 
 
 def tables(measured: Measured) -> dict[str, str]:
@@ -108,6 +53,7 @@ def tables(measured: Measured) -> dict[str, str]:
     return {
         "conditions": _conditions(measured),
         "baselines": _baselines(measured),
+        "verdicts": _verdicts(measured.lines),
         "steps": _steps(measured),
         "gap": _gap(measured.lines),
         "orders": _orders(measured),
@@ -140,6 +86,51 @@ def _baselines(measured: Measured) -> str:
             rows.append([name, FINAL, *_numbers(line)])
             break
     return markdown(["images", "number", *TITLES], rows) if rows else NOTHING
+
+
+def _verdicts(lines: Sequence[Line]) -> str:
+    """The paper's findings, each with what was measured here; differences count where they exceed the noise."""
+    few, many = min(STEPS), max(STEPS)
+    of = {(s, a): final(lines, steps=s, attention=a) for s in STEPS for a in ("block", "causal")}
+    rows = []
+    ends = [of[s, a] for s in (few, many) for a in ("block", "causal")]
+    if None not in ends:
+        block_few, causal_few, block_many, causal_many = (line for line in ends if line)
+        apart = [causal["fid"] - block["fid"] for block, causal in ((block_few, causal_few), (block_many, causal_many))]
+        noise = [_noise(causal_few, block_few), _noise(causal_many, block_many)]
+        shown = [f"{d:+.2f} ± {n:.2f} at {s} steps" for d, n, s in zip(apart, noise, (few, many), strict=True)]
+        rows.append(
+            [
+                "Fewer steps hurt causal decoding more than block-wise",
+                ", ".join(shown),
+                apart[0] - apart[1] > sum(noise),
+            ]
+        )
+        rows.append([f"With one token per step ({many}) both are the same", shown[1], abs(apart[1]) <= noise[1]])
+        scales = [line["settings"]["guidance"] for line in (block_few, block_many)]
+        text = f"{scales[0]:g} at {few} steps, {scales[1]:g} at {many}"
+        rows.append(["The best guidance falls with the number of steps", text, scales[0] > scales[1]])
+    blocks = [line for s in sorted(STEPS) if (line := of[s, "block"])]
+    if len(blocks) == len(STEPS):
+        best, most = min(blocks, key=lambda line: float(line["fid"])), blocks[-1]
+        text = f"{best['fid']:.2f} at {best['settings']['steps']} steps, {most['fid']:.2f} at {many}"
+        better = most["fid"] - best["fid"] > _noise(most, best)
+        rows.append(["Block-wise, some steps are better than one token per step", text, better])
+    orders = {order: line for order in PAPER_ORDERS if (line := of_order(lines, order, many))}
+    if len(orders) == len(PAPER_ORDERS):
+        ranked = sorted(orders, key=lambda order: float(orders[order]["fid"]))
+        text = ", ".join(f"{order} {orders[order]['fid']:.2f}" for order in ranked)
+        first = orders["random"]["fid"] - orders[ranked[0]]["fid"] <= _noise(orders["random"], orders[ranked[0]])
+        rows.append([f"No order is better than random ({many} steps)", text, first])
+        rows.append([f"Spirals are worst ({many} steps)", text, set(ranked[-2:]) == {"spiral-in", "spiral-out"}])
+    header = ["the paper", "here", "agrees"]
+    return markdown(header, [[*row[:2], "yes" if row[2] else "no"] for row in rows]) if rows else NOTHING
+
+
+def _noise(a: Line, b: Line) -> float:
+    """Half the width of the interval of a difference."""
+    halves = [(line["fid interval"][1] - line["fid interval"][0]) / 2 for line in (a, b) if "fid interval" in line]
+    return math.hypot(*halves)
 
 
 def _steps(measured: Measured) -> str:
@@ -211,88 +202,6 @@ def _figure(title: str, name: str) -> str:
 
 def _numbers(line: Line) -> list[str | None]:
     return [number(line, name, interval=name == "fid") for name in SHOWN]
-
-
-def draw(measured: Measured, folder: Path) -> list[Path]:
-    """What has been measured: FID over steps, over speed, over guidance, and by order."""
-    from matplotlib.figure import Figure
-
-    lines = measured.lines
-    figures: dict[str, Any] = {}
-
-    def axes_of(name: str, x: str, y: str = "FID") -> Any:
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.grid(alpha=0.3)
-        figures[name] = figure
-        return axes
-
-    found = {
-        attention: [line for steps in sorted(STEPS) if (line := final(lines, steps=steps, attention=attention))]
-        for attention in ("block", "causal")
-    }
-    if any(found.values()):
-        for name, label in (("steps", "steps"), ("speed", "images/s")):
-            places = {
-                attention: [(x, line) for line in of if (x := _place(measured, line, name))]
-                for attention, of in found.items()
-            }
-            if not any(places.values()):
-                continue
-            axes = axes_of(name, label)
-            for attention, points in places.items():
-                if not points:
-                    continue
-                x, of = zip(*points, strict=True)
-                axes.errorbar(x, [line["fid"] for line in of], yerr=_errors(of), marker="o", capsize=3, label=attention)
-                for place, line in zip(x, of, strict=True):
-                    text = f"{line['settings']['guidance']:g}" if name == "steps" else f"{line['settings']['steps']}"
-                    axes.annotate(text, (place, line["fid"]), textcoords="offset points", xytext=(5, 6), fontsize=8)
-            for style, (title, line) in zip(("--", ":"), measured.baselines.items(), strict=False):
-                axes.axhline(line["fid"], linestyle=style, color="grey", label=title)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.legend(title="number: best guidance" if name == "steps" else "number: steps")
-    searches = {steps: matching(lines, SEARCH, steps=steps) for steps in sorted(STEPS)}
-    if any(searches.values()):
-        axes = axes_of("guidance", f"guidance (linear), {SEARCH:,} images")
-        for steps, of in searches.items():
-            points = sorted((line["settings"]["guidance"], line["fid"]) for line in of)
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=f"{steps} steps")
-        axes.legend()
-    orders = {
-        steps: {order: line for order in ORDERS if (line := of_order(lines, order, steps))} for steps in ORDER_STEPS
-    }
-    if any(orders.values()):
-        axes = axes_of("orders", "")
-        width = 0.8 / len(ORDER_STEPS)
-        for k, steps in enumerate(sorted(ORDER_STEPS)):
-            of = list(orders[steps].values())
-            x = [ORDERS.index(order) + (k - 1) * width for order in orders[steps]]
-            axes.bar(x, [line["fid"] for line in of], width, yerr=_errors(of) if of else None, label=f"{steps} steps")
-        axes.set_xticks(range(len(ORDERS)), ORDERS, rotation=20)
-        axes.legend()
-    written = []
-    for name, figure in figures.items():
-        path = folder / f"ablations-{name}.png"
-        write_whole(path, lambda temporary, figure=figure: figure.savefig(temporary, dpi=110, format="png"))  # type: ignore[misc]
-        written.append(path)
-    return written
-
-
-def _place(measured: Measured, line: Line, name: str) -> float | None:
-    return float(line["settings"]["steps"]) if name == "steps" else measured.rate(line["settings"])
-
-
-def _errors(lines: Sequence[Line]) -> list[list[float]]:
-    def of(line: Line) -> tuple[float, float]:
-        low, high = line.get("fid interval", (line["fid"], line["fid"]))
-        return max(0.0, line["fid"] - low), max(0.0, high - line["fid"])
-
-    return [list(side) for side in zip(*(of(line) for line in lines), strict=True)]
 
 
 def fill(page: str, parts: dict[str, str]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablation_report import SPEED, SPEED_STEPS, STEPS, read_speed
+from ablation_lines import SPEED, SPEED_STEPS, STEPS, read_speed
 
 from arpg import Pipeline
 from arpg.config import SCHEDULES, SamplingSettings

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ablation_report import (
+from ablation_lines import (
     BASELINES,
     FEW_STEPS,
     FINAL,

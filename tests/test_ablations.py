@@ -20,15 +20,17 @@ from test_sweep import Eye, eye  # noqa: F401
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import ablation_figures  # noqa: E402
+import ablation_lines  # noqa: E402
 import ablation_report  # noqa: E402
 import ablation_speed  # noqa: E402
 import ablations  # noqa: E402
-from ablation_report import Measured  # noqa: E402
+from ablation_lines import Measured  # noqa: E402
 
 
 @pytest.mark.parametrize("name", list(ablation_report.tables(Measured())))
 def test_the_page_is_what_the_command_prints(name):
-    parts = ablation_report.tables(ablation_report.read(ablation_report.RESULTS))
+    parts = ablation_report.tables(ablation_lines.read(ablation_report.RESULTS))
     page = ablation_report.PAGE.read_text()
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     assert page.count(begin) == page.count(end) == 1
@@ -49,7 +51,7 @@ def fake_lines():
         chosen = SamplingDefaults().settings(**settings)
         more = {"fid interval": [fid - 0.5, fid + 0.5], "kid": 0.01, "precision": 0.6, "recall": 0.5, "accuracy": 0.9}
         line = {"num": num, "settings": plain(chosen), "fid": fid}
-        lines.append(line | (more if num == ablation_report.FINAL else {}))
+        lines.append(line | (more if num == ablation_lines.FINAL else {}))
 
     for steps in (12, 24):
         for attention, best in (("block", 3.0), ("causal", 5.0)):
@@ -96,15 +98,47 @@ def test_tables():
     assert parts["guidance"].splitlines()[2].startswith("| linear | 12 | 3 | 9.00")
 
 
+def test_verdicts(monkeypatch):
+    monkeypatch.setattr(ablation_report, "STEPS", (24, 12))
+    lines = fake_lines()
+    verdicts = ablation_report.tables(Measured(lines))["verdicts"].splitlines()[2:]
+    # The intervals are 1 wide, so those of a difference 1.41.
+    assert verdicts == [
+        "| Fewer steps hurt causal decoding more than block-wise "
+        "| +4.00 ± 0.71 at 12 steps, +2.00 ± 0.71 at 24 steps | yes |",
+        "| With one token per step (24) both are the same | +2.00 ± 0.71 at 24 steps | no |",
+        "| The best guidance falls with the number of steps | 3 at 12 steps, 3 at 24 | no |",
+        "| Block-wise, some steps are better than one token per step | 9.00 at 12 steps, 9.00 at 24 | no |",
+    ]
+    for order, fid in (
+        ("raster", 9.5),
+        ("spiral-in", 14.0),
+        ("spiral-out", 13.0),
+        ("z-curve", 8.5),
+        ("alternate", 10.0),
+    ):
+        settings = SamplingDefaults().settings(steps=24, order=order, guidance=3.0)
+        interval = [fid - 0.5, fid + 0.5]
+        lines.append({"num": 5000, "settings": plain(settings), "fid": fid, "fid interval": interval})
+    ranked = "z-curve 8.50, random 9.00, raster 9.50, alternate 10.00, spiral-out 13.00, spiral-in 14.00"
+    assert ablation_report.tables(Measured(lines))["verdicts"].splitlines()[6:] == [
+        f"| No order is better than random (24 steps) | {ranked} | yes |",
+        f"| Spirals are worst (24 steps) | {ranked} | yes |",
+    ]
+    lines[-2]["fid"] = 6.0
+    verdicts = ablation_report.tables(Measured(lines))["verdicts"].splitlines()[6:]
+    assert [row.split("|")[-2].strip() for row in verdicts] == ["no", "yes"]
+
+
 def test_figures_and_filling_the_page(tmp_path):
     measured = Measured(fake_lines(), {"real": {"num": 9, "fid": 8.0}}, {}, fake_speed())
-    written = ablation_report.draw(measured, tmp_path)
+    written = ablation_figures.draw(measured, tmp_path)
     assert [path.name for path in written] == [f"ablations-{n}.png" for n in ("steps", "speed", "guidance", "orders")]
     for path in written:
         with Image.open(path) as image:
             assert min(image.size) > 300
-    assert ablation_report.draw(Measured(), tmp_path) == []
-    without_speed = ablation_report.draw(Measured(fake_lines()), tmp_path)
+    assert ablation_figures.draw(Measured(), tmp_path) == []
+    without_speed = ablation_figures.draw(Measured(fake_lines()), tmp_path)
     assert [path.stem for path in without_speed] == [f"ablations-{n}" for n in ("steps", "guidance", "orders")]
     page = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
     assert ablation_report.fill(page, {"x": "new\n"}) == page.replace("old", "new")
@@ -164,8 +198,8 @@ def small_world(monkeypatch, tmp_path, eye):  # noqa: F811
     monkeypatch.setattr(ablations, "SIZE", 8)
     monkeypatch.setattr(ablations, "SCALES", (1.0, 2.0, 4.0))
     monkeypatch.setattr(ablations, "LOOK_AGAIN", 0.01)
-    for module in (ablations, ablation_report, ablation_speed):
-        monkeypatch.setattr(module, "STEPS", (3, 2))
+    for module in (ablations, ablation_lines, ablation_report, ablation_figures, ablation_speed):
+        monkeypatch.setattr(module, "STEPS", (3, 2), raising=False)
         monkeypatch.setattr(module, "ORDER_STEPS", (3,), raising=False)
         monkeypatch.setattr(module, "FEW_STEPS", (3,), raising=False)
         monkeypatch.setattr(module, "SPEED_STEPS", 3, raising=False)
@@ -178,7 +212,7 @@ def small_world(monkeypatch, tmp_path, eye):  # noqa: F811
         ablations.main(
             ["--parts", parts, *options, "--limit", "30", "--data", str(data), "--work", str(work), "--out", str(out)]
         )
-        return read_lines(out), ablation_report.read(out)
+        return read_lines(out), ablation_lines.read(out)
 
     return run
 

@@ -156,6 +156,11 @@ def test_the_reference_is_kept(eye, photos, tmp_path):
     assert frechet.frechet_distance(first.pool, again.pool) < 1e-6
     reference_features(eye, open_images(photos), 6, keep=tmp_path)
     assert eye.seen == 2 * seen  # another size is another reference
+    changed = noise(30, 26, seed=99)
+    changed.save(photos / "pear" / "0.png")  # the same names, another image
+    other = reference_features(eye, open_images(photos), 8, keep=tmp_path)
+    assert eye.seen == 3 * seen
+    assert frechet.frechet_distance(first.pool, other.pool) > 1e-3
 
 
 def line(fid, rate, **given):

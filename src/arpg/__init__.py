@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from arpg.checkpoint import load_model, load_tokenizer
 from arpg.config import ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
 from arpg.decode import Plan, Request, Step, decode, make_plan
+from arpg.drawing import Drawing
 from arpg.errors import InputError
 from arpg.model import ARPG
 from arpg.pipeline import Pipeline
@@ -17,6 +18,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "ARPG",
+    "Drawing",
     "InputError",
     "ModelConfig",
     "Pipeline",

@@ -1,4 +1,4 @@
-"""`arpg sample` and `arpg sweep`: many images, and what settings do to them."""
+"""`arpg sample`: many images for an evaluation, in one file."""
 
 from __future__ import annotations
 

@@ -39,6 +39,12 @@ class Features:
     gain_M: Tensor | None  # of the Inception Score; None where the network has no logits
     network: str  # the identity of the network; empty where a file does not say
 
+    def __post_init__(self) -> None:
+        for name, x in (("features", self.pool_MF), ("gains", self.gain_M)):
+            require(
+                x is None or bool(torch.isfinite(x).all()), f"{name} hold numbers that are not finite; make them again"
+            )
+
     @property
     def n(self) -> int:
         """How many images there are features of."""
@@ -67,7 +73,8 @@ class Features:
         """A file of ours, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
         require(path.is_file(), f"{path} does not exist; expected an npz file of features or statistics")
         try:
-            with np.load(path) as file:
+            # Opened here: np.load leaves a damaged file open.
+            with path.open("rb") as stream, np.load(stream) as file:
                 arrays = {key: file[key] for key in file.files if key in KEYS}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is not a whole npz file ({error}); make it again") from None

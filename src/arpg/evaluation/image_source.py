@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
-from arpg.data.images import open_images
+from arpg.data.images import ImageSet, open_images
 from arpg.errors import InputError, require
 from arpg.image import Pixels, adm_crop, check_pixels
 
@@ -37,7 +37,7 @@ def open_source(path: str | Path, *, size: int | None = None) -> ImageSource:
     """
     path = Path(path)
     require(size is None or size >= 1, f"size is {size}; expected 1 or more pixels")
-    return _open_npz(path, size) if path.suffix == ".npz" else _open_files(path, size)
+    return _open_npz(path, size) if path.suffix == ".npz" else from_images(open_images(path), size=size)
 
 
 def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
@@ -48,6 +48,32 @@ def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
             yield pixels[start : start + batch_size]
 
     return ImageSource(where, len(pixels), batches)
+
+
+def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
+    """Of image files, read by several threads; with a size, cropped to that square."""
+
+    def read(index: int) -> Pixels:
+        image = images.read(index)
+        return np.asarray(image if size is None else adm_crop(image, size))
+
+    def batches(batch_size: int) -> Iterator[Pixels]:
+        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+        shape: tuple[int, ...] | None = None
+        with ThreadPoolExecutor(THREADS) as pool:
+            for start in range(0, len(images), batch_size):
+                stop = min(start + batch_size, len(images))
+                arrays = list(pool.map(read, range(start, stop)))
+                for i, array in enumerate(arrays, start):
+                    shape = shape or array.shape
+                    require(
+                        array.shape == shape,
+                        f"{images.where}: {images.names[i]} is {array.shape[1]}x{array.shape[0]} pixels, but "
+                        f"{images.names[0]} is {shape[1]}x{shape[0]}; give a size to crop to",
+                    )
+                yield np.stack(arrays)
+
+    return ImageSource(images.where, len(images), batches)
 
 
 def npz_names(path: Path) -> set[str]:
@@ -109,29 +135,3 @@ def _skip_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.ge
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     return read(file)
-
-
-def _open_files(path: Path, size: int | None) -> ImageSource:
-    images = open_images(path)
-
-    def read(index: int) -> Pixels:
-        image = images.read(index)
-        return np.asarray(image if size is None else adm_crop(image, size))
-
-    def batches(batch_size: int) -> Iterator[Pixels]:
-        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-        shape: tuple[int, ...] | None = None
-        with ThreadPoolExecutor(THREADS) as pool:
-            for start in range(0, len(images), batch_size):
-                stop = min(start + batch_size, len(images))
-                arrays = list(pool.map(read, range(start, stop)))
-                for i, array in enumerate(arrays, start):
-                    shape = shape or array.shape
-                    require(
-                        array.shape == shape,
-                        f"{path}: {images.names[i]} is {array.shape[1]}x{array.shape[0]} pixels, but "
-                        f"{images.names[0]} is {shape[1]}x{shape[0]}; give a size to crop to",
-                    )
-                yield np.stack(arrays)
-
-    return ImageSource(str(path), len(images), batches)

@@ -83,7 +83,9 @@ class Inception:
     def features(self, pixels_BHW3: Pixels | Tensor) -> Activations:
         """Float32 on the device, whatever the batch: TF32 and autocast are off."""
         pixels = (
-            torch.from_numpy(np.ascontiguousarray(pixels_BHW3)) if isinstance(pixels_BHW3, np.ndarray) else pixels_BHW3
+            torch.from_numpy(np.require(pixels_BHW3, requirements=("C", "W")))
+            if isinstance(pixels_BHW3, np.ndarray)
+            else pixels_BHW3
         )
         require(
             pixels.ndim == 4 and pixels.shape[-1] == 3 and pixels.dtype == torch.uint8 and len(pixels) > 0,

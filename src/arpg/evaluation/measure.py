@@ -6,23 +6,22 @@ Shapes: B batch, H W pixels.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from arpg.config import SamplingSettings
 from arpg.data.images import ImageSet
-from arpg.data.pixels import eval_pixels
 from arpg.evaluation.bootstrap import bootstrap
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import Features, collect
 from arpg.evaluation.frechet import frechet_distance, frechet_influence
-from arpg.evaluation.image_source import from_array
+from arpg.evaluation.image_source import ImageSource, from_images
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.report import INTERVAL, evaluate
 from arpg.evaluation.sampling import Labels, PixelBatches, Progress
@@ -61,17 +60,25 @@ def reference_features(
 ) -> Features:
     """Of the centre crops of real images at the model's size, which are what it was trained to draw.
 
-    In the folder `keep` they are kept under a name that says what they are of, and found again.
+    In the folder `keep` they are kept under a hash of all the pixels, so that other images are not taken for them.
     """
-    what = json.dumps([images.where, list(images.names), size, inception.identity])
-    path = None if keep is None else keep / f"reference-{hashlib.sha256(what.encode()).hexdigest()[:16]}.npz"
+    source = from_images(images, size=size)
+    path = None if keep is None else keep / f"reference-{_digest(source, inception)}.npz"
     if path is not None and path.exists():
         return Features.load(path)
     told = None if progress is None else (lambda done: progress(done, len(images)))
-    features = collect(inception, from_array(eval_pixels(images, size)).batches(CHUNK), progress=told)
+    features = collect(inception, source.batches(CHUNK), progress=told)
     if path is not None:
         features.save(path)
     return features
+
+
+def _digest(source: ImageSource, inception: Inception) -> str:
+    digest = hashlib.sha256(inception.identity.encode())
+    for pixels_BHW3 in source.batches(CHUNK):
+        digest.update(f"{pixels_BHW3.shape[1:]}".encode())
+        digest.update(np.ascontiguousarray(pixels_BHW3).data)
+    return digest.hexdigest()[:16]
 
 
 def generate_features(
