@@ -49,6 +49,12 @@ def cpu_seconds(process: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
 async def measure(
     address: str, *, clients: int, seconds: float, process: int, seen: dict[int, set[str]]
 ) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def main() -> None:
         "rows": rows,
         "same alone, of 16": same,
         "speedup": round(speeds[max(speeds)] / speeds[min(speeds)], 2),
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }

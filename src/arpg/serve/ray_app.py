@@ -145,7 +145,7 @@ class Front:
             raise RuntimeError("a painter failed") from error
 
 
-def front(settings: ServeSettings, keys: Keys) -> App:
+def front(settings: ServeSettings, keys: Keys, hosts: frozenset[str] | None) -> App:
     """What clients talk to: the same gate as on one machine, with the painters behind it."""
     log_json()
     metrics = Metrics()
@@ -157,6 +157,7 @@ def front(settings: ServeSettings, keys: Keys) -> App:
         keys=keys,
         limits=settings.limits,
         metrics=metrics,
+        hosts=hosts,
         patience=settings.patience,
     )
 
@@ -171,6 +172,7 @@ def application(
     replicas: int = 1,
     max_replicas: int | None = None,
     gpus: float = 0,
+    hosts: frozenset[str] | None = None,
 ) -> serve.Application:
     """The deployments. More painters are started when those that run have more than a batch each to do."""
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
@@ -186,7 +188,7 @@ def application(
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=5,
     )(Painter).bind(model, settings, device, dtype)
-    ingress = serve.ingress(lambda: front(settings, keys))
+    ingress = serve.ingress(lambda: front(settings, keys, hosts))
 
     class Ingress:
         def __init__(self, painters: Any) -> None:
