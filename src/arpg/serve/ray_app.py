@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 NAME = "arpg"
 PAINTER = "Painter"
 TRIES = 8
+TASKS = ("generate", "inpaint", "edit", "outpaint", "expand")
+ROUTES = {"/v1/images/generations", "/v1/images/edits", "/v1/models", *(f"/v1/arpg/{task}" for task in TASKS)}
 PASSED = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
 
 
@@ -94,6 +97,8 @@ class Front:
         elif scope["path"] == "/metrics":
             await _say(send, self.metrics.text(), self.metrics.CONTENT_TYPE)
         else:
+            if scope["path"] in ROUTES:
+                scope["route"] = SimpleNamespace(path=scope["path"])  # what the metrics call it
             await self._relay(scope, receive, send)
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
