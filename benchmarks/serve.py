@@ -23,7 +23,10 @@ from typing import Any
 import httpx
 
 
-async def ask(client: httpx.AsyncClient, address: str, *, number: int) -> float:
+async def ask(
+    client: httpx.AsyncClient, address: str, *, number: int, seen: dict[int, set[str]] | None = None
+) -> float:
+    """One image; `seen` collects the answers by number."""
     began = time.perf_counter()
     body = {"class": number % 5, "seed": number}
     while True:
@@ -32,10 +35,29 @@ async def ask(client: httpx.AsyncClient, address: str, *, number: int) -> float:
             break
         await asyncio.sleep(float(answer.headers["retry-after"]))
     answer.raise_for_status()
+    if seen is not None:
+        seen.setdefault(number, set()).add(answer.json()["images"][0]["png"])
     return time.perf_counter() - began
 
 
-async def measure(address: str, *, clients: int, seconds: float) -> dict[str, Any]:
+def cpu_seconds(process: int) -> float:
+    """What a process has used of all cores, from Linux's books; 0 elsewhere."""
+    stat = Path(f"/proc/{process}/stat")
+    if not stat.exists():
+        return 0.0
+    user, system = stat.read_text().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+async def measure(
+    address: str, *, clients: int, seconds: float, process: int, seen: dict[int, set[str]]
+) -> dict[str, Any]:
     """So many clients, each with one request at a time, for so long."""
     latencies: list[float] = []
 
@@ -43,19 +65,24 @@ async def measure(address: str, *, clients: int, seconds: float) -> dict[str, An
         async with httpx.AsyncClient(timeout=600) as client:
             i = 0
             while time.perf_counter() < until:
-                latencies.append(await ask(client, address, number=1000 * number + i))
+                latencies.append(await ask(client, address, number=1000 * number + i, seen=seen))
                 i += 1
 
+    used = cpu_seconds(process)
     began = time.perf_counter()
     until = began + seconds
     await asyncio.gather(*(work(number) for number in range(clients)))
     took = time.perf_counter() - began
+    used = cpu_seconds(process) - used
     latencies.sort()
     shares = {f"p{p} s": round(latencies[min(len(latencies) - 1, len(latencies) * p // 100)], 3) for p in (50, 95, 99)}
-    return {"clients": clients, "images": len(latencies), "images/s": round(len(latencies) / took, 3), **shares}
+    speed = {"images/s": round(len(latencies) / took, 3), "cpu s/image": round(used / len(latencies), 3)}
+    return {"clients": clients, "images": len(latencies), **speed, **shares}
 
 
-async def run(address: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+async def run(address: str, options: argparse.Namespace, process: int) -> tuple[list[dict[str, Any]], int]:
+    """The measurements, and how many of 16 images that were drawn in company come out the same alone."""
+    seen: dict[int, set[str]] = {}
     async with httpx.AsyncClient(timeout=600) as client:
         while True:
             try:
@@ -69,9 +96,13 @@ async def run(address: str, options: argparse.Namespace) -> list[dict[str, Any]]
     rows = []
     for _ in range(options.repeats):
         for clients in options.clients:
-            rows.append(await measure(address, clients=clients, seconds=options.seconds))
+            rows.append(await measure(address, clients=clients, seconds=options.seconds, process=process, seen=seen))
             print(rows[-1], file=sys.stderr)  # noqa: T201
-    return rows
+    chosen = sorted(seen)[:: max(1, len(seen) // 16)][:16]
+    async with httpx.AsyncClient(timeout=600) as client:
+        for number in chosen:
+            await ask(client, address, number=number, seen=seen)
+    return rows, sum(len(seen[number]) == 1 for number in chosen)
 
 
 def main() -> None:
@@ -92,7 +123,7 @@ def main() -> None:
         assert found, line
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         try:
-            rows = asyncio.run(run(found[0], options))
+            rows, same = asyncio.run(run(found[0], options, process.pid))
         finally:
             process.terminate()
             process.wait()
@@ -105,8 +136,9 @@ def main() -> None:
         "model": options.model,
         "serve": more,
         "rows": rows,
+        "same alone, of 16": same,
         "speedup": round(speeds[max(speeds)] / speeds[min(speeds)], 2),
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }

@@ -194,8 +194,11 @@ def test_sigterm_finishes_what_is_inside(folder, tmp_path):
             connection.close()
             assert process.wait(60) == 0
             logged = process.stderr.read()
-            assert all(json.loads(line) for line in logged.splitlines())
-            assert "draining" in logged
+            entries = [json.loads(line) for line in logged.splitlines()]
+            (done,) = [entry for entry in entries if entry.get("route") == "/v1/arpg/expand"]
+            assert (done["status"], done["method"]) == (200, "POST")
+            assert done["id"].startswith("req_")
+            assert "draining" in [entry["message"] for entry in entries]
         finally:
             process.kill()
 
@@ -226,6 +229,18 @@ def test_the_command_refuses_what_is_not_safe(arguments, says, tmp_path, monkeyp
     message = capsys.readouterr().err
     assert says in message
     assert "hunter2" not in message
+
+
+def test_without_the_extra_it_says_which_one(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("arpg.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delattr("arpg.serve.server", raising=False)
+    monkeypatch.setattr(sys, "argv", ["arpg", "serve"])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 2
+    assert "pip install 'arpg[serve]'" in capsys.readouterr().err
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -69,5 +70,8 @@ def test_a_killed_replica_loses_no_request(cluster, pipeline):
         thread.join(120)
     assert wrong == []
     assert len(found) == len(bodies)
+    refused = urllib.request.Request(f"{cluster}/v1/models")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(refused, timeout=60)
     again = ask(cluster, bodies[0])["images"]
     assert again == found[0]

@@ -74,6 +74,7 @@ def _serve_on_ray(
 ) -> None:
     try:
         from arpg.serve import ray_app
+        from arpg.serve.gate import allowed_hosts
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed; pip install 'arpg[ray]' brings Ray Serve") from None
     from arpg.hub import resolve
@@ -82,6 +83,7 @@ def _serve_on_ray(
     resolve(model)  # fetch it once, before every replica looks for it
     if scale["gpus"] is None:
         scale["gpus"] = 1 if choose_device(device).type == "cuda" else 0
+    scale["hosts"] = allowed_hosts(host, keys)
     app = ray_app.application(model, keys=keys, settings=settings, device=device, dtype=dtype, **scale)
     err.print(f"serving {model} on Ray at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
     ray_app.run(app, host=host, port=port)

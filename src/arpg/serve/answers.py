@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ BEAT = 15.0  # seconds of silence after which a stream says that it is alive
 Named = tuple[str, dict[str, Any]]  # the name and the data of an event
 
 
-async def follow(job: Job, receive: Receive) -> AsyncIterator[Event | None]:
+async def follow(job: Job, receive: Receive) -> AsyncGenerator[Event | None, None]:
     """The events of a job up to its last, None when there was none for a while. Cancels the job if the client goes."""
     gone = asyncio.ensure_future(_gone(receive))
     turn: asyncio.Future[Event] | None = None
@@ -48,11 +49,12 @@ async def follow(job: Job, receive: Receive) -> AsyncIterator[Event | None]:
 
 async def result_of(job: Job, request: Request) -> Result:
     """The result, or the problem raised."""
-    async for event in follow(job, request.receive):
-        if isinstance(event, Problem):
-            raise event
-        if isinstance(event, Result):
-            return event
+    async with aclosing(follow(job, request.receive)) as events:
+        async for event in events:
+            if isinstance(event, Problem):
+                raise event
+            if isinstance(event, Result):
+                return event
     raise AssertionError("a job ends with a result or a problem")
 
 
@@ -72,14 +74,15 @@ class EventStream(Response):
         async def say(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        for named in self.first:
-            await say(_event(named))
-        async for event in follow(self.job, receive):
-            if event is None:
-                await say(b": still drawing\n\n")
-            else:
-                for named in self.name(event):
-                    await say(_event(named))
+        async with aclosing(follow(self.job, receive)) as events:
+            for named in self.first:
+                await say(_event(named))
+            async for event in events:
+                if event is None:
+                    await say(b": still drawing\n\n")
+                else:
+                    for named in self.name(event):
+                        await say(_event(named))
         await say(b"", more=False)
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from arpg import __version__
+import arpg
 from arpg.serve.answers import json_response
 from arpg.serve.gate import Gate
 from arpg.serve.house import House
@@ -40,7 +40,7 @@ def create_app(house: House, *, hosts: frozenset[str] | None = None) -> FastAPI:
 
     app = FastAPI(
         title="ARPG",
-        version=__version__,
+        version=arpg.__version__,
         summary="Images from classes, drawn in any order and many at a time.",
         lifespan=lifespan,
         docs_url=None,  # Swagger's page would load scripts from elsewhere; the schema is at /openapi.json

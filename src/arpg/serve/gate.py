@@ -36,6 +36,11 @@ HEADERS = {
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
+def allowed_hosts(host: str, keys: Keys) -> frozenset[str] | None:
+    """Names that a server answers to. Without keys on this machine: only its own, or any page could name us its own."""
+    return LOCAL if host in LOCAL and not len(keys) else None
+
+
 class ClientGoneError(Exception):
     """Nobody reads the answer any more."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
-from arpg import __version__
+import arpg
 from arpg.serve.answers import EventStream, Named, encoded, json_response, result_of
 from arpg.serve.choices import choices
 from arpg.serve.house import House
@@ -88,7 +88,7 @@ def native_routes(house: House) -> APIRouter:
         config, stride = pipe.model.config, pipe.tokenizer.config.stride
         return {
             "model": house.name,
-            "version": __version__,
+            "version": arpg.__version__,
             "classes": config.num_classes,
             "takes": "class",
             "image_size": (config.grid[1] * stride, config.grid[0] * stride),

@@ -99,31 +99,25 @@ DRAWS: dict[int | str, dict[str, Any]] = {
     404: {"model": Error, "description": "Another model was asked for."},
     **ERRORS,
 }
-FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["image", "prompt"],
-                    "properties": {
-                        "image": {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."},
-                        "mask": {
-                            "type": "string",
-                            "format": "binary",
-                            "description": "As large as the image; its transparent pixels are edited. Without one, "
-                            "those of the image itself.",
-                        },
-                        "prompt": {"type": "string", "minLength": 1},
-                        "n": {"type": "integer", "minimum": 1, "maximum": MOST.images},
-                        "stream": {"type": "boolean"},
-                    },
-                }
-            }
-        },
-    }
+FILES = {
+    "image": {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."},
+    "mask": {
+        "type": "string",
+        "format": "binary",
+        "description": "As large as the image; its transparent pixels are edited. Without one, those of the image.",
+    },
 }
+
+
+def _form_schema() -> dict[str, Any]:
+    """The fields of the form, files and all; what may be null is left out of a form instead."""
+    fields = {}
+    for name, field in Edits.model_json_schema()["properties"].items():
+        kinds = [kind for kind in field.pop("anyOf", []) if kind != {"type": "null"}]
+        field.pop("default", None)
+        fields[name] = {**field, **(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})}
+    schema = {"type": "object", "required": ["image", "prompt"], "properties": {**FILES, **fields}}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 def openai_routes(house: House) -> APIRouter:
@@ -176,7 +170,7 @@ def openai_routes(house: House) -> APIRouter:
 
         return await draw(request, body, order, "image_generation")
 
-    @router.post("/images/edits", responses=DRAWS, openapi_extra=FORM)
+    @router.post("/images/edits", responses=DRAWS, openapi_extra=_form_schema())
     async def edits(request: Request) -> Response:
         """Put the class that the prompt names where the mask is transparent."""
         body, files = await _form(request, house)

@@ -1,4 +1,7 @@
-"""Pixels: one thread in which the tokenizer works, so that pictures that are finished at the same time share a call.
+"""Pixels: one thread in which the tokenizer works, finished pictures first; previews of several requests share a call.
+
+The last bit of a pixel can depend on what else is in a call, and a picture may be the start of the next stage. So only
+previews share one: what a request is answered does not depend on who else is there.
 
 Shapes: B images, N tokens.
 """
@@ -28,7 +31,7 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.grid, self.known_BN is None, tuple(self.value.shape[1:]))
+        return (self.grid, tuple(self.value.shape[1:]))
 
 
 class SharedTokenizer:
@@ -84,11 +87,13 @@ class SharedTokenizer:
                 self._calls.put(None)
 
     def _choose(self, waiting: list[Call]) -> list[Call]:
-        """The oldest call (finished pictures before previews) and those of its kind that fit into the batch with it."""
-        first = next((call for call in waiting if call.known_BN is None), waiting[0])  # previews come last
-        chosen, rows = [first], len(first.value)
+        """The oldest call for something finished; else the oldest preview, and others that fit into a batch with it."""
         for call in waiting:
-            if call is not first and call.key == first.key and rows + len(call.value) <= self._most:
+            if call.known_BN is None:
+                return [call]
+        chosen, rows = [waiting[0]], len(waiting[0].value)
+        for call in waiting[1:]:
+            if call.key == waiting[0].key and rows + len(call.value) <= self._most:
                 chosen.append(call)
                 rows += len(call.value)
         return chosen

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 NAME = "arpg"
 PAINTER = "Painter"
 TRIES = 8
+TASKS = ("generate", "inpaint", "edit", "outpaint", "expand")
+ROUTES = {"/v1/images/generations", "/v1/images/edits", "/v1/models", *(f"/v1/arpg/{task}" for task in TASKS)}
 PASSED = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
 
 
@@ -94,6 +97,8 @@ class Front:
         elif scope["path"] == "/metrics":
             await _say(send, self.metrics.text(), self.metrics.CONTENT_TYPE)
         else:
+            if scope["path"] in ROUTES:
+                scope["route"] = SimpleNamespace(path=scope["path"])  # what the metrics call it
             await self._relay(scope, receive, send)
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +150,7 @@ class Front:
             raise RuntimeError("a painter failed") from error
 
 
-def front(settings: ServeSettings, keys: Keys) -> App:
+def front(settings: ServeSettings, keys: Keys, hosts: frozenset[str] | None) -> App:
     """What clients talk to: the same gate as on one machine, with the painters behind it."""
     log_json()
     metrics = Metrics()
@@ -157,6 +162,7 @@ def front(settings: ServeSettings, keys: Keys) -> App:
         keys=keys,
         limits=settings.limits,
         metrics=metrics,
+        hosts=hosts,
         patience=settings.patience,
     )
 
@@ -171,6 +177,7 @@ def application(
     replicas: int = 1,
     max_replicas: int | None = None,
     gpus: float = 0,
+    hosts: frozenset[str] | None = None,
 ) -> serve.Application:
     """The deployments. More painters are started when those that run have more than a batch each to do."""
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
@@ -186,7 +193,7 @@ def application(
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=5,
     )(Painter).bind(model, settings, device, dtype)
-    ingress = serve.ingress(lambda: front(settings, keys))
+    ingress = serve.ingress(lambda: front(settings, keys, hosts))
 
     class Ingress:
         def __init__(self, painters: Any) -> None:

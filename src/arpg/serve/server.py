@@ -16,7 +16,7 @@ from arpg.errors import InputError
 from arpg.hub import resolve
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.app import create_app
-from arpg.serve.gate import LOCAL
+from arpg.serve.gate import allowed_hosts
 from arpg.serve.house import House, ServeSettings
 from arpg.serve.keys import Keys
 from arpg.serve.logs import log_json
@@ -49,8 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
 def run(house: House, bound: socket.socket) -> None:
     """Serve until a signal; then finish what is inside, answer new work with 503, and go."""
     log_json()
-    host = bound.getsockname()[0]
-    hosts = None if len(house.keys) or host not in LOCAL else LOCAL
+    hosts = allowed_hosts(bound.getsockname()[0], house.keys)
     config = uvicorn.Config(
         create_app(house, hosts=hosts),
         log_config=None,
