@@ -1,6 +1,7 @@
 """Shared fixtures: golden files and a small network whose head is not zero."""
 
 import json
+import logging
 import os
 import zipfile
 from pathlib import Path
@@ -55,6 +56,17 @@ def small_model(config=SMALL, seed=0):
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator) * 0.5)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def own_logging():
+    """What a command or a server does to our loggers does not reach the next test."""
+    yield
+    logging.disable(logging.NOTSET)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.split(".")[0] == "arpg" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
