@@ -32,7 +32,7 @@ class Ask:
 
     position_BS: Tensor
     scale_BS: Tensor | None  # guidance, one for each position or for each row; None: not guided
-    visible_BS: Tensor | None = None  # slots of the cache that each may see; None: all that its row has
+    visible_BS: Tensor | None = None  # image tokens of the cache that each may see; None: all that its row has
 
 
 @dataclass
@@ -48,7 +48,8 @@ class State:
     key_B2: Tensor  # the seeds
     query_RND: Tensor | None  # what Pass 2 asks with, where it is not [MASK]
     cache: Cache
-    num_prefix: int  # slots that stand before the tokens
+    num_prefix: int  # slots that stand before the tokens, in the row that has the most
+    prefix_R1: Tensor | int  # and in each row
 
     @property
     def copies(self) -> int:
@@ -71,7 +72,7 @@ class State:
         query_RSD = None
         if self.query_RND is not None:
             query_RSD = self.query_RND.take_along_dim(self._rows(ask.position_BS)[..., None], dim=1)
-        visible_RS = None if ask.visible_BS is None else self._rows(ask.visible_BS)
+        visible_RS = None if ask.visible_BS is None else self.prefix_R1 + self._rows(ask.visible_BS)
         return model.predict(self._rows(self._places(ask.position_BS)), query_RSD, self.cache, visible_RS)
 
     def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
@@ -82,7 +83,7 @@ class State:
 
     def roll_back(self, length_B: Tensor, longest: int) -> None:
         """Forget all but the first image tokens of each row; `longest` is the greatest of the numbers."""
-        self.cache.roll_back(self._rows(self.num_prefix + length_B))
+        self.cache.roll_back((self.prefix_R1 + self._rows(length_B[:, None]))[:, 0])
         self.cache.roll_back(self.num_prefix + longest)
 
     def image(self) -> tuple[Tensor, Tensor]:
@@ -116,8 +117,11 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
     """
     device, batch = model.device, len(request.seeds)
     condition = request.condition
-    num_prefix = condition.prefix_BPD.shape[1]
+    lengths = condition.lengths(guided=guided)
+    num_prefix, uniform = max(lengths), len(set(lengths)) == 1
     prefix_RPD = torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)) if guided else condition.prefix_BPD
+    prefix_R = None if uniform else torch.tensor(lengths, device=device)
+    ragged = ragged or not uniform
     place_N2 = torch.cat((request.places(), torch.zeros(1, 2))).to(device)
     state = State(
         ids_BN=torch.cat((request.ids_BN.to(device), torch.zeros(batch, 1, dtype=torch.long, device=device)), 1),
@@ -127,8 +131,10 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
         query_RND=_queries(model, condition, guided=guided),
         cache=model.allocate_cache(len(prefix_RPD), num_prefix + tokens, ragged=ragged),
         num_prefix=num_prefix,
+        prefix_R1=num_prefix if prefix_R is None else prefix_R[:, None],
     )
-    model.encode(prefix_RPD, state._rows(condition.place_BP2), state.cache, causal=True)
+    place_RP2 = state._rows(condition.place_BP2)[:, :num_prefix]
+    model.encode(prefix_RPD[:, :num_prefix], place_RP2, state.cache, causal=True, count_B=prefix_R)
     known = known_positions(request)
     counts = [len(row) for row in known]
     if any(counts):

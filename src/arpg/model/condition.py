@@ -1,18 +1,21 @@
 """What an image is asked to be: the slots that stand before its tokens, and what Pass 2 asks with.
 
-Shapes: B batch, P prefix slots, N grid tokens, D width.
+Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from arpg.errors import require
-from arpg.model.rope import nowhere
+from arpg.errors import present, require
+from arpg.model.rope import nowhere, unturned
 
 if TYPE_CHECKING:
     from arpg.model.arpg import ARPG
@@ -26,9 +29,22 @@ class Condition:
     null_prefix_BPD: Tensor
     place_BP2: Tensor  # where the prefix slots stand (a class: nowhere)
     query_BND: Tensor | None = None  # replaces the [MASK] queries, position by position; its null is plain [MASK]
+    length_B: Tensor | None = None  # how many prefix slots of each sample are real, the first ones; None: all P
+    null_length_B: Tensor | None = None  # likewise of the null prefix
 
     def __len__(self) -> int:
         return self.prefix_BPD.shape[0]
+
+    def rows(self, rows: slice) -> Condition:
+        """The condition of some of the samples."""
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Condition(**{name: None if part is None else part[rows] for name, part in parts.items()})
+
+    def lengths(self, *, guided: bool) -> list[int]:
+        """Real prefix slots of each row: the conditional ones, then (guided) the unconditional."""
+        given = (self.length_B, self.null_length_B) if guided else (self.length_B,)
+        whole = [self.prefix_BPD.shape[1]] * len(self)
+        return [n for length_B in given for n in (whole if length_B is None else length_B.tolist())]
 
 
 def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
@@ -43,4 +59,46 @@ def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
         prefix_BPD=model.embed(ids_B[:, None]),
         null_prefix_BPD=model.embed(null_B[:, None]),
         place_BP2=nowhere(len(ids_B), 1, device=model.device),
+    )
+
+
+def text_condition(
+    model: ARPG, states: Sequence[Tensor | None], negative: Sequence[Tensor | None] | None = None
+) -> Condition:
+    """A slot for each token of a prompt, from the encoder's states `[T, E]` of each sample; None: no prompt.
+
+    What guidance leads away from is no prompt, or the negative one where there is one. Slots are compact: what is
+    real comes first, and what fills up shorter prompts is never looked at.
+    """
+    text = present(model.text, "the model takes classes, not prompts; give a class (see `arpg classes`)")
+    sides = [states, [None] * len(states) if negative is None else negative]
+    assert len(sides[1]) == len(states)
+    rows = [text.null_TE if row is None else row.to(text.null_TE) for side in sides for row in side]
+    for row in rows:
+        text.check(row)
+    lengths_R = torch.tensor([len(row) for row in rows])
+    prefix_RPD = text(pad_sequence(rows, batch_first=True))
+    batch = len(states)
+    return Condition(
+        prefix_BPD=prefix_RPD[:batch],
+        null_prefix_BPD=prefix_RPD[batch:],
+        place_BP2=unturned(batch, prefix_RPD.shape[1], device=model.device),
+        length_B=lengths_R[:batch],
+        null_length_B=lengths_R[batch:],
+    )
+
+
+def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Condition:
+    """The condition of a training batch: states filled up to the model's most tokens, so that shapes never change.
+
+    A length of 0 says that the prompt is dropped. There is no guidance in training, so the null prefix is not made.
+    """
+    text = present(model.text, "the model takes classes, not prompts; set [model.text] to train on captions")
+    dropped_B11 = (length_B == 0)[:, None, None]
+    prefix_BPD = text(torch.where(dropped_B11, text.null_TE, states_BTE.to(text.null_TE)))
+    return Condition(
+        prefix_BPD=prefix_BPD,
+        null_prefix_BPD=prefix_BPD[:, :0],
+        place_BP2=unturned(*prefix_BPD.shape[:2], device=model.device),
+        length_B=torch.where(length_B == 0, len(text.null_TE), length_B),
     )
