@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "arpg"
 LAYERS = [
     {"errors"},
     {"files", "config", "classes", "storage"},
-    {"image"},
+    {"image", "text"},
     {"canvas", "kernels", "animation"},
     {"tokenizer", "model"},
     {"checkpoint"},

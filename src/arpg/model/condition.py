@@ -37,8 +37,9 @@ class Condition:
 
     def rows(self, rows: slice) -> Condition:
         """The condition of some of the samples."""
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Condition(**{name: None if part is None else part[rows] for name, part in parts.items()})
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        some: dict[str, Any] = {name: None if part is None else part[rows] for name, part in parts.items()}
+        return Condition(**some)
 
     def lengths(self, *, guided: bool) -> list[int]:
         """Real prefix slots of each row: the conditional ones, then (guided) the unconditional."""
