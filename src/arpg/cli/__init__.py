@@ -10,7 +10,7 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import attention, convert, evaluate, generate, likelihood, models, sample, sweep, train
+from arpg.cli import attention, captions, convert, evaluate, generate, likelihood, models, sample, sweep, train
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -32,6 +32,8 @@ app.command()(sweep.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command()(train.tokenize)
+app.command()(captions.compose)
+app.command()(captions.embed)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
 app.add_typer(convert.app, name="convert")

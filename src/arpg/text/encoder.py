@@ -25,6 +25,7 @@ class TextEncoder:
         self.tokenizer, self.max_tokens, self.device = tokenizer, max_tokens, torch.device(device)
         self.network = network.to(self.device).eval()
         self.width: int = network.config.hidden_size
+        self._special, self._unknown = set(tokenizer.all_special_ids), tokenizer.unk_token_id
 
     @torch.inference_mode()
     def states(self, prompts: Sequence[str], *, batch_size: int = 1) -> list[Tensor]:
@@ -32,7 +33,9 @@ class TextEncoder:
 
         Only prompts of the same length share a batch, so nothing is ever padded.
         """
-        ids = [self._ids(prompt) for prompt in prompts]
+        texts = [readable(prompt) for prompt in prompts]
+        whole: list[list[int]] = self.tokenizer(texts, truncation=False)["input_ids"] if texts else []
+        ids = [self._cut(*both) for both in zip(prompts, texts, whole, strict=True)]
         by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         found: dict[int, Tensor] = {}
         while by_length:
@@ -44,10 +47,8 @@ class TextEncoder:
             found |= dict(zip(chosen, states_BTE.float().cpu().clone(), strict=True))
         return [found[i] for i in range(len(ids))]
 
-    def _ids(self, prompt: str) -> list[int]:
+    def _cut(self, prompt: str, text: str, ids: list[int]) -> list[int]:
         """Token ids, cut with the special tokens in their places; says so where something is lost."""
-        text = readable(prompt)
-        ids: list[int] = self.tokenizer(text, truncation=False)["input_ids"]
         if len(ids) > self.max_tokens:
             _log.warning(
                 "prompt %s has %d tokens; only the first %d count, so make it shorter",
@@ -56,8 +57,8 @@ class TextEncoder:
                 self.max_tokens,
             )
             ids = self.tokenizer(text, truncation=True, max_length=self.max_tokens)["input_ids"]
-        words = [i for i in ids if i not in self.tokenizer.all_special_ids or i == self.tokenizer.unk_token_id]
-        if words and 2 * words.count(self.tokenizer.unk_token_id) >= len(words):
+        unknown = ids.count(self._unknown)
+        if unknown and 2 * unknown >= unknown + sum(i not in self._special for i in ids):
             _log.warning("prompt %s is mostly unknown to the encoder; English works best", _short(prompt))
         return ids
 

@@ -24,12 +24,16 @@ from arpg.text.t5 import load_t5
 IN_MEMORY = 4096
 
 
+def load_encoder(name: str, *, max_tokens: int, device: torch.device | str = "cpu") -> TextEncoder:
+    """By name: minilm, flan-t5-SIZE, a hub id or a folder."""
+    if name == "minilm":
+        return load_minilm(max_tokens=max_tokens, device=device)
+    return load_t5(name, max_tokens=max_tokens, device=device)
+
+
 def open_encoder(config: TextConfig, *, device: torch.device | str = "cpu") -> TextEncoder:
     """The encoder that a model was trained with."""
-    if config.encoder == "minilm":
-        encoder = load_minilm(max_tokens=config.max_tokens, device=device)
-    else:
-        encoder = load_t5(config.encoder, max_tokens=config.max_tokens, device=device)
+    encoder = load_encoder(config.encoder, max_tokens=config.max_tokens, device=device)
     require(
         encoder.width == config.width,
         f"text encoder {config.encoder} has states of {encoder.width} numbers; the model takes {config.width}",
