@@ -8,7 +8,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "config", "classes", "storage"},
+    {"files", "config", "classes", "storage", "device"},
     {"image", "text"},
     {"canvas", "kernels", "animation"},
     {"tokenizer", "model"},

@@ -51,6 +51,7 @@ class Condition:
 def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
     """One slot that holds the class; `num_classes` stands for the null class (a dropped label)."""
     config = model.config
+    require(config.text is None, "the model takes prompts, not classes; give a prompt")
     if labels_B.device.type == "cpu":  # a check on an accelerator would have to wait for it
         bad = labels_B[(labels_B < 0) | (labels_B > config.num_classes)]
         require(not len(bad), f"class {bad.tolist()} does not exist; expected 0 to {config.num_classes - 1}")
