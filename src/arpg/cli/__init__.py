@@ -10,7 +10,19 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import attention, captions, convert, evaluate, generate, likelihood, models, sample, sweep, train
+from arpg.cli import (
+    attention,
+    captions,
+    convert,
+    evaluate,
+    generate,
+    likelihood,
+    models,
+    sample,
+    sweep,
+    text_score,
+    train,
+)
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -31,6 +43,8 @@ app.command()(sample.sample)
 app.command()(sweep.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
+app.command("evaluate-text")(text_score.evaluate_text)
+app.command("train-detector")(text_score.train_detector)
 app.command()(train.tokenize)
 app.command()(captions.compose)
 app.command()(captions.embed)

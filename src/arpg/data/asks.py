@@ -75,11 +75,14 @@ class Ask:
         return all(group.colour != self.ground for group in self.groups)
 
 
-def draw_ask(rng: np.random.Generator, *, extra: Sequence[str] = ()) -> Ask:
-    """An ask for a training scene: never a combination that is held out. `extra`: kinds that only stand alone."""
+def draw_ask(rng: np.random.Generator, *, extra: Sequence[str] = (), everything: bool = False) -> Ask:
+    """An ask for a training scene: a combination that is held out only where `everything` is wanted.
+
+    `extra`: kinds that only stand alone.
+    """
     while True:
         ask = _draw(rng, extra)
-        if ask.visible() and not ask.is_held_out():
+        if ask.visible() and (everything or not ask.is_held_out()):
             return ask
 
 

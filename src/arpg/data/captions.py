@@ -52,7 +52,7 @@ def plain_caption(ask: Ask) -> str:
     The background is said where it is not white.
     """
     where = {"left": "left of", "right": "right of", "above": "above", "below": "below", "front": "in front of"}
-    parts = [_said(group, number=NUMBERS[group.count]) for group in ask.groups]
+    parts = [_said(group, number=NUMBERS[group.count], size=group.size) for group in ask.groups]
     subject = f"{parts[0]} {where[ask.relation]} {parts[1]}" if ask.relation else _listed(parts)
     ground = "" if ask.ground == "white" else f" on {_article(ask.ground)} background"
     return f"a photo of {subject}{ground}"
