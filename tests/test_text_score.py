@@ -15,7 +15,7 @@ from arpg.data.catalogue import KINDS, TINTS, held_out
 from arpg.data.composer import Composer
 from arpg.evaluation.detector import STRIDE, Detector, DetectorConfig, Found, Maps
 from arpg.evaluation.detector_scenes import draw_scenes, through_tokenizer
-from arpg.evaluation.detector_training import detection_loss, heat_target, to_arrays, train_detector
+from arpg.evaluation.detector_training import calibrate, detection_loss, heat_target, to_arrays, train_detector
 from arpg.evaluation.geneval import TASKS, Task, is_right, read_tasks, relations
 from arpg.evaluation.text_score import ceiling, generate, held_out_questions, judge, read_pixels, to_task
 from arpg.text import Prompts
@@ -217,6 +217,15 @@ def test_a_detector_learns_scenes(composer, tmp_path):
         Detector.load(tmp_path / "none")
     with pytest.raises(InputError, match="multiples of 16"):
         detector(torch.zeros(1, 3, 90, 96))
+
+
+def test_the_threshold_is_the_one_that_counts_best(composer, monkeypatch):
+    """Of peaks at 0.3 (false) and 0.5 (true), a threshold between them is chosen."""
+    rng = np.random.default_rng(0)
+    scenes = to_arrays([composer.compose(Ask((Group("cat"),)), rng) for _ in range(3)], SMALL.kinds, SMALL.colours)
+    real, false = (found("cat", score=0.5), found("key", score=0.3))
+    monkeypatch.setattr(Detector, "detect", lambda self, pixels: [[real, false]] * len(pixels))
+    assert 0.3 < calibrate(Detector(SMALL), scenes).config.threshold <= 0.5
 
 
 def test_the_judge_learns_from_every_combination(sets):

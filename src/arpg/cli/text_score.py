@@ -37,6 +37,7 @@ def train_detector(
     from arpg.data.catalogue import KINDS, TINTS
     from arpg.evaluation.detector import DetectorConfig
     from arpg.evaluation.detector_scenes import draw_scenes, through_tokenizer
+    from arpg.evaluation.detector_training import calibrate
     from arpg.evaluation.detector_training import train_detector as run
     from arpg.pipeline import choose_device
 
@@ -58,6 +59,8 @@ def train_detector(
             progress.update(task, completed=done, description=f"training, loss {loss:.3f}")
 
         detector = run(scenes, config, steps=steps, batch_size=batch_size, device=chosen, seed=seed, progress=trained)
+        fresh = draw_scenes((fruits, emoji), config, num=max(8, num // 40), seed=seed + 1)
+        detector = calibrate(detector, fresh)
     detector.save(folder)
     out.print(f"wrote {folder}")
 

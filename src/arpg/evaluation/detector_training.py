@@ -5,6 +5,7 @@ Shapes: B batch, O objects of a scene (filled up with -1), K kinds, C colours, h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from arpg.evaluation.detector import STRIDE, Detector, DetectorConfig, Maps
 from arpg.image import to_images
 
 MOST = 4  # objects of a scene
+THRESHOLDS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,24 @@ def train_detector(
         if progress is not None and ((step + 1) % 50 == 0 or step + 1 == steps):
             progress(step + 1, loss.item())
     return detector.eval()
+
+
+def calibrate(detector: Detector, scenes: Scenes) -> Detector:
+    """The same detector with the threshold under which it most often finds exactly what a scene has."""
+    low = Detector(dataclasses.replace(detector.config, threshold=THRESHOLDS[0])).to(detector.device).eval()
+    low.load_state_dict(detector.state_dict())
+    names = detector.config.kinds
+    truth = [sorted(names[kind] for kind in row if kind >= 0) for row in scenes.kind_nO]
+    found = low.detect(scenes.pixels_nHW3)
+
+    def share(threshold: float) -> float:
+        kinds = [sorted(f.kind for f in some if f.score >= threshold) for some in found]
+        return float(np.mean([a == b for a, b in zip(kinds, truth, strict=True)]))
+
+    best = max(THRESHOLDS, key=share)
+    chosen = Detector(dataclasses.replace(detector.config, threshold=best)).to(detector.device).eval()
+    chosen.load_state_dict(detector.state_dict())
+    return chosen
 
 
 def detection_loss(maps: Maps, kind_BO: Tensor, colour_BO: Tensor, box_BO4: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ WIDTH = 384
 
 def load_minilm(*, max_tokens: int, device: torch.device | str = "cpu", folder: Path | None = None) -> TextEncoder:
     """From the package, or from a folder with its files."""
-    where = str(folder or _package_folder())
+    where = str(folder or package_folder())
     library = transformers()
     try:
         tokenizer = library.AutoTokenizer.from_pretrained(where, local_files_only=True)
@@ -28,7 +28,7 @@ def load_minilm(*, max_tokens: int, device: torch.device | str = "cpu", folder: 
     return TextEncoder(tokenizer, network, max_tokens=max_tokens, device=device)
 
 
-def _package_folder() -> Path:
+def package_folder() -> Path:
     spec = find_spec(PACKAGE)  # found, not imported: its own code is not needed
     if spec is None or spec.origin is None:
         raise InputError("MiniLM is not installed; pip install 'arpg[text]'")
