@@ -1,7 +1,7 @@
 """`garden-text` from nothing to its score: scenes, text states, judge, training, evaluation. Run it until it says done.
 
     python benchmarks/garden_text.py pack --data data --out runs/parts.zip
-    python benchmarks/garden_text.py run --parts runs/parts.zip --work runs/text --out results --minutes 9
+    python benchmarks/garden_text.py run --parts runs/parts.zip --work runs/text --out runs/text/results --minutes 9
 
 `pack` gathers what `run` needs where nothing can be installed: the frames that the composer takes, and MiniLM in half
 precision with the words that captions have. `run` goes on where it stopped; training is stopped in time and resumed.
@@ -84,7 +84,10 @@ def main() -> None:
     run.add_argument("--recipe", type=Path, default=Path("recipes/garden-text.toml"))
     run.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
     run.add_argument("--work", type=Path, required=True, help="Scenes, snapshots, images; kept between calls.")
-    run.add_argument("--out", type=Path, required=True, help="The small results.")
+    run.add_argument("--out", type=Path, required=True, help="The results: model, judge, numbers, sheets.")
+    run.add_argument(
+        "--ship", type=Path, help="Also the results as one zip, cut into pieces of 15 MB (cat joins them)."
+    )
     run.add_argument("--scenes", type=int, default=400_000)
     run.add_argument("--judge-scenes", type=int, default=60_000)
     run.add_argument("--judge-steps", type=int, default=6000)
@@ -162,7 +165,7 @@ class Run:
         self.recipe = read_recipe(options.recipe, ModelRecipe, [*own, *options.set])
         assert self.recipe.model.text is not None
         self.text: TextConfig = self.recipe.model.text
-        self.judge = self.work / "judge"
+        self.judge = self.results / "judge"
         self.processes = 0 if options.scenes < 2000 else len(os.sched_getaffinity(0))
 
     def go(self) -> None:
@@ -170,9 +173,22 @@ class Run:
             began = time.monotonic()
             if not step():
                 log.info("%s is not finished; run this again", step.__name__)
-                return
+                break
             log.info("%s: %.0f s", step.__name__, time.monotonic() - began)
-        log.info("done")
+        else:
+            log.info("done")
+        if self.options.ship is not None:
+            self.ship(self.options.ship)
+
+    def ship(self, folder: Path, piece: int = 15_000_000) -> None:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(p for p in self.results.rglob("*") if p.is_file()):
+                archive.write(path, path.relative_to(self.results).as_posix())
+        folder.mkdir(parents=True, exist_ok=True)
+        data = buffer.getvalue()
+        for number, start in enumerate(range(0, len(data), piece)):
+            (folder / f"results.zip.{number:03d}").write_bytes(data[start : start + piece])
 
     def compose(self) -> bool:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)

@@ -212,6 +212,15 @@ def test_editing_verbs_take_prompts(run, text_folder, tmp_path):  # noqa: F811
     assert opened(out).size == (16, 16)
 
 
+def test_score_takes_a_prompt(run, pipe, text_folder, tmp_path):  # noqa: F811
+    picture = noise(8, 8, seed=2)
+    picture.save(tmp_path / "p.png")
+    command = ["score", tmp_path / "p.png", "--model", text_folder, "--prompt", "apple", "--orders", 2]
+    code, text, err = run(*command, "--device", "cpu")
+    assert code == 0, err
+    assert f"{pipe.score(picture, prompt='apple', orders=2).mean():.3f} bits per token" in text
+
+
 def test_bad_commands(run, text_folder, folder, tmp_path):  # noqa: F811
     for arguments, message in (
         (["generate", "--model", text_folder, "--class", "1"], "the model takes prompts"),
