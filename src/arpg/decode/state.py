@@ -49,7 +49,7 @@ class State:
     query_RND: Tensor | None  # what Pass 2 asks with, where it is not [MASK]
     cache: Cache
     num_prefix: int  # slots that stand before the tokens, in the row that has the most
-    prefix_R1: Tensor | int  # and in each row
+    prefix_R1: Tensor | None = None  # and in each row, where they differ
 
     @property
     def copies(self) -> int:
@@ -72,7 +72,7 @@ class State:
         query_RSD = None
         if self.query_RND is not None:
             query_RSD = self.query_RND.take_along_dim(self._rows(ask.position_BS)[..., None], dim=1)
-        visible_RS = None if ask.visible_BS is None else self.prefix_R1 + self._rows(ask.visible_BS)
+        visible_RS = None if ask.visible_BS is None else self._prefix() + self._rows(ask.visible_BS)
         return model.predict(self._rows(self._places(ask.position_BS)), query_RSD, self.cache, visible_RS)
 
     def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
@@ -83,12 +83,15 @@ class State:
 
     def roll_back(self, length_B: Tensor, longest: int) -> None:
         """Forget all but the first image tokens of each row; `longest` is the greatest of the numbers."""
-        self.cache.roll_back((self.prefix_R1 + self._rows(length_B[:, None]))[:, 0])
+        self.cache.roll_back((self._prefix() + self._rows(length_B[:, None]))[:, 0])
         self.cache.roll_back(self.num_prefix + longest)
 
     def image(self) -> tuple[Tensor, Tensor]:
         """Ids and known `[B, N]`, without the padding."""
         return self.ids_BN[:, :-1], self.known_BN[:, :-1]
+
+    def _prefix(self) -> Tensor | int:
+        return self.num_prefix if self.prefix_R1 is None else self.prefix_R1
 
     def _places(self, position_BS: Tensor) -> Tensor:
         return self.place_BN2.take_along_dim(position_BS[..., None], dim=1)
@@ -131,7 +134,7 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
         query_RND=_queries(model, condition, guided=guided),
         cache=model.allocate_cache(len(prefix_RPD), num_prefix + tokens, ragged=ragged),
         num_prefix=num_prefix,
-        prefix_R1=num_prefix if prefix_R is None else prefix_R[:, None],
+        prefix_R1=None if prefix_R is None else prefix_R[:, None],
     )
     place_RP2 = state._rows(condition.place_BP2)[:, :num_prefix]
     model.encode(prefix_RPD[:, :num_prefix], place_RP2, state.cache, causal=True, count_B=prefix_R)
