@@ -13,7 +13,7 @@ from PIL import Image, ImageChops
 from page_server import Fake
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-PATIENCE = 120_000  # milliseconds for a picture; a real model on a busy machine takes its time
+PATIENCE = 60_000  # milliseconds for a picture; a real model on a busy machine takes its time
 DESKTOP = {"viewport": {"width": 1280, "height": 860}}
 VIOLATIONS = """window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));"""

@@ -12,6 +12,8 @@ from arpg.checkpoint import FolderConfig, load_model, write_folder
 from arpg.config import TextConfig, from_dict, to_dict
 from arpg.convert import model_to_published
 from arpg.decode import engine, score
+from arpg.decode.running import Running
+from arpg.decode.sampling import guide
 from arpg.decode.score import fill_bits, token_bits
 from arpg.model import text_condition
 from arpg.model.condition import training_condition
@@ -67,8 +69,13 @@ def masked_logits(model, states, ids, known, plan, *, width, causal):
 
 
 def run(model, request, settings, monkeypatch):
-    raw, guide = [], engine.guide
-    monkeypatch.setattr(engine, "guide", lambda logits, scale: (raw.append(logits), guide(logits, scale))[1])
+    raw, draw = [], engine.sample
+
+    def record(logits, *arguments, **options):
+        raw.append(logits)
+        return draw(logits, *arguments, **options)
+
+    monkeypatch.setattr(engine, "sample", record)
     plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
     last = list(decode(model, request, plan, settings))[-1]
     monkeypatch.undo()
@@ -182,11 +189,53 @@ def test_exact_decoding_equals_one_by_one(text_model):
     assert torch.equal(found[-1].ids_BN, expected)
 
 
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_prompts_join_and_leave_a_running_batch(text_model, guidance):
+    """Of different lengths, some with a negative prompt: each gets the tokens that it gets alone."""
+    settings, made = SamplingSettings(steps=4, guidance=guidance), {}
+    negatives = [None, text_states(6, seed=1), text_states(2, seed=2), None]
+    for i, (states, negative) in enumerate(zip(text_states(3, 7, 1, 5), negatives, strict=True)):
+        condition = text_condition(text_model, [states], negative)
+        known = torch.rand(1, 16, generator=torch.Generator().manual_seed(i)) < 0.2 * i
+        ids = torch.randint(24, (1, 16), generator=torch.Generator().manual_seed(i + 9))
+        made[i] = Request(condition, (4, 4), ids, known, (100 + i,))
+    plans = {i: make_plan(r.grid, r.known_BN, r.seeds, settings) for i, r in made.items()}
+    expected = {i: list(decode(text_model, r, plans[i], settings))[-1].ids_BN for i, r in made.items()}
+    gathered = Request.gather([(made[i], 0) for i in (2, 0, 1)])
+    plan = make_plan(gathered.grid, gathered.known_BN, gathered.seeds, settings)
+    together = list(decode(text_model, gathered, plan, settings))[-1].ids_BN
+    assert torch.equal(together, torch.cat([expected[i] for i in (2, 0, 1)]))
+    running, names, waiting, found = None, [], dict(made), {}
+    while waiting or running is not None:
+        if waiting:
+            name = min(waiting)
+            new = Running(text_model, waiting.pop(name), plans[name], settings)
+            names.append(name)
+            if running is None:
+                running = new
+            else:
+                running.join(new)
+        running.step()
+        done = [i for i, row in enumerate(running.rows) if row.finished]
+        found |= {names[i]: running.tokens([i])[0] for i in done}
+        stay = [i for i in range(len(names)) if i not in done]
+        names = [names[i] for i in stay]
+        if done and stay:
+            running.keep(stay)
+        running = running if stay else None
+    assert all(torch.equal(found[i], expected[i]) for i in made)
+
+
 def test_guidance_with_a_negative_prompt_is_the_formula(text_model, monkeypatch):
     """negative + s (prompt - negative), each from a run of its own without guidance."""
     prompt, negative = text_states(5), text_states(3, seed=8)
-    guided, seen = [], engine.sample
-    monkeypatch.setattr(engine, "sample", lambda logits, *a: (guided.append(logits), seen(logits, *a))[1])
+    guided, draw = [], engine.sample
+
+    def record(logits, *arguments, scale_BS):
+        guided.append(guide(logits, scale_BS))
+        return draw(logits, *arguments, scale_BS=scale_BS)
+
+    monkeypatch.setattr(engine, "sample", record)
 
     def first_logits(condition, settings):
         guided.clear()

@@ -19,6 +19,7 @@ from arpg.cli import (
     likelihood,
     models,
     sample,
+    serve,
     sweep,
     text_score,
     train,
@@ -50,6 +51,7 @@ app.command()(captions.compose)
 app.command()(captions.embed)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
+app.command()(serve.serve)
 app.add_typer(convert.app, name="convert")
 
 

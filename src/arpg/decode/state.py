@@ -86,9 +86,23 @@ class State:
         self.cache.roll_back((self._prefix() + self._rows(length_B[:, None]))[:, 0])
         self.cache.roll_back(self.num_prefix + longest)
 
+    def set_lengths(self, lengths: Sequence[int], *, uniform: bool) -> None:
+        """Image tokens in the cache of each row. `uniform`: and all will get as many more, so no mask is needed."""
+        self.cache.end = self.num_prefix + max(lengths)
+        self.cache.length_B = None
+        if not uniform or len(set(lengths)) > 1 or self.prefix_R1 is not None:
+            length_B1 = torch.tensor(lengths, dtype=torch.long, device=self.ids_BN.device)[:, None]
+            self.cache.length_B = (self._prefix() + self._rows(length_B1))[:, 0]
+
     def image(self) -> tuple[Tensor, Tensor]:
         """Ids and known `[B, N]`, without the padding."""
         return self.ids_BN[:, :-1], self.known_BN[:, :-1]
+
+    def prefixes(self) -> Tensor:
+        """`[R, 1]`: the slots before the tokens of each row."""
+        if self.prefix_R1 is not None:
+            return self.prefix_R1
+        return torch.full((self.cache.rows, 1), self.num_prefix, device=self.ids_BN.device)
 
     def _prefix(self) -> Tensor | int:
         return self.num_prefix if self.prefix_R1 is None else self.prefix_R1
@@ -145,6 +159,38 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
         write = Write(pad(known, request.num_tokens, device=device), count_B, max(counts))
         state.encode(model, write, causal=causal)
     return state
+
+
+def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> State:
+    """Some rows of some states as one, with room for so many image tokens: this is how rows join and leave.
+
+    The states must be of the same grid and model, all guided or none.
+    """
+    first = parts[0][0]
+    assert len({(state.copies, state.ids_BN.shape[1]) for state, _ in parts}) == 1
+    index = [torch.tensor(list(rows), dtype=torch.long, device=first.ids_BN.device) for _, rows in parts]
+
+    def rows_of(name: str, copy: int = 0) -> list[Tensor]:
+        found = ((getattr(state, name), len(state.ids_BN)) for state, _ in parts)
+        return [x[copy * batch + rows] for (x, batch), rows in zip(found, index, strict=True)]
+
+    copies = range(first.copies)
+    indexed = [(state, rows) for (state, _), rows in zip(parts, index, strict=True)]
+    caches = [(state.cache, c * len(state.ids_BN) + rows) for c in copies for state, rows in indexed]
+    num_prefix = max(state.num_prefix for state, _ in parts)
+    prefix_R1 = None
+    if any(state.prefix_R1 is not None or state.num_prefix != num_prefix for state, _ in parts):
+        prefix_R1 = torch.cat([state.prefixes()[c * len(state.ids_BN) + r] for c in copies for state, r in indexed])
+    return State(
+        ids_BN=torch.cat(rows_of("ids_BN")),
+        known_BN=torch.cat(rows_of("known_BN")),
+        place_BN2=torch.cat(rows_of("place_BN2")),
+        key_B2=torch.cat(rows_of("key_B2")),
+        query_RND=None if first.query_RND is None else torch.cat([x for c in copies for x in rows_of("query_RND", c)]),
+        cache=Cache.gather(caches, num_prefix + tokens),
+        num_prefix=num_prefix,
+        prefix_R1=prefix_R1,
+    )
 
 
 def _queries(model: ARPG, condition: Condition, *, guided: bool) -> Tensor | None:

@@ -47,6 +47,30 @@ class Condition:
         whole = [self.prefix_BPD.shape[1]] * len(self)
         return [n for length_B in given for n in (whole if length_B is None else length_B.tolist())]
 
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[Condition, int]]) -> Condition:
+        """Samples of several conditions as one; shorter prefixes are filled up."""
+        queries = [condition.query_BND[row] for condition, row in parts if condition.query_BND is not None]
+        assert len(queries) in (0, len(parts))
+
+        def side(name: str) -> Tensor:
+            return pad_sequence([getattr(condition, name)[row] for condition, row in parts], batch_first=True)
+
+        def lengths(name: str, prefix: str) -> Tensor | None:
+            if all(getattr(condition, name) is None for condition, _ in parts):
+                return None
+            given = [(getattr(c, name), getattr(c, prefix).shape[1], row) for c, row in parts]
+            return torch.tensor([whole if length is None else int(length[row]) for length, whole, row in given])
+
+        return cls(
+            prefix_BPD=side("prefix_BPD"),
+            null_prefix_BPD=side("null_prefix_BPD"),
+            place_BP2=side("place_BP2"),
+            query_BND=torch.stack(queries) if queries else None,
+            length_B=lengths("length_B", "prefix_BPD"),
+            null_length_B=lengths("null_length_B", "null_prefix_BPD"),
+        )
+
 
 def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
     """One slot that holds the class; `num_classes` stands for the null class (a dropped label)."""

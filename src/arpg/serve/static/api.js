@@ -65,15 +65,16 @@ export async function ready() {
 /** Run a job; yields {event: "queued" | "step" | "done", data}. Aborting the signal cancels it on the server too. */
 export async function* run(task, body, signal) {
   const response = await call(`/v1/arpg/${task}`, { body: { ...body, stream: true }, signal });
+  let done = false;
   try {
     for await (const { event, data } of readEvents(response.body)) {
       if (event === "error") throw new ApiError(STATUS[data.error.type] ?? 500, data.error);
+      done ||= event === "done";
       yield { event, data };
-      if (event === "done") return;
     }
   } catch (error) {
-    if (error instanceof TypeError) throw new Gone("The connection to the server broke off.");
-    throw error;
+    if (!(error instanceof TypeError)) throw error;
+    if (!done) throw new Gone("The connection to the server broke off.");
   }
-  throw new Gone("The server ended before the picture was done.");
+  if (!done) throw new Gone("The server ended before the picture was done.");
 }

@@ -99,6 +99,8 @@ function changed(what) {
 
 function update() {
   if (!form) return;
+  const picture = form.task === "expand" && form.from === "picture" && (stage.source || stage.picture);
+  form.setBase(picture ? [picture.width, picture.height] : info.image_size);
   const now = read();
   byId("single").hidden = settings.comparing && !takesPicture(now);
   byId("compare").hidden = !settings.comparing;
@@ -173,11 +175,13 @@ async function whole(now) {
 async function follow(task, body, signal, { queued, step }) {
   while (true) {
     try {
+      let answer;
       for await (const { event, data } of api.run(task, body, signal)) {
         if (event === "queued") queued(data.position);
         else if (event === "step") step(data);
-        else if (event === "done") return data;
+        else if (event === "done") answer = data;
       }
+      return answer;
     } catch (error) {
       const wait = error.status === 429 || (error.status === 503 && error.retryAfter !== null);
       if (!wait) throw error;
@@ -248,6 +252,8 @@ async function restore({ task, body, answer, map, label, about }) {
     if (body.box) (form.box = body.box), stage.setBox(body.box);
     if (task === "outpaint") (form.sides = body), stage.setSides(form.sides);
   }
+  update();
+  if (body.size) form.size = body.size;
   stage.restore(map);
   await stage.done({ ...answer }, { title: label, about, name: `${fileName(label)}-${answer.images[0].seed}`, source });
   update();

@@ -47,6 +47,10 @@ export class Form {
     this.#task();
   }
 
+  get from() {
+    return radio("from");
+  }
+
   get seed() {
     return number("seed");
   }
@@ -100,7 +104,6 @@ export class Form {
     byId("fits").checked = task !== "generate" && task !== "edit" && (body.class ?? body.prompt ?? null) === null;
     if (body.box) this.box = body.box;
     if (task === "outpaint") this.sides = body;
-    if (body.size) this.size = body.size;
     if (task === "expand") setRadio("from", body.image ? "picture" : "class");
     byId("way").value = body.way || "";
     this.#task();
@@ -134,22 +137,32 @@ export class Form {
     });
   }
 
+  /** What is enlarged keeps its shape: the size it has now, from which the new one follows. */
+  setBase(base) {
+    if (String(base) === String(this.base)) return;
+    this.base = base;
+    const most = this.info.limits.side / Math.max(...base);
+    const times = (factor) => base.map((side) => Math.round(side * factor));
+    this.size = times(Math.min(2, Math.max(1, most)));
+    const chips = [2, 3, 4].filter((factor) => factor <= most).map((factor) => {
+      const click = () => {
+        this.size = times(factor);
+        this.onchange("size");
+      };
+      return make("button", { type: "button", className: "chip", on: { click } }, `${factor} ×`);
+    });
+    byId("size-chips").replaceChildren(...chips);
+  }
+
   #expand() {
-    const [width, height] = this.info.image_size;
+    this.setBase(this.info.image_size);
     const most = this.info.limits.side;
-    this.size = [Math.min(2 * width, most), Math.min(2 * height, most)];
-    this.#number("size-w", this.info.stride, most);
-    this.#number("size-h", this.info.stride, most);
-    const factors = [2, 3, 4].filter((factor) => factor * Math.max(width, height) <= most);
-    byId("size-chips").replaceChildren(
-      ...factors.map((factor) => {
-        const click = () => {
-          this.size = [factor * width, factor * height];
-          this.onchange("size");
-        };
-        return make("button", { type: "button", className: "chip", on: { click } }, `${factor} ×`);
-      }),
-    );
+    for (const [at, id, other] of [[0, "size-w", "size-h"], [1, "size-h", "size-w"]]) {
+      byId(id).addEventListener("input", () => {
+        byId(other).value = Math.round((number(id) * this.base[1 - at]) / this.base[at]) || "";
+      });
+      this.#number(id, 1, most);
+    }
     const ways = [{ name: "", about: "The model's own choice." }, ...(this.info.choices.way || [])];
     byId("way").replaceChildren(...ways.map((way) => make("option", { value: way.name }, way.name || "default")));
     const tell = () => (byId("way-about").textContent = ways.find((way) => way.name === byId("way").value)?.about || "");
