@@ -1,9 +1,11 @@
 """Shared fixtures: golden files and a small network whose head is not zero."""
 
+import dataclasses
 import json
 import logging
 import os
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
+from arpg.config import TextConfig
 from arpg.convert import model_from_published, read_published
 
 pytest_plugins = ["page_browser"]
@@ -49,6 +52,29 @@ def golden(request):
 SMALL = ModelConfig(width=32, num_heads=2, pass1_layers=2, pass2_layers=2, vocab_size=24, num_classes=5, grid=(4, 4))
 
 
+TEXT = dataclasses.replace(SMALL, num_classes=0, text=TextConfig("minilm", width=12, max_tokens=7))
+
+
+def text_states(*lengths, seed=0, width=12):
+    """Random encoder states of prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, width, generator=generator) for length in lengths]
+
+
+class FakeEncoder:
+    """States that follow from the words: one token for each, and one for the end."""
+
+    def __init__(self, width=12, max_tokens=7):
+        self.width, self.max_tokens, self.asked = width, max_tokens, 0
+
+    def states(self, prompts, *, batch_size=1):
+        self.asked += len(prompts)
+        return [torch.stack([self._word(w) for w in (*p.split(), ".")][: self.max_tokens]) for p in prompts]
+
+    def _word(self, word):
+        return torch.randn(self.width, generator=torch.Generator().manual_seed(zlib.crc32(word.encode())))
+
+
 def small_model(config=SMALL, seed=0):
     """Random weights, large enough for attention to matter, and a head that is not zero."""
     model = ARPG(config).init_weights(seed=seed, std=0.15)
@@ -72,6 +98,11 @@ def own_logging():
 @pytest.fixture(scope="session")
 def model():
     return small_model()
+
+
+@pytest.fixture(scope="session")
+def text_model():
+    return small_model(TEXT)
 
 
 def small_tokenizer(codebook_size=24):

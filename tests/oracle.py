@@ -58,13 +58,13 @@ def _layers(w, name):
 def logits(weights, heads, content, sees, places, visible):
     """Logits for each of `places`.
 
-    `content`: list of (embedding row, place or None); `sees[i]`: the indices that content i attends to;
-    `visible[j]`: the indices of the content that query j attends to.
+    `content`: list of (embedding row or the embedding itself, place or None); `sees[i]`: the indices that content i
+    attends to; `visible[j]`: the indices of the content that query j attends to.
     """
     w = {key: tensor.double() for key, tensor in weights.items()}
     table = w["embeddings.weight"]
     vocab = len(w["head.weight"])
-    h = [table[row] for row, _ in content]
+    h = [row.double() if isinstance(row, torch.Tensor) else table[row] for row, _ in content]
     where = [place for _, place in content]
     for i in _layers(w, "self_dec"):
         n = f"layers.self_dec.{i}"

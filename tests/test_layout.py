@@ -8,8 +8,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "config", "classes", "storage"},
-    {"image"},
+    {"files", "config", "classes", "storage", "device"},
+    {"image", "text"},
     {"canvas", "kernels", "animation"},
     {"tokenizer", "model"},
     {"checkpoint"},

@@ -5,9 +5,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from arpg import InputError
-from arpg.config import MODELS
+from arpg import ARPG, InputError
+from arpg.config import MODELS, TextConfig
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
@@ -43,6 +44,24 @@ def test_the_papers_512_fine_tune():
     assert recipe.init_from == "arpg-xl"
     assert (recipe.run.steps, recipe.run.batch_size) == (500_000, 128)
     assert (recipe.optim.lr, recipe.optim.schedule, recipe.optim.warmup) == (5e-5, "linear", 1.0)
+
+
+def test_the_papers_text_to_image():
+    """50 epochs of 4 million pairs, 1e-4 per 256 images; 64 steps, guidance 8, top-k 900."""
+    recipe = read_recipe(next(p for p in RECIPES if p.stem == "text-512-xl"), ModelRecipe)
+    text = TextConfig("flan-t5-xl", 2048, 120)
+    assert recipe.model == dataclasses.replace(MODELS["arpg-xl"], grid=(32, 32), num_classes=0, text=text)
+    assert recipe.run.steps * recipe.run.batch_size == pytest.approx(50 * 4e6, rel=0.01)
+    assert recipe.optim.lr / recipe.run.batch_size == pytest.approx(1e-4 / 256)
+    assert (recipe.sampling.settings().guidance, recipe.sampling.steps, recipe.sampling.top_k) == (8.0, 64, 900)
+
+
+def test_garden_text_fits_its_size():
+    """Under 25 MB in half precision."""
+    recipe = read_recipe(next(p for p in RECIPES if p.stem == "garden-text"), ModelRecipe)
+    with torch.device("meta"):
+        model = ARPG(recipe.model)
+    assert sum(tensor.numel() for tensor in model.state_dict().values()) * 2 < 25e6
 
 
 @pytest.fixture

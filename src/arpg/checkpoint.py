@@ -4,7 +4,7 @@
       config.json             format, model, tokenizer, sampling, license
       model.safetensors       the network
       tokenizer.safetensors   the tokenizer
-      classes.txt             one line per class: name, synonyms
+      classes.txt             one line per class: name, synonyms; none where the model takes prompts
 
 A folder may hold the network, the tokenizer or both; writing one leaves the other as it is.
 """
@@ -62,7 +62,7 @@ def read_folder(folder: Path) -> FolderConfig:
 
     model: ModelConfig | None = section("model", ModelConfig)
     classes = None
-    if model is not None:
+    if model is not None and model.text is None:
         names = folder / CLASSES
         if names.is_file():
             text = names.read_text(encoding="utf-8")

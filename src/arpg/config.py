@@ -25,6 +25,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class TextConfig:
+    """Prompts: which encoder reads them, how wide its states are, and at how many tokens a prompt is cut."""
+
+    encoder: str  # minilm, or a T5: a published name, a hub id or a folder
+    width: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        require(bool(self.encoder), "encoder is empty; expected minilm, flan-t5-xl, a hub id or a folder")
+        for name in ("width", "max_tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected 1 or more")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The two-pass decoder. The defaults are what every published model shares."""
 
@@ -38,11 +53,16 @@ class ModelConfig:
     shared_kv: bool = True  # one key-value projection for all Pass-2 layers, or one for each
     positions: str = "rope"  # or "cosine": 2-D sinusoids added to tokens and queries
     dropout: float = 0.1
+    text: TextConfig | None = None  # prompts instead of classes
 
     def __post_init__(self) -> None:
-        for name in ("width", "num_heads", "pass2_layers", "vocab_size", "num_classes"):
+        for name in ("width", "num_heads", "pass2_layers", "vocab_size"):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; expected 1 or more")
+        if self.text is None:
+            require(self.num_classes >= 1, f"num_classes is {self.num_classes}; expected 1 or more")
+        else:
+            require(self.num_classes == 0, f"num_classes is {self.num_classes}; a model that takes prompts has 0")
         require(self.pass1_layers >= 0, f"pass1_layers is {self.pass1_layers}; expected 0 or more")
         require(
             self.width % (4 * self.num_heads) == 0,
@@ -270,6 +290,9 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return from_dict(hint, value, where=where)
     if origin is types.UnionType:
+        sections = [o for o in args if isinstance(o, type) and dataclasses.is_dataclass(o)]
+        if sections and isinstance(value, Mapping):  # what is wrong in it is said
+            return from_dict(sections[0], value, where=where)
         for option in args:
             try:
                 return _value(value, option, where)

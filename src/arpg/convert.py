@@ -30,6 +30,7 @@ def key_map(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         "the published format has shared keys and values and rotary positions; this model has "
         f"shared_kv={str(config.shared_kv).lower()}, positions={config.positions!r} and cannot be written in it",
     )
+    require(config.text is None, "the published format has no place for prompts; this model cannot be written in it")
     keys: dict[str, tuple[str, ...]] = {
         "embedding.weight": ("embeddings.weight",),
         "memory_norm.weight": ("layers.norm.weight",),

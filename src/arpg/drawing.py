@@ -34,26 +34,41 @@ UNKNOWN = 0.75  # the grey of a patch that is not there yet, in [-1, 1]
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many pictures of what: one for each label (`num_classes`: no class), the best of so many candidates.
+    """How many pictures of what: one for each label (a class, `num_classes` for none, or a prompt), the best of so many
+    candidates.
 
-    Candidates are numbered on: candidate j of picture i has seed `seed + i * best_of + j`.
+    Candidates are numbered on: candidate j of picture i has seed `seed + i * best_of + j`, or `seeds[i] + j` where
+    each picture has a seed of its own.
     """
 
-    labels: tuple[int, ...]
+    labels: tuple[tasks.Label, ...]
     settings: SamplingSettings
     seed: int = 0
     best_of: int = 1
     batch_size: int = 32
+    seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require(len(self.labels) >= 1, "the number of images is 0; expected 1 or more")
         require(self.best_of >= 1, f"best_of is {self.best_of}; expected 1 or more candidates for each image")
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; expected 1 or more")
         require(0 <= self.seed <= 2**64 - len(self), f"seed is {self.seed}; expected 0 to 2^64 - {len(self)}")
+        if self.seeds is not None:
+            require(
+                len(self.seeds) == len(self.labels),
+                f"there are {len(self.seeds)} seeds for {len(self.labels)} images; expected one for each",
+            )
+            for seed in self.seeds:
+                require(0 <= seed <= 2**64 - self.best_of, f"seed is {seed}; expected 0 to 2^64 - {self.best_of}")
 
     def __len__(self) -> int:
         """Candidates."""
         return len(self.labels) * self.best_of
+
+    def seed_of(self, candidate: int) -> int:
+        if self.seeds is None:
+            return self.seed + candidate
+        return self.seeds[candidate // self.best_of] + candidate % self.best_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class Drawing:
     @property
     def seeds(self) -> list[int]:
         """The seed of each picture."""
-        return [self.wanted.seed + row for row in self.kept]
+        return [self.wanted.seed_of(row) for row in self.kept]
 
     def request(self) -> Request | None:
         """The next request; None when everything is drawn."""
@@ -120,7 +135,7 @@ class Drawing:
         part = self._parts[self._index]
         stage, view = self.stages[part.stage], self._view(part)
         # Each window has noise of its own; the same would repeat the same picture.
-        seeds = [(self.wanted.seed + row + (part.number << 40)) % 2**64 for row in self.rows]
+        seeds = [(self.wanted.seed_of(row) + (part.number << 40)) % 2**64 for row in self.rows]
         self._request = tasks.fill(
             self.model,
             [self.wanted.labels[row // self.wanted.best_of] for row in self.rows],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
 from torch import Tensor
 
 from arpg.errors import InputError, require
@@ -98,14 +99,30 @@ def ten_crop(image: Image.Image, size: int) -> list[Image.Image]:
     return views + [ImageOps.mirror(view) for view in views]
 
 
-def sheet(images: Sequence[Image.Image], *, columns: int | None = None) -> Image.Image:
-    """All images in one, row by row; about square unless the number of columns is given."""
+def sheet(
+    images: Sequence[Image.Image], *, columns: int | None = None, captions: Sequence[str] | None = None
+) -> Image.Image:
+    """All images in one, row by row; about square unless the number of columns is given. Captions stand below them."""
     columns = min(columns or math.ceil(math.sqrt(len(images))), len(images))
     rows = math.ceil(len(images) / columns)
+    if captions is not None:
+        images = [_captioned(image, text) for image, text in zip(images, captions, strict=True)]
     width, height = images[0].size
     canvas = Image.new("RGB", (columns * (width + GAP) - GAP, rows * (height + GAP) - GAP), "white")
     for i, image in enumerate(images):
         canvas.paste(image, (i % columns * (width + GAP), i // columns * (height + GAP)))
+    return canvas
+
+
+def _captioned(image: Image.Image, text: str) -> Image.Image:
+    """A small picture twice as large, with up to three lines of text below."""
+    scale, line = max(1, 192 // image.width), 11
+    width, height = image.width * scale, image.height * scale
+    canvas = Image.new("RGB", (width, height + 3 * line + 4), "white")
+    canvas.paste(image.resize((width, height), Image.Resampling.NEAREST), (0, 0))
+    draw = ImageDraw.Draw(canvas)
+    for i, part in enumerate(textwrap.wrap(text, max(8, width // 6))[:3]):
+        draw.text((2, height + 1 + i * line), part, fill="black")
     return canvas
 
 

@@ -1,4 +1,4 @@
-"""Pipeline: tokenizer, network and class names together; the API that most users need."""
+"""Pipeline: tokenizer, network, class names or text encoder together; the API that most users need."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ORDERS, WAYS, SamplingDefaults, SamplingSettings, one_of
 from arpg.decode import Request, Step, decode, make_plan
 from arpg.decode.score import make_orders, token_bits
+from arpg.device import choose_device as choose_device
+from arpg.device import choose_dtype
 from arpg.drawing import Drawing, Wanted
-from arpg.errors import InputError, require
-from arpg.hub import resolve
+from arpg.errors import require
+from arpg.hub import home, resolve
 from arpg.image import adm_crop, to_images, to_rgb
-from arpg.model import ARPG, class_condition
+from arpg.model import ARPG
+from arpg.tasks import Label, Prompt
+from arpg.tasks import condition as make_condition
+from arpg.text import Prompts
 from arpg.tokenizer import VQTokenizer
 
 OnStep = Callable[[Step], None] | None
 
 
 class Pipeline:
-    """From class names to images.
+    """From class names, or from prompts, to images.
 
     >>> pipe = Pipeline.from_pretrained("arpg-xl")
     >>> images = pipe.generate(["golden retriever", "volcano"], num_images=4, seed=0)
+
+    Where a method takes a class, a model that was trained on text takes `prompt` and `negative` (what guidance leads
+    away from) instead.
     """
 
     def __init__(
@@ -43,7 +51,9 @@ class Pipeline:
         sampling: SamplingDefaults | None = None,
         classes: ClassNames | None = None,
         license: str = "unknown",
+        prompts: Prompts | None = None,
     ) -> None:
+        """`prompts`: where the states of prompts come from; by default, the encoder that the model names."""
         require(
             model.config.vocab_size == tokenizer.config.codebook_size,
             f"the model speaks {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
@@ -54,6 +64,8 @@ class Pipeline:
         self.sampling = sampling or SamplingDefaults()
         self.classes = classes or numbered_classes(model.config.num_classes)
         self.license = license
+        text = model.config.text
+        self.prompts = prompts or (None if text is None else Prompts(text, device=model.device))
 
     @classmethod
     def from_pretrained(
@@ -67,9 +79,18 @@ class Pipeline:
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
-        model = load_model(folder, device=on, dtype=_dtype(dtype, on))
+        model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
-        return cls(model, tokenizer, sampling=config.sampling, classes=config.classes, license=config.license)
+        text = model.config.text
+        prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
+        return cls(
+            model,
+            tokenizer,
+            sampling=config.sampling,
+            classes=config.classes,
+            license=config.license,
+            prompts=prompts,
+        )
 
     def save_pretrained(self, folder: str | Path) -> None:
         config = FolderConfig(
@@ -77,30 +98,49 @@ class Pipeline:
             tokenizer=self.tokenizer.config,
             sampling=self.sampling,
             license=self.license,
-            classes=self.classes,
+            classes=self.classes if self.prompts is None else None,
         )
         write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
     def generation(
         self,
-        classes: str | int | Sequence[str | int],
+        classes: str | int | Sequence[str | int] | None = None,
         *,
+        prompt: str | Sequence[str] | None = None,
+        negative: str | Sequence[str | None] | None = None,
         num_images: int = 1,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         batch_size: int = 32,
         best_of: int = 1,
         **settings: Any,
     ) -> Drawing:
-        """`num_images` images of each class; image i has seed `seed + i`.
+        """`num_images` images of each class or prompt; image i has seed `seed + i`, or its own of a list.
+
+        `negative`: what guidance leads away from, one text for all prompts or one for each.
 
         `best_of`: so many candidates are drawn for each image (with seeds that count on), and the one that the model
         finds most likely is kept. `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k,
         top_p, attention, decode, draft; what is not given is the model's own recommendation.
         """
-        names = [classes] if isinstance(classes, str | int) else list(classes)
-        require(len(names) >= 1, "no class is given; expected a name or an id")
-        labels = [self.classes.find(name) for name in names for _ in range(_number(num_images))]
-        wanted = Wanted(tuple(labels), self.sampling.settings(**settings), seed, best_of, batch_size)
+        asked: Any = prompt if classes is None else classes
+        items: list[Any] = [asked] if asked is None or isinstance(asked, str | int) else list(asked)
+        require(asked is not None and len(items) >= 1, f"no {self._takes} is given; there is nothing to draw")
+        negatives = [negative] * len(items) if negative is None or isinstance(negative, str) else list(negative)
+        require(
+            len(negatives) == len(items),
+            f"there are {len(negatives)} negative prompts for {len(items)}; expected one each",
+        )
+        if classes is None:
+            found = [self._label(None, text, no) for text, no in zip(items, negatives, strict=True)]
+        else:
+            given = None if prompt is None else str(prompt)
+            found = [self._label(name, given, no) for name, no in zip(items, negatives, strict=True)]
+        labels = tuple(label for label in found for _ in range(_number(num_images)))
+        resolved = self.sampling.settings(**settings)
+        if isinstance(seed, int):
+            wanted = Wanted(labels, resolved, seed, best_of, batch_size)
+        else:
+            wanted = Wanted(labels, resolved, 0, best_of, batch_size, tuple(seed))
         return Drawing(self.model, self.tokenizer, wanted, stages=[stages.from_nothing(self.model.config.grid)])
 
     def inpainting(
@@ -112,9 +152,11 @@ class Pipeline:
         feather: int = 0,
         **options: Any,
     ) -> Drawing:
-        """Fill the white of the mask, given the rest, with a class or with what fits; pixels outside stay as they are.
+        """Fill the white of the mask, given the rest, with a class, a prompt or what fits; pixels outside stay as they
+        are.
 
-        `feather` blends that many pixels inside the mask. Options: num_images and all that `generation` takes.
+        `feather` blends that many pixels inside the mask. Options: prompt, negative, num_images and all that
+        `generation` takes.
         """
         wanted, picture = self._wanted(class_, **options), to_rgb(image)
         masked = np.asarray(mask.convert("L")) >= 128
@@ -122,8 +164,10 @@ class Pipeline:
         stage = stages.fill(canvas, feather=feather)
         return Drawing(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
 
-    def editing(self, image: Image.Image, box: Box, class_: str | int, **options: Any) -> Drawing:
-        """Put a class into the box (left, top, right, bottom) of an image; options as in `inpainting`."""
+    def editing(self, image: Image.Image, box: Box, class_: str | int | None = None, **options: Any) -> Drawing:
+        """Put a class or a prompt into the box (left, top, right, bottom) of an image; options as in `inpainting`."""
+        given = class_ is not None or options.get("prompt") is not None
+        require(given, f"there is nothing to put into the box; give a {self._takes}")
         mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
         return self.inpainting(image, mask, class_, **options)
 
@@ -156,11 +200,12 @@ class Pipeline:
         way: str = WAYS[0],
         **options: Any,
     ) -> Drawing:
-        """A picture, or without one a picture of the class that is generated first, at a larger (width, height).
+        """A picture, or without one a picture of the class or prompt that is drawn first, at a larger (width, height).
 
         `way`: positions, windows or checkerboard, see `stages.expand`. Other options as in `generation`.
         """
-        require(image is not None or class_ is not None, "there is neither a picture nor a class; give one of them")
+        given = class_ is not None or options.get("prompt") is not None
+        require(image is not None or given, f"there is neither a picture nor a {self._takes}; give one of them")
         wanted, picture = self._wanted(class_, **options), None if image is None else to_rgb(image)
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
         own = (grid[1] * stride, grid[0] * stride) if picture is None else picture.size
@@ -170,9 +215,9 @@ class Pipeline:
         return Drawing(self.model, self.tokenizer, wanted, stages=[*first, stage], pictures=pictures)
 
     def generate(
-        self, classes: str | int | Sequence[str | int], *, on_step: OnStep = None, **options: Any
+        self, classes: str | int | Sequence[str | int] | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Images of classes, as in `generation`. `on_step` is called after every step."""
+        """Images of classes or prompts, as in `generation`. `on_step` is called after every step."""
         return self.finish(self.generation(classes, **options), on_step)
 
     def inpaint(
@@ -188,9 +233,9 @@ class Pipeline:
         return self.finish(self.inpainting(image, mask, class_, **options), on_step)
 
     def edit(
-        self, image: Image.Image, box: Box, class_: str | int, *, on_step: OnStep = None, **options: Any
+        self, image: Image.Image, box: Box, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Put a class into a box, as in `editing`."""
+        """Put a class or a prompt into a box, as in `editing`."""
         return self.finish(self.editing(image, box, class_, **options), on_step)
 
     def outpaint(
@@ -212,10 +257,11 @@ class Pipeline:
         return self.finish(self.expansion(image, class_, size=size, **options), on_step)
 
     def stream(
-        self, classes: str | int | Sequence[str | int], *, num_images: int = 1, **options: Any
+        self, classes: str | int | Sequence[str | int] | None = None, *, num_images: int = 1, **options: Any
     ) -> Iterator[list[Image.Image]]:
         """The images of `generation` after each step, all in one batch; patches that are not there yet are grey."""
-        batch = max(1, num_images) * (1 if isinstance(classes, str | int) else max(1, len(classes)))
+        asked = options.get("prompt") if classes is None else classes
+        batch = max(1, num_images) * (1 if asked is None or isinstance(asked, str | int) else max(1, len(asked)))
         return self.previews(self.generation(classes, num_images=num_images, batch_size=batch, **options))
 
     def previews(self, drawing: Drawing) -> Iterator[list[Image.Image]]:
@@ -246,44 +292,68 @@ class Pipeline:
         self,
         class_: str | int | None,
         *,
+        prompt: str | None = None,
+        negative: str | None = None,
         num_images: int = 1,
         seed: int = 0,
         batch_size: int = 32,
         best_of: int = 1,
         **settings: Any,
     ) -> Wanted:
-        label = self.model.config.num_classes if class_ is None else self.classes.find(class_)
+        label = self._label(class_, prompt, negative)
         return Wanted((label,) * _number(num_images), self.sampling.settings(**settings), seed, best_of, batch_size)
+
+    @property
+    def _takes(self) -> str:
+        return "class" if self.prompts is None else "prompt"
+
+    def _label(self, class_: str | int | None, prompt: str | None, negative: str | None) -> Label:
+        """What a picture shall show; a class or a prompt where the model takes the other is an error that says so."""
+        if self.prompts is None:
+            for name, value in (("prompt", prompt), ("negative", negative)):
+                require(
+                    value is None,
+                    f"{name} is {value!r}, but the model takes classes; give one of them (see `arpg classes`), or "
+                    "choose a model that takes prompts",
+                )
+            return self.model.config.num_classes if class_ is None else self.classes.find(class_)
+        require(class_ is None, f"class is {class_!r}, but the model takes prompts; give a prompt instead")
+        states = [None if text is None else self.prompts.states(text) for text in (prompt, negative)]
+        return Prompt(prompt or "", states[0], negative or "", states[1])
 
     def score(
         self,
         image: Image.Image,
         class_: str | int | None = None,
         *,
+        prompt: str | None = None,
         orders: int = 1,
         order: str = "random",
         seed: int = 0,
     ) -> NDArray[np.float32]:
         """`[orders, h, w]`: the bits of each token of an image under each order; their mean is the bits per token.
 
-        The image is brought to the model's size by a centre crop. No class: the unconditional likelihood.
+        The image is brought to the model's size by a centre crop. No class or prompt: the unconditional likelihood.
         """
         require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
         one_of("order", order, ORDERS)
-        label = self.model.config.num_classes if class_ is None else self.classes.find(class_)
+        label = self._label(class_, prompt, None)
         bits: NDArray[np.float32] = self._bits(image, [label], orders=orders, order=order, seed=seed)[0]
         return bits
 
     def classify(self, image: Image.Image, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
         """`[classes]`: bits per token of an image under each class, over the same random orders; the least is best."""
         require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
+        require(
+            self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
+        )
         bits = self._bits(image, range(self.model.config.num_classes), orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
 
     @torch.no_grad()
     def _bits(
-        self, image: Image.Image, labels: Sequence[int], *, orders: int, order: str, seed: int, batch_size: int = 32
+        self, image: Image.Image, labels: Sequence[Label], *, orders: int, order: str, seed: int, batch_size: int = 32
     ) -> NDArray[np.float32]:
         """`[labels, orders, h, w]`."""
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
@@ -295,7 +365,7 @@ class Pipeline:
         parts = []
         for i in range(0, len(pairs), batch_size):
             chosen, ks = (list(part) for part in zip(*pairs[i : i + batch_size], strict=True))
-            condition = class_condition(self.model, torch.tensor(chosen))
+            condition = make_condition(self.model, chosen)
             parts.append(token_bits(self.model, ids_N.expand(len(ks), -1), condition, order_KN[ks]).cpu())
         bits: NDArray[np.float32] = torch.cat(parts).numpy().reshape(len(labels), orders, *grid)
         return bits
@@ -304,27 +374,3 @@ class Pipeline:
 def _number(num_images: int) -> int:
     require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
     return num_images
-
-
-def choose_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"device is {device!r}; expected auto, cpu, cuda or cuda:0") from None
-    require(
-        chosen.type != "cuda" or torch.cuda.is_available(),
-        f"device is {device!r}, but torch sees no GPU; use --device cpu",
-    )
-    return chosen
-
-
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    require(dtype in known, f"dtype is {dtype!r}; expected auto, {', '.join(known)}")
-    return known[dtype]

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from arpg.decode import Request
 from arpg.errors import require
-from arpg.model import ARPG, class_condition
+from arpg.model import ARPG, Condition, class_condition, text_condition
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A text and its states `[T, E]`; no states: no prompt. What guidance leads away from likewise."""
+
+    text: str = ""
+    states_TE: Tensor | None = None
+    negative: str = ""
+    negative_TE: Tensor | None = None
+
+
+Label = int | Prompt  # what a picture shall show
+
+
+def condition(model: ARPG, labels: Sequence[Label]) -> Condition:
+    """Of classes or of prompts, whichever the model takes."""
+    prompts = [label for label in labels if isinstance(label, Prompt)]
+    classes = [label for label in labels if isinstance(label, int)]
+    if prompts:
+        require(not classes, "there are classes and prompts; expected one or the other")
+        return text_condition(model, [p.states_TE for p in prompts], [p.negative_TE for p in prompts])
+    return class_condition(model, torch.tensor(classes))
 
 
 def fill(
     model: ARPG,
-    labels: int | Sequence[int] | None,
+    labels: Label | Sequence[Label] | None,
     seeds: Sequence[int],
     *,
     ids_N: Tensor,
@@ -24,11 +48,14 @@ def fill(
 ) -> Request:
     """The unknown tokens of an image, once for each seed. Label, tokens and mask are one for all or one for each.
 
-    No label: the null class.
+    No label: the null class, or no prompt.
     """
-    given = model.config.num_classes if labels is None else labels
+    if labels is None:
+        labels = model.config.num_classes if model.text is None else Prompt()
+    if isinstance(labels, Label):
+        labels = [labels] * len(seeds)
     return Request(
-        class_condition(model, torch.tensor(given).expand(len(seeds))),
+        condition(model, labels),
         grid or model.config.grid,
         ids_N.cpu().expand(len(seeds), -1),
         known_N.cpu().expand(len(seeds), -1),

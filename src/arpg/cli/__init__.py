@@ -10,7 +10,20 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import attention, convert, evaluate, generate, likelihood, models, sample, serve, sweep, train
+from arpg.cli import (
+    attention,
+    captions,
+    convert,
+    evaluate,
+    generate,
+    likelihood,
+    models,
+    sample,
+    serve,
+    sweep,
+    text_score,
+    train,
+)
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -31,7 +44,11 @@ app.command()(sample.sample)
 app.command()(sweep.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
+app.command("evaluate-text")(text_score.evaluate_text)
+app.command("train-detector")(text_score.train_detector)
 app.command()(train.tokenize)
+app.command()(captions.compose)
+app.command()(captions.embed)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
 app.command()(serve.serve)

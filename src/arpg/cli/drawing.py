@@ -54,8 +54,8 @@ class Output:
         about = {"model": sampling.model, **about, **to_dict(wanted.settings)}
         if wanted.best_of > 1:
             about["best_of"] = wanted.best_of
-        labels = [None if label == len(pipe.classes) else label for label in wanted.labels]
-        abouts = [{**about, "class": c, "seed": seed} for c, seed in zip(labels, drawing.seeds, strict=True)]
+        shown = [_shown(label, len(pipe.classes)) for label in wanted.labels]
+        abouts = [{**about, **what, "seed": seed} for what, seed in zip(shown, drawing.seeds, strict=True)]
         self._write(images, names=names, abouts=abouts, columns=columns)
         if self.gif is not None:
             save_gif(frames.sheets(drawing.kept, columns=columns or None), self.gif)
@@ -96,8 +96,16 @@ def draws(command: Callable[..., None]) -> Callable[..., None]:
     return samples(add_options(command, _outputs, "output"))
 
 
+def _shown(label: Any, num_classes: int) -> dict[str, Any]:
+    """What a picture was asked to be, for its metadata."""
+    if isinstance(label, int):
+        return {"class": None if label == num_classes else label}
+    negative = {"negative": label.negative} if label.negative_TE is not None else {}
+    return {"prompt": label.text if label.states_TE is not None else None, **negative}
+
+
 def slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:80].strip("-") or "image"
 
 
 @contextmanager

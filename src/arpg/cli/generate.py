@@ -12,10 +12,13 @@ from PIL import Image
 from arpg import config as configs
 from arpg.cli.console import GridOption, ScheduleOption, out, parse_grid, parse_schedule
 from arpg.cli.drawing import Output, draws
+from arpg.cli.prompts import Line, read_prompts
 from arpg.cli.sampling import Sampling
-from arpg.errors import present
+from arpg.errors import present, require
 from arpg.image import check_output, open_image, save
 
+PromptOption = Annotated[str | None, typer.Option("--prompt", "-p", help="Instead of a class, where a model takes it.")]
+NegativeOption = Annotated[str | None, typer.Option(help="A prompt that guidance leads away from.")]
 ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: whatever fits.")]
 ImageArgument = Annotated[Path, typer.Argument(help="The picture, of any size.")]
 NumOption = Annotated[int, typer.Option("--num", "-n", help="How many results.")]
@@ -25,17 +28,45 @@ FeatherOption = Annotated[int, typer.Option(help="Blend this many pixels inside 
 
 @draws
 def generate(
-    class_: Annotated[list[str], typer.Option("--class", "-c", help="Class name or id; give it once per class.")],
-    num: Annotated[int, typer.Option("--num", "-n", help="Images of each class.")] = 4,
+    class_: Annotated[
+        list[str] | None, typer.Option("--class", "-c", help="Class name or id; give it once per class.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Instead of a class; give it once per prompt.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with a prompt per line, or (.jsonl) prompt, negative and seed.")
+    ] = None,
+    negative: NegativeOption = None,
+    num: Annotated[int, typer.Option("--num", "-n", help="Images of each class or prompt.")] = 4,
     *,
     output: Output,
     sampling: Sampling,
 ) -> None:
-    """Generate images of classes. What is not given is the model's own recommendation."""
+    """Generate images of classes or prompts. What is not given is the model's own recommendation."""
+    ways = [class_, prompt, prompts]
+    require(
+        sum(bool(way) for way in ways) == 1,
+        "give --class, --prompt or --prompts, one of them; see `arpg generate --help`",
+    )
+    lines = [Line(text, negative) for text in prompt or ()] if prompts is None else read_prompts(prompts, negative)
     pipe = sampling.load()
-    drawing = pipe.generation(class_, num_images=num, **output.options, seed=sampling.seed, **sampling.settings)
-    names = [pipe.classes.name(label) for label in drawing.wanted.labels]
-    columns = num if min(num, len(class_)) > 1 else 0
+    seed: Any = sampling.seed
+    if any(line.seed is not None for line in lines):
+        own = [sampling.seed + i * num if line.seed is None else line.seed for i, line in enumerate(lines)]
+        seed = [first + k for first in own for k in range(num)]
+    what = {"classes": class_} if class_ else {"prompt": [line.prompt for line in lines]}
+    negatives = [line.negative for line in lines]
+    drawing = pipe.generation(
+        **what,
+        negative=negatives if any(text is not None for text in negatives) else None,
+        num_images=num,
+        **output.options,
+        seed=seed,
+        **sampling.settings,
+    )
+    names = [label.text if lines else pipe.classes.name(label) for label in drawing.wanted.labels]
+    columns = num if min(num, len(class_ or lines)) > 1 else 0
     output.draw(drawing, pipe=pipe, sampling=sampling, about={"task": "generate"}, names=names, columns=columns)
 
 
@@ -44,6 +75,8 @@ def inpaint(
     image: ImageArgument,
     mask: Annotated[Path, typer.Option(help="As large as the picture; white is filled.")],
     class_: ClassOption = None,
+    prompt: PromptOption = None,
+    negative: NegativeOption = None,
     num: NumOption = 1,
     feather: FeatherOption = 0,
     *,
@@ -52,7 +85,7 @@ def inpaint(
 ) -> None:
     """Fill the masked part of a picture, given the rest; every other pixel stays as it is."""
     picture, painted = open_image(image), open_image(mask, what="mask")
-    details = {"class_": class_, "feather": feather}
+    details = {"class_": class_, "prompt": prompt, "negative": negative, "feather": feather}
     _redraw("inpaint", image, (picture, painted), details, num=num, output=output, sampling=sampling)
 
 
@@ -60,15 +93,17 @@ def inpaint(
 def edit(
     image: ImageArgument,
     box: Annotated[str, typer.Option(metavar="L,T,R,B", help="Left, top, right and bottom of the part to replace.")],
-    class_: Annotated[str, typer.Option("--class", "-c", help="What to put there: class name or id.")],
+    class_: Annotated[str | None, typer.Option("--class", "-c", help="What to put there: class name or id.")] = None,
+    prompt: PromptOption = None,
+    negative: NegativeOption = None,
     num: NumOption = 1,
     feather: FeatherOption = 0,
     *,
     output: Output,
     sampling: Sampling,
 ) -> None:
-    """Replace a box of a picture by another class; every other pixel stays as it is."""
-    details = {"box": _box(box), "class_": class_, "feather": feather}
+    """Replace a box of a picture by another class or prompt; every other pixel stays as it is."""
+    details = {"box": _box(box), "class_": class_, "prompt": prompt, "negative": negative, "feather": feather}
     _redraw("edit", image, (open_image(image),), details, num=num, output=output, sampling=sampling)
 
 
@@ -80,21 +115,33 @@ def outpaint(
     right: SideOption = 0,
     bottom: SideOption = 0,
     class_: ClassOption = None,
+    prompt: PromptOption = None,
+    negative: NegativeOption = None,
     num: NumOption = 1,
     *,
     output: Output,
     sampling: Sampling,
 ) -> None:
     """Continue a picture beyond its sides; the picture itself stays as it is."""
-    details = {"class_": class_, "left": left, "top": top, "right": right, "bottom": bottom}
+    details = {
+        "class_": class_,
+        "prompt": prompt,
+        "negative": negative,
+        "left": left,
+        "top": top,
+        "right": right,
+        "bottom": bottom,
+    }
     _redraw("outpaint", image, (open_image(image),), details, num=num, output=output, sampling=sampling)
 
 
 @draws
 def expand(
     size: Annotated[str, typer.Option(metavar="WxH", help="Width and height of the result in pixels.")],
-    image: Annotated[Path | None, typer.Argument(help="The picture; none: one of the class is generated.")] = None,
+    image: Annotated[Path | None, typer.Argument(help="The picture; none: one is generated.")] = None,
     class_: ClassOption = None,
+    prompt: PromptOption = None,
+    negative: NegativeOption = None,
     way: Annotated[str, typer.Option(help=f"{', '.join(configs.WAYS)}; see docs/gallery.md.")] = configs.WAYS[0],
     num: NumOption = 1,
     *,
@@ -103,7 +150,7 @@ def expand(
 ) -> None:
     """Make a picture larger, with detail that is new."""
     configs.one_of("way", way, configs.WAYS)
-    details = {"class_": class_, "size": _size(size), "way": way}
+    details = {"class_": class_, "prompt": prompt, "negative": negative, "size": _size(size), "way": way}
     given = None if image is None else open_image(image)
     _redraw("expand", image, (given,), details, num=num, output=output, sampling=sampling)
 
@@ -140,8 +187,10 @@ def _redraw(
     options = {"num_images": num, "seed": sampling.seed, **output.options, **sampling.settings}
     drawing = start[task](*pictures, **details, **options)
     about = {"task": task, **({"image": source.name} if source else {}), **details}
-    del about["class_"]  # its number comes with the seed
-    name = source.stem if source else pipe.classes.name(drawing.wanted.labels[0])
+    for name in ("class_", "prompt", "negative"):  # they come with the seed
+        del about[name]
+    label = drawing.wanted.labels[0]
+    name = source.stem if source else pipe.classes.name(label) if isinstance(label, int) else label.text
     output.draw(drawing, pipe=pipe, sampling=sampling, about=about, names=[name] * num)
 
 

@@ -21,6 +21,7 @@ SeedOption = Annotated[int, typer.Option(help="Order k has seed SEED + k.")]
 def score(
     image: ImageArgument,
     class_: Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: unconditional.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Instead of a class.")] = None,
     orders: OrdersOption = 4,
     order: Annotated[str, typer.Option(help=f"{', '.join(configs.ORDERS)}.")] = "random",
     surprise: Annotated[Path | None, typer.Option("--map", help="Write the bits of each token as a picture.")] = None,
@@ -35,7 +36,7 @@ def score(
         check_output(surprise, folder=False)
     picture = open_image(image)
     pipe = _load(model, device)
-    bits = pipe.score(picture, class_, orders=orders, order=order, seed=seed)
+    bits = pipe.score(picture, class_, prompt=prompt, orders=orders, order=order, seed=seed)
     means = bits.mean((1, 2))
     spread = f" +- {means.std(ddof=1):.3f} between orders" if orders > 1 else ""
     out.print(f"{means.mean():.3f} bits per token ({bits[0].size} tokens, {orders} x {order}{spread})")

@@ -47,7 +47,7 @@ def classes(
     from arpg.checkpoint import read_folder
     from arpg.hub import resolve
 
-    names = present(read_folder(resolve(model)).classes, f"{model} has no model, so it has no classes")
+    names = present(read_folder(resolve(model)).classes, f"{model} has no classes; it takes prompts, or is no model")
     found = names.search(search)
     require(bool(found), f"no class of {model} has {search!r} in its name; leave it out to list all")
     for class_id in found:

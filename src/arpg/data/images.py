@@ -5,7 +5,8 @@
     captions.json           {file: caption} or {file: {"name": caption, ...}}, beside the images it describes
     captions.jsonl          {"file": ..., "caption": ...} per line, likewise
 
-ROOT is a folder, a zip file, or a path into a zip file, like data/fruits.zip/fruits/train.
+ROOT is a folder, a zip file, or a path into a zip file, like data/fruits.zip/fruits/train. WebDataset tars, and
+folders of them, are read as well (webdataset.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from arpg.data.webdataset import read_tar
 from arpg.errors import InputError, present, require
 from arpg.image import to_rgb
 
@@ -66,10 +68,16 @@ class ImageSet:
 def open_images(path: str | Path) -> ImageSet:
     """The image set at a folder, a zip file, or a folder inside a zip file."""
     path = Path(path)
+    if path.suffix == ".tar" and path.is_file():
+        names, captions, read = read_tar(path)
+        load = _loader(str(path), names, read)
+        return ImageSet(str(path), tuple(names), (0,) * len(names), (), tuple(captions) if captions else None, load)
+    if path.is_dir() and (tars := sorted(path.glob("*.tar"))):
+        return concatenate([open_images(tar) for tar in tars])
     if path.is_dir():
         return _image_set(str(path), _walk(path), lambda name: (path / name).read_bytes())
     archive = next((p for p in (path, *path.parents) if p.is_file()), None)
-    archive = present(archive, f"{path} does not exist; expected a folder of images or a zip file")
+    archive = present(archive, f"{path} does not exist; expected a folder of images, a zip or a tar file")
     require(zipfile.is_zipfile(archive), f"{archive} is not a zip file; expected a folder of images or a zip file")
     reader = _ZipReader(archive)
     members = [info.filename for info in reader.file().infolist() if not info.is_dir()]
@@ -157,6 +165,10 @@ def _image_set(where: str, files: Iterable[str], read: Callable[[str], bytes]) -
     labels = tuple(0 if loose else number[name.split("/")[0]] for name in names)
     captions = _captions(where, [name for name in files if posixpath.basename(name) in CAPTIONS], names, read)
 
+    return ImageSet(where, names, labels, classes, captions, _loader(where, names, read))
+
+
+def _loader(where: str, names: Sequence[str], read: Callable[[str], bytes]) -> Callable[[int], Image.Image]:
     def load(index: int) -> Image.Image:
         name = names[index]
         try:
@@ -167,7 +179,7 @@ def _image_set(where: str, files: Iterable[str], read: Callable[[str], bytes]) -
         except _BROKEN as error:
             raise InputError(f"{where}/{name} cannot be read as an image ({error}); repair or remove it") from None
 
-    return ImageSet(where, names, labels, classes, captions, load)
+    return load
 
 
 def _captions(

@@ -38,11 +38,11 @@ def tokenize(
     """Encode the centre crop (or ten crops) of every image into a token folder; `batch_size` counts crops."""
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     grid, views = tokenizer.grid(size, size), 10 if ten_crops else 1
-    fingerprint = _fingerprint(tokenizer, images, size)
+    about = _fingerprint(tokenizer, images, size)
     if (folder / TOKENS).exists():
         tokens = open_tokens(folder)
         require(
-            (tokens.info.fingerprint, tokens.views) == (fingerprint, views),
+            (tokens.info.fingerprint, tokens.views) == (about, views),
             f"{folder} was made with another tokenizer, other images or other settings; "
             "delete it or choose another folder",
         )
@@ -55,7 +55,8 @@ def tokenize(
         classes=images.classes,
         views=views,
         shard_size=shard_size,
-        fingerprint=fingerprint,
+        fingerprint=about,
+        captioned=images.captions is not None,
     )
     if writer.num_done:
         _log.info("%s: continuing after %d images", folder, writer.num_done)
@@ -70,8 +71,9 @@ def tokenize(
     per_batch = max(1, batch_size // views)
     done = writer.num_done
     for batch in _batches(prepare, range(done, len(images)), per_batch):
-        ids = _encode(tokenizer, np.concatenate(batch))
-        writer.add(ids.reshape(len(batch), views, -1), labels[done : done + len(batch)])
+        ids = encode_pixels(tokenizer, np.concatenate(batch))
+        part = slice(done, done + len(batch))
+        writer.add(ids.reshape(len(batch), views, -1), labels[part], images.captions and images.captions[part])
         done += len(batch)
         if progress is not None:
             progress(done, len(images))
@@ -80,7 +82,7 @@ def tokenize(
 
 
 @torch.inference_mode()
-def _encode(tokenizer: VQTokenizer, pixels_BHW3: NDArray[np.uint8]) -> NDArray[np.int64]:
+def encode_pixels(tokenizer: VQTokenizer, pixels_BHW3: NDArray[np.uint8]) -> NDArray[np.int64]:
     pixels_B3HW = torch.from_numpy(pixels_BHW3).to(tokenizer.device).permute(0, 3, 1, 2)
     ids_BN: NDArray[np.int64] = tokenizer.encode((pixels_B3HW.float() / 127.5 - 1).to(tokenizer.dtype)).cpu().numpy()
     return ids_BN
@@ -105,7 +107,12 @@ def _batches(
 def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int) -> str:
     """What decides the ids: the weights, the images' names and labels, and the size."""
     digest = hashlib.sha256(f"{size} {images.classes} {images.labels}".encode())
-    digest.update("\n".join(images.names).encode())
+    digest.update("\n".join((*images.names, *(images.captions or ()))).encode())
+    return fingerprint(tokenizer, digest)
+
+
+def fingerprint(tokenizer: VQTokenizer, digest: hashlib._Hash) -> str:
+    """The digest of what is encoded, and the weights that encode it."""
     for name, tensor in sorted(tokenizer.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -4,6 +4,8 @@
       tokens.json         what the set is, and its shards
       ids-00000.npy       uint16 (uint32 for more than 65536 codes), [n, views, N]
       labels-00000.npy    int32, [n]
+      captions-00000.json a list of n texts, where the images have captions
+      text.json, ...      the states of the captions, see text_states.py
       unfinished.json     only while it is being written: its settings, so that nothing else continues it
 
 The published layout, CLASS_ID/NAME.npy with one image per file, is read as well.
@@ -46,6 +48,7 @@ class TokenInfo:
     classes: tuple[str, ...]
     num_classes: int
     fingerprint: str = ""  # of the tokenizer and the images, where the writer knows them
+    captioned: bool = False
 
     def __post_init__(self) -> None:
         for name in ("views", "vocab_size", "num_classes"):
@@ -71,8 +74,17 @@ class Shard:
 class TokenSet:
     """Ids by image and view, over all shards."""
 
-    def __init__(self, info: TokenInfo, ids: Sequence[Array], labels: Array) -> None:
-        self.info = info
+    def __init__(
+        self,
+        info: TokenInfo,
+        ids: Sequence[Array],
+        labels: Array,
+        *,
+        captions: Sequence[str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.info, self.folder = info, folder
+        self.captions = captions
         self.views, self.grid, self.vocab_size = info.views, info.grid, info.vocab_size
         self.classes, self.num_classes = info.classes, info.num_classes
         self.labels: NDArray[np.int32] = labels.astype(np.int32, copy=False)
@@ -114,16 +126,18 @@ class TokenWriter:
         views: int,
         shard_size: int = 65536,
         fingerprint: str = "",
+        captioned: bool = False,
     ) -> None:
         require(shard_size >= 1, f"shard_size is {shard_size}; expected 1 or more images")
         require(not (folder / TOKENS).exists(), f"{folder} is a finished token set; delete it or choose another folder")
         self.folder, self.shard_size = folder, shard_size
-        self.info = TokenInfo(views, grid, vocab_size, tuple(classes), max(1, len(classes)), fingerprint)
+        self.info = TokenInfo(views, grid, vocab_size, tuple(classes), max(1, len(classes)), fingerprint, captioned)
         self.shards: list[Shard] = []
         self._ids: list[Array] = []
         self._labels: list[Array] = []
-        while all((folder / name).exists() for name in _shard_names(len(self.shards))):
-            ids, labels = _shard_names(len(self.shards))
+        self._captions: list[str] = []
+        while all((folder / name).exists() for name in self._names(len(self.shards))):
+            ids, labels = self._names(len(self.shards))[:2]
             count = len(_load(folder / labels))
             _open_shard(folder, Shard(ids, labels, count), self.info)
             self.shards.append(Shard(ids, labels, count))
@@ -142,8 +156,16 @@ class TokenWriter:
         """Images in whole shards; those that were only added count when their shard is written."""
         return sum(shard.num_images for shard in self.shards)
 
-    def add(self, ids: Array, labels: Array) -> None:
-        """Ids `[n, views, N]` and labels `[n]` of the next images."""
+    def _names(self, number: int) -> tuple[str, ...]:
+        return (*_shard_names(number), *([caption_name(number)] if self.info.captioned else []))
+
+    def add(self, ids: Array, labels: Array, captions: Sequence[str] | None = None) -> None:
+        """Ids `[n, views, N]`, labels `[n]` and, in a captioned set, captions of the next images."""
+        if (len(captions) if captions is not None else 0) != (len(labels) if self.info.captioned else 0):
+            raise ValueError(
+                f"{len(captions or ())} captions for {len(labels)} images, captioned={self.info.captioned}"
+            )
+        self._captions += captions or []
         shape = (len(labels), self.info.views, math.prod(self.info.grid))
         if ids.shape != shape:
             raise ValueError(f"ids are {ids.shape}, not {shape}")
@@ -168,7 +190,10 @@ class TokenWriter:
         ids, labels = np.concatenate(self._ids), np.concatenate(self._labels)
         size = min(self.shard_size, len(labels))
         self._ids, self._labels = [ids[size:]], [labels[size:]]
-        names = _shard_names(len(self.shards))
+        number, names = len(self.shards), _shard_names(len(self.shards))
+        if self.info.captioned:  # the labels come last: with them the shard is whole
+            _write_json(self.folder / caption_name(number), self._captions[:size])
+            self._captions = self._captions[size:]
         _write_array(self.folder / names[0], ids[:size])
         _write_array(self.folder / names[1], labels[:size])
         self.shards.append(Shard(*names, size))
@@ -208,7 +233,11 @@ def _open_shards(folder: Path) -> TokenSet:
     total = sum(shard.num_images for shard in shards)
     require(total == num_images, f"{where}: num_images is {num_images}, but its shards have {total}")
     arrays = [_open_shard(folder, shard, info) for shard in shards]
-    return TokenSet(info, [ids for ids, _ in arrays], np.concatenate([labels for _, labels in arrays]))
+    captions = (
+        [text for i, shard in enumerate(shards) for text in _captions(folder, i, shard)] if info.captioned else None
+    )
+    labels = np.concatenate([labels for _, labels in arrays])
+    return TokenSet(info, [ids for ids, _ in arrays], labels, captions=captions, folder=folder)
 
 
 def _open_shard(folder: Path, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:
@@ -281,6 +310,18 @@ def _load(path: Path, *, mapped: bool = True) -> Array:
     return array
 
 
+def _captions(folder: Path, number: int, shard: Shard) -> list[str]:
+    path = folder / caption_name(number)
+    require(path.is_file(), f"{path} does not exist; copy the whole token set, or tokenize again")
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+    right = isinstance(texts, list) and all(isinstance(text, str) for text in texts) and len(texts) == shard.num_images
+    require(right, f"{path} is not a list of {shard.num_images} texts; copy it again, or tokenize again")
+    return list(texts)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -290,7 +331,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(data)
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def _write_json(path: Path, data: Any) -> None:
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
 
 
@@ -300,6 +341,10 @@ def _write_array(path: Path, array: Array) -> None:
             np.save(file, array)
 
     write_whole(path, write)
+
+
+def caption_name(number: int) -> str:
+    return f"captions-{number:05d}.json"
 
 
 def _shard_names(number: int) -> tuple[str, str]:

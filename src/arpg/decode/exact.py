@@ -43,7 +43,7 @@ class Exact:
         self._guesses = min(self._guesses, left - 1)
         more = min(self._draft, left - 1 - self._guesses)
         write = self.queue.write(-1, self._guesses)
-        ask = self.queue.ask(0, self._guesses + 1 + more, guesses=self._guesses, prefix=state.num_prefix)
+        ask = self.queue.ask(0, self._guesses + 1 + more, guesses=self._guesses)
         self._position_BS = ask.position_BS
         return Turn(write, ask)
 

@@ -46,14 +46,14 @@ class Queue:
         first = first if self.started else max(first, 0)
         return Write(self.position_BM.gather(1, self._places(first, stop))) if first < stop else None
 
-    def ask(self, first: int, stop: int, *, guesses: int, prefix: int) -> Ask:
+    def ask(self, first: int, stop: int, *, guesses: int) -> Ask:
         """Ask for these offsets; each sees what is decided, and the guesses at the offsets before its own."""
         place_BS = self._places(first, stop)
         offset_S = torch.arange(first, stop, device=place_BS.device).clamp_max(guesses)
         return Ask(
             self.position_BM.gather(1, place_BS),
             None if self.scale_BM is None else self.scale_BM.gather(1, place_BS),
-            prefix + (self.known_B + self.done_B)[:, None] + offset_S,
+            (self.known_B + self.done_B)[:, None] + offset_S,
         )
 
     def advance(self, state: State, count_B: Tensor) -> None:

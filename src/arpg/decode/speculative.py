@@ -52,11 +52,11 @@ class Speculative:
         if self._draft_law_BSV is None:
             drafts = min(self._settings.draft, left)
             write = self.queue.write(-1, 0)
-            ask = self.queue.ask(0, drafts, guesses=0, prefix=state.num_prefix)
+            ask = self.queue.ask(0, drafts, guesses=0)
         else:
             last = min(self._draft_law_BSV.shape[1], left - 1)
             write = self.queue.write(0, last)
-            ask = self.queue.ask(1, last + 1, guesses=last, prefix=state.num_prefix)
+            ask = self.queue.ask(1, last + 1, guesses=last)
         self._position_BS, self._scale_BS = ask.position_BS, ask.scale_BS
         return Turn(write, ask)
 

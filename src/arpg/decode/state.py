@@ -32,7 +32,7 @@ class Ask:
 
     position_BS: Tensor
     scale_BS: Tensor | None  # guidance, one for each position or for each row; None: not guided
-    visible_BS: Tensor | None = None  # slots of the cache that each may see; None: all that its row has
+    visible_BS: Tensor | None = None  # image tokens of the cache that each may see; None: all that its row has
 
 
 @dataclass
@@ -48,7 +48,8 @@ class State:
     key_B2: Tensor  # the seeds
     query_RND: Tensor | None  # what Pass 2 asks with, where it is not [MASK]
     cache: Cache
-    num_prefix: int  # slots that stand before the tokens
+    num_prefix: int  # slots that stand before the tokens, in the row that has the most
+    prefix_R1: Tensor | None = None  # and in each row, where they differ
 
     @property
     def copies(self) -> int:
@@ -71,7 +72,7 @@ class State:
         query_RSD = None
         if self.query_RND is not None:
             query_RSD = self.query_RND.take_along_dim(self._rows(ask.position_BS)[..., None], dim=1)
-        visible_RS = None if ask.visible_BS is None else self._rows(ask.visible_BS)
+        visible_RS = None if ask.visible_BS is None else self._prefix() + self._rows(ask.visible_BS)
         return model.predict(self._rows(self._places(ask.position_BS)), query_RSD, self.cache, visible_RS)
 
     def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
@@ -82,20 +83,29 @@ class State:
 
     def roll_back(self, length_B: Tensor, longest: int) -> None:
         """Forget all but the first image tokens of each row; `longest` is the greatest of the numbers."""
-        self.cache.roll_back(self._rows(self.num_prefix + length_B))
+        self.cache.roll_back((self._prefix() + self._rows(length_B[:, None]))[:, 0])
         self.cache.roll_back(self.num_prefix + longest)
 
     def set_lengths(self, lengths: Sequence[int], *, uniform: bool) -> None:
         """Image tokens in the cache of each row. `uniform`: and all will get as many more, so no mask is needed."""
         self.cache.end = self.num_prefix + max(lengths)
         self.cache.length_B = None
-        if not uniform or len(set(lengths)) > 1:
-            length_B = torch.tensor(lengths, dtype=torch.long, device=self.ids_BN.device)
-            self.cache.length_B = self._rows(self.num_prefix + length_B)
+        if not uniform or len(set(lengths)) > 1 or self.prefix_R1 is not None:
+            length_B1 = torch.tensor(lengths, dtype=torch.long, device=self.ids_BN.device)[:, None]
+            self.cache.length_B = (self._prefix() + self._rows(length_B1))[:, 0]
 
     def image(self) -> tuple[Tensor, Tensor]:
         """Ids and known `[B, N]`, without the padding."""
         return self.ids_BN[:, :-1], self.known_BN[:, :-1]
+
+    def prefixes(self) -> Tensor:
+        """`[R, 1]`: the slots before the tokens of each row."""
+        if self.prefix_R1 is not None:
+            return self.prefix_R1
+        return torch.full((self.cache.rows, 1), self.num_prefix, device=self.ids_BN.device)
+
+    def _prefix(self) -> Tensor | int:
+        return self.num_prefix if self.prefix_R1 is None else self.prefix_R1
 
     def _places(self, position_BS: Tensor) -> Tensor:
         return self.place_BN2.take_along_dim(position_BS[..., None], dim=1)
@@ -124,8 +134,11 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
     """
     device, batch = model.device, len(request.seeds)
     condition = request.condition
-    num_prefix = condition.prefix_BPD.shape[1]
+    lengths = condition.lengths(guided=guided)
+    num_prefix, uniform = max(lengths), len(set(lengths)) == 1
     prefix_RPD = torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)) if guided else condition.prefix_BPD
+    prefix_R = None if uniform else torch.tensor(lengths, device=device)
+    ragged = ragged or not uniform
     place_N2 = torch.cat((request.places(), torch.zeros(1, 2))).to(device)
     state = State(
         ids_BN=torch.cat((request.ids_BN.to(device), torch.zeros(batch, 1, dtype=torch.long, device=device)), 1),
@@ -135,8 +148,10 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
         query_RND=_queries(model, condition, guided=guided),
         cache=model.allocate_cache(len(prefix_RPD), num_prefix + tokens, ragged=ragged),
         num_prefix=num_prefix,
+        prefix_R1=None if prefix_R is None else prefix_R[:, None],
     )
-    model.encode(prefix_RPD, state._rows(condition.place_BP2), state.cache, causal=True)
+    place_RP2 = state._rows(condition.place_BP2)[:, :num_prefix]
+    model.encode(prefix_RPD[:, :num_prefix], place_RP2, state.cache, causal=True, count_B=prefix_R)
     known = known_positions(request)
     counts = [len(row) for row in known]
     if any(counts):
@@ -152,7 +167,7 @@ def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> Stat
     The states must be of the same grid and model, all guided or none.
     """
     first = parts[0][0]
-    assert len({(state.copies, state.num_prefix, state.ids_BN.shape[1]) for state, _ in parts}) == 1
+    assert len({(state.copies, state.ids_BN.shape[1]) for state, _ in parts}) == 1
     index = [torch.tensor(list(rows), dtype=torch.long, device=first.ids_BN.device) for _, rows in parts]
 
     def rows_of(name: str, copy: int = 0) -> list[Tensor]:
@@ -160,19 +175,21 @@ def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> Stat
         return [x[copy * batch + rows] for (x, batch), rows in zip(found, index, strict=True)]
 
     copies = range(first.copies)
-    caches = [
-        (state.cache, c * len(state.ids_BN) + rows)
-        for c in copies
-        for (state, _), rows in zip(parts, index, strict=True)
-    ]
+    indexed = [(state, rows) for (state, _), rows in zip(parts, index, strict=True)]
+    caches = [(state.cache, c * len(state.ids_BN) + rows) for c in copies for state, rows in indexed]
+    num_prefix = max(state.num_prefix for state, _ in parts)
+    prefix_R1 = None
+    if any(state.prefix_R1 is not None or state.num_prefix != num_prefix for state, _ in parts):
+        prefix_R1 = torch.cat([state.prefixes()[c * len(state.ids_BN) + r] for c in copies for state, r in indexed])
     return State(
         ids_BN=torch.cat(rows_of("ids_BN")),
         known_BN=torch.cat(rows_of("known_BN")),
         place_BN2=torch.cat(rows_of("place_BN2")),
         key_B2=torch.cat(rows_of("key_B2")),
         query_RND=None if first.query_RND is None else torch.cat([x for c in copies for x in rows_of("query_RND", c)]),
-        cache=Cache.gather(caches, first.num_prefix + tokens),
-        num_prefix=first.num_prefix,
+        cache=Cache.gather(caches, num_prefix + tokens),
+        num_prefix=num_prefix,
+        prefix_R1=prefix_R1,
     )
 
 

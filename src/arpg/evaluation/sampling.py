@@ -45,6 +45,7 @@ Progress = Callable[[int, int], None]
 def balanced_labels(num: int, num_classes: int) -> Labels:
     """Every class equally often, one after the other; what does not divide goes to classes at even distances."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
+    require(num_classes >= 1, "the model has no classes: it takes prompts; see `arpg evaluate-text`")
     each, rest = divmod(num, num_classes)
     classes = np.arange(num_classes)
     return interleave(each + (classes * rest % num_classes < rest).astype(np.int64))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from arpg.config import ModelConfig
 from arpg.model.cache import Cache, KeyValue, Limit, Writer
@@ -14,6 +15,7 @@ from arpg.model.condition import Condition
 from arpg.model.dropout import Dropout, fold
 from arpg.model.layers import Block, CrossAttention, MemoryProjection, ResidualNorm, SelfAttention, sees
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
+from arpg.model.text import TextPrefix
 
 
 class ARPG(nn.Module):
@@ -32,6 +34,7 @@ class ARPG(nn.Module):
         self.pass2 = nn.ModuleList(Block(config, CrossAttention(config)) for _ in range(config.pass2_layers))
         self.norm = ResidualNorm(width, dropout=config.dropout)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.text = None if config.text is None else TextPrefix(config.text, width)
 
     def init_weights(self, *, seed: int, std: float = 0.02) -> ARPG:
         """The published initialisation: normal weights, a head of zeros. The same for a seed on every device."""
@@ -43,6 +46,8 @@ class ARPG(nn.Module):
                 else:
                     parameter.fill_(1.0)
             self.head.weight.zero_()
+        if self.text is not None:
+            self.text.init_null(generator)
         return self
 
     def compile_parts(self) -> None:
@@ -139,17 +144,32 @@ class ARPG(nn.Module):
             place_N2 = grid_places(*(grid or self.config.grid), device=ids_BN.device)
         place_BN2 = place_N2.to(ids_BN.device)[order_BN]
         shuffled_BN = ids_BN.gather(1, order_BN)
-        x = torch.cat((condition.prefix_BPD, self.embed(shuffled_BN[:, :-1])), dim=1)
-        place = torch.cat((condition.place_BP2, place_BN2[:, :-1]), dim=1)
+        x, place = self._content(shuffled_BN[:, :-1], place_BN2[:, :-1], condition)
         memories = self._pass1(x, place, "causal", None, dropout_key_B)
         query_BND = condition.query_BND
         if query_BND is not None:
             query_BND = query_BND.gather(1, order_BN[..., None].expand(-1, -1, query_BND.shape[-1]))
-        num_prefix = condition.prefix_BPD.shape[1]
+        num_prefix, length_B = condition.prefix_BPD.shape[1], condition.length_B
         limit: Limit = "causal"  # query r sees the prefix and the r tokens before it
-        if num_prefix > 1:
-            limit = num_prefix + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None]
+        if length_B is not None or num_prefix > 1:
+            first = num_prefix if length_B is None else length_B.to(ids_BN.device)[:, None]
+            limit = first + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None]
         return self._pass2(query_BND, place_BN2, limit, memories, dropout_key_B)
+
+    def _content(self, ids_BS: Tensor, place_BS2: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+        """Prefix and tokens in one row each. A short prefix is followed by its tokens at once; what fills up comes
+        last, where causality hides it.
+        """
+        prefix, at, length_B = condition.prefix_BPD, condition.place_BP2, condition.length_B
+        if length_B is None:
+            return torch.cat((prefix, self.embed(ids_BS)), dim=1), torch.cat((at, place_BS2), dim=1)
+        num_tokens = ids_BS.shape[1]
+        slot_BT = torch.arange(prefix.shape[1] + num_tokens, device=ids_BS.device) - length_B.to(ids_BS.device)[:, None]
+        index_BT = slot_BT.clamp(0, num_tokens - 1)
+        text_BT1 = (slot_BT < 0)[..., None]
+        x = torch.where(text_BT1, F.pad(prefix, (0, 0, 0, num_tokens)), self.embed(ids_BS.gather(1, index_BT)))
+        tokens_at = place_BS2.take_along_dim(index_BT[..., None], dim=1)
+        return x, torch.where(text_BT1, F.pad(at, (0, 0, 0, num_tokens)), tokens_at)
 
     def _pass1(
         self,

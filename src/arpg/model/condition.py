@@ -1,19 +1,21 @@
 """What an image is asked to be: the slots that stand before its tokens, and what Pass 2 asks with.
 
-Shapes: B batch, P prefix slots, N grid tokens, D width.
+Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from arpg.errors import require
-from arpg.model.rope import nowhere
+from arpg.errors import present, require
+from arpg.model.rope import nowhere, unturned
 
 if TYPE_CHECKING:
     from arpg.model.arpg import ARPG
@@ -27,26 +29,53 @@ class Condition:
     null_prefix_BPD: Tensor
     place_BP2: Tensor  # where the prefix slots stand (a class: nowhere)
     query_BND: Tensor | None = None  # replaces the [MASK] queries, position by position; its null is plain [MASK]
+    length_B: Tensor | None = None  # how many prefix slots of each sample are real, the first ones; None: all P
+    null_length_B: Tensor | None = None  # likewise of the null prefix
 
     def __len__(self) -> int:
         return self.prefix_BPD.shape[0]
 
+    def rows(self, rows: slice) -> Condition:
+        """The condition of some of the samples."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        some: dict[str, Any] = {name: None if part is None else part[rows] for name, part in parts.items()}
+        return Condition(**some)
+
+    def lengths(self, *, guided: bool) -> list[int]:
+        """Real prefix slots of each row: the conditional ones, then (guided) the unconditional."""
+        given = (self.length_B, self.null_length_B) if guided else (self.length_B,)
+        whole = [self.prefix_BPD.shape[1]] * len(self)
+        return [n for length_B in given for n in (whole if length_B is None else length_B.tolist())]
+
     @classmethod
     def gather(cls, parts: Sequence[tuple[Condition, int]]) -> Condition:
-        """Samples of several conditions as one."""
+        """Samples of several conditions as one; shorter prefixes are filled up."""
         queries = [condition.query_BND[row] for condition, row in parts if condition.query_BND is not None]
         assert len(queries) in (0, len(parts))
+
+        def side(name: str) -> Tensor:
+            return pad_sequence([getattr(condition, name)[row] for condition, row in parts], batch_first=True)
+
+        def lengths(name: str, prefix: str) -> Tensor | None:
+            if all(getattr(condition, name) is None for condition, _ in parts):
+                return None
+            given = [(getattr(c, name), getattr(c, prefix).shape[1], row) for c, row in parts]
+            return torch.tensor([whole if length is None else int(length[row]) for length, whole, row in given])
+
         return cls(
-            prefix_BPD=torch.stack([condition.prefix_BPD[row] for condition, row in parts]),
-            null_prefix_BPD=torch.stack([condition.null_prefix_BPD[row] for condition, row in parts]),
-            place_BP2=torch.stack([condition.place_BP2[row] for condition, row in parts]),
+            prefix_BPD=side("prefix_BPD"),
+            null_prefix_BPD=side("null_prefix_BPD"),
+            place_BP2=side("place_BP2"),
             query_BND=torch.stack(queries) if queries else None,
+            length_B=lengths("length_B", "prefix_BPD"),
+            null_length_B=lengths("null_length_B", "null_prefix_BPD"),
         )
 
 
 def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
     """One slot that holds the class; `num_classes` stands for the null class (a dropped label)."""
     config = model.config
+    require(config.text is None, "the model takes prompts, not classes; give a prompt")
     if labels_B.device.type == "cpu":  # a check on an accelerator would have to wait for it
         bad = labels_B[(labels_B < 0) | (labels_B > config.num_classes)]
         require(not len(bad), f"class {bad.tolist()} does not exist; expected 0 to {config.num_classes - 1}")
@@ -56,4 +85,46 @@ def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
         prefix_BPD=model.embed(ids_B[:, None]),
         null_prefix_BPD=model.embed(null_B[:, None]),
         place_BP2=nowhere(len(ids_B), 1, device=model.device),
+    )
+
+
+def text_condition(
+    model: ARPG, states: Sequence[Tensor | None], negative: Sequence[Tensor | None] | None = None
+) -> Condition:
+    """A slot for each token of a prompt, from the encoder's states `[T, E]` of each sample; None: no prompt.
+
+    What guidance leads away from is no prompt, or the negative one where there is one. Slots are compact: what is
+    real comes first, and what fills up shorter prompts is never looked at.
+    """
+    text = present(model.text, "the model takes classes, not prompts; give a class (see `arpg classes`)")
+    sides = [states, [None] * len(states) if negative is None else negative]
+    assert len(sides[1]) == len(states)
+    rows = [text.null_TE if row is None else row.to(text.null_TE) for side in sides for row in side]
+    for row in rows:
+        text.check(row)
+    lengths_R = torch.tensor([len(row) for row in rows])
+    prefix_RPD = text(pad_sequence(rows, batch_first=True))
+    batch = len(states)
+    return Condition(
+        prefix_BPD=prefix_RPD[:batch],
+        null_prefix_BPD=prefix_RPD[batch:],
+        place_BP2=unturned(batch, prefix_RPD.shape[1], device=model.device),
+        length_B=lengths_R[:batch],
+        null_length_B=lengths_R[batch:],
+    )
+
+
+def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Condition:
+    """The condition of a training batch: states filled up to the model's most tokens, so that shapes never change.
+
+    A length of 0 says that the prompt is dropped. There is no guidance in training, so the null prefix is not made.
+    """
+    text = present(model.text, "the model takes classes, not prompts; set [model.text] to train on captions")
+    dropped_B11 = (length_B == 0)[:, None, None]
+    prefix_BPD = text(torch.where(dropped_B11, text.null_TE, states_BTE.to(text.null_TE)))
+    return Condition(
+        prefix_BPD=prefix_BPD,
+        null_prefix_BPD=prefix_BPD[:, :0],
+        place_BP2=unturned(*prefix_BPD.shape[:2], device=model.device),
+        length_B=torch.where(length_B == 0, len(text.null_TE), length_B),
     )

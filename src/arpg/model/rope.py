@@ -3,7 +3,8 @@
 A place is (row, column), in float, so it may lie between two grid points. `NOWHERE` is the place of
 a slot that has none (the class): its cosine and sine are both zero, so its query and key vanish and
 only its value acts. That is what the published weights were trained with; an identity rotation
-there breaks them.
+there breaks them. A slot of text has no place either, but takes part in attention: it is turned by nothing at all,
+which is what the place (0, 0) does.
 
 Shapes: B batch, S slots, H heads, K channels of a head, D width, N grid tokens.
 """
@@ -34,6 +35,11 @@ def grid_places(height: int, width: int, *, device: torch.device | str = "cpu") 
 def nowhere(*shape: int, device: torch.device | str = "cpu") -> Tensor:
     """`[*shape, 2]`: places of slots that have none."""
     return torch.full((*shape, 2), NOWHERE, dtype=torch.float32, device=device)
+
+
+def unturned(*shape: int, device: torch.device | str = "cpu") -> Tensor:
+    """`[*shape, 2]`: places whose rotation is the identity."""
+    return torch.zeros(*shape, 2, dtype=torch.float32, device=device)
 
 
 def rotation(place_BS2: Tensor, head_dim: int) -> Rotation:

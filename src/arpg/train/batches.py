@@ -1,7 +1,7 @@
 """What a step trains on: a pure function of (seed, step), whatever the number of processes.
 
 Sample number = step * batch size + place in the batch; everything about a sample follows from it.
-Shapes: B local batch, N grid tokens.
+Shapes: B local batch, N grid tokens, T most tokens of a caption, E width of the text states.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arpg.data.text_states import TextStates
 from arpg.data.tokens import TokenSet
 from arpg.decode.noise import Stream, random_words, seed_keys
 from arpg.errors import require
@@ -24,6 +25,8 @@ class Batch:
     labels_B: Tensor  # the null class (num_classes) where the label is dropped
     order_BN: Tensor
     dropout_key_B: Tensor
+    states_BTE: Tensor | None = None  # of the captions, where the model takes prompts
+    length_B: Tensor | None = None  # tokens of each caption; 0 where it is dropped
 
 
 class TokenBatches:
@@ -39,13 +42,17 @@ class TokenBatches:
         label_drop: float,
         seed: int,
         device: torch.device,
+        text: TextStates | None = None,
     ) -> None:
-        """`parts`: into how many equal parts a batch is cut (processes times accumulation)."""
+        """`parts`: into how many equal parts a batch is cut (processes times accumulation).
+
+        `text`: the states of the captions, which then take the place of the labels.
+        """
         require(
             batch_size % parts == 0,
             f"run.batch_size {batch_size} cannot be cut into {parts} equal parts (processes x run.accumulate)",
         )
-        self.tokens, self.batch_size, self.part_size = tokens, batch_size, batch_size // parts
+        self.tokens, self.batch_size, self.part_size, self.text = tokens, batch_size, batch_size // parts, text
         self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
         self.key = seed_keys([seed], device=device)
         self._epoch = -1
@@ -69,16 +76,25 @@ class TokenBatches:
         labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
         dropped = random_words(on_cpu, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
         labels = torch.where(dropped, self.num_classes, labels)
-        if self.device.type == "cuda":
-            ids, labels, number = ids.pin_memory(), labels.pin_memory(), number.pin_memory()
-        number = number.to(self.device, non_blocking=True)
+        number = self._sent(number)
         words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
+        states = length = None
+        if self.text is not None:
+            states, length = (torch.from_numpy(part) for part in self.text.gather(index))
+            states, length = self._sent(states), self._sent(length.masked_fill(dropped, 0))
         return Batch(
-            ids_BN=ids.to(self.device, non_blocking=True),
-            labels_B=labels.to(self.device, non_blocking=True),
+            ids_BN=self._sent(ids),
+            labels_B=self._sent(labels),
             order_BN=words[:, 1:].argsort(-1),
             dropout_key_B=words[:, 0].to(torch.int32),
+            states_BTE=states,
+            length_B=length,
         )
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return pinned.to(self.device, non_blocking=True)
 
     def _numbers(self, step: int, part: int) -> NDArray[np.int64]:
         start = step * self.batch_size + part * self.part_size

@@ -1,15 +1,17 @@
 """`arpg train`: the network learns from tokens.
 
-Shapes: B local batch, N grid tokens, D width.
+Shapes: B local batch, N grid tokens, D width, T tokens of a caption, E width of the text states.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -25,12 +27,14 @@ from arpg import tasks
 from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ModelConfig
+from arpg.data.text_states import TextStates, open_text_states
 from arpg.data.tokens import TokenSet, open_tokens
-from arpg.decode import decode, make_plan
-from arpg.errors import require
+from arpg.decode import Request, decode, make_plan
+from arpg.errors import present, require
 from arpg.hub import resolve
 from arpg.image import sheet, to_pil
-from arpg.model import ARPG, class_condition
+from arpg.model import ARPG, class_condition, text_condition
+from arpg.model.condition import training_condition
 from arpg.train.batches import Batch, TokenBatches
 from arpg.train.cross_entropy import linear_cross_entropy
 from arpg.train.distributed import World, mean_over_ranks, parallelize, start, stop
@@ -51,8 +55,20 @@ class Objective(nn.Module):
         self.model = model
         self.grid = grid
 
-    def forward(self, ids_BN: Tensor, labels_B: Tensor, order_BN: Tensor, dropout_key_B: Tensor | None) -> Tensor:
-        condition = class_condition(self.model, labels_B)
+    def forward(
+        self,
+        ids_BN: Tensor,
+        labels_B: Tensor,
+        order_BN: Tensor,
+        dropout_key_B: Tensor | None,
+        states_BTE: Tensor | None = None,
+        length_B: Tensor | None = None,
+    ) -> Tensor:
+        """Of classes, or of captions where their states are given."""
+        if states_BTE is None or length_B is None:
+            condition = class_condition(self.model, labels_B)
+        else:
+            condition = training_condition(self.model, states_BTE, length_B)
         x_BND = self.model.hidden(ids_BN, order_BN, condition, grid=self.grid, dropout_key_B=dropout_key_B)
         targets = ids_BN.gather(1, order_BN)
         return linear_cross_entropy(x_BND.flatten(0, 1), self.model.head.weight, targets.flatten())
@@ -69,6 +85,7 @@ class ModelTraining:
         if recipe.data.validation is not None:
             self.validation = open_tokens(recipe.data.validation, vocab_size=recipe.model.vocab_size)
         _check(recipe.model, self.tokens)
+        self.text, self.validation_text = (_text(recipe.model, tokens) for tokens in (self.tokens, self.validation))
 
         model = ARPG(recipe.model).init_weights(seed=recipe.seed)
         if recipe.init_from is not None:
@@ -82,10 +99,10 @@ class ModelTraining:
         self.parallel = parallelize(self.objective, run.parallel, world, blocks)
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
-        self.batches = self._batches(self.tokens, recipe.label_drop)
+        self.batches = self._batches(self.tokens, recipe.label_drop, self.text)
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
-    def _batches(self, tokens: TokenSet, label_drop: float) -> TokenBatches:
+    def _batches(self, tokens: TokenSet, label_drop: float, text: TextStates | None = None) -> TokenBatches:
         recipe = self.recipe
         return TokenBatches(
             tokens,
@@ -95,11 +112,14 @@ class ModelTraining:
             label_drop=label_drop,
             seed=recipe.seed,
             device=self.world.device,
+            text=text,
         )
 
     def loss(self, batch: Batch) -> Tensor:
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.run.precision == "bf16"):
-            loss: Tensor = self.parallel(batch.ids_BN, batch.labels_B, batch.order_BN, batch.dropout_key_B)
+            loss: Tensor = self.parallel(
+                batch.ids_BN, batch.labels_B, batch.order_BN, batch.dropout_key_B, batch.states_BTE, batch.length_B
+            )
         return loss
 
     @property
@@ -135,7 +155,7 @@ class ModelTraining:
         """The teacher-forced, causal loss of the averaged weights over the validation tokens; no dropout."""
         if self.validation is None:
             return {}
-        batches = self._batches(self.validation, label_drop=0.0)
+        batches = self._batches(self.validation, 0.0, self.validation_text)
         # As many whole batches as there are, at least one; an order and a view per image, the same every time.
         count = max(1, self.validation.num_images // self.recipe.run.batch_size)
         accumulate = self.recipe.run.accumulate
@@ -178,8 +198,10 @@ class ModelTraining:
         weights = self.averaged_weights()
         if not self.world.main:
             return target
-        given, all_ = tuple(self.tokens.classes), numbered_classes(recipe.model.num_classes).lines
-        names = ClassNames(given + all_[len(given) :])
+        names = None
+        if recipe.model.text is None:
+            given, all_ = tuple(self.tokens.classes), numbered_classes(recipe.model.num_classes).lines
+            names = ClassNames(given + all_[len(given) :])
         config = FolderConfig(model=recipe.model, sampling=recipe.sampling, classes=names, license=recipe.license)
         write_folder(target, config, model=weights)
         if recipe.tokenizer is not None:
@@ -199,13 +221,27 @@ class ModelTraining:
         model = ARPG(config)
         model.load_state_dict(weights)
         model.to(self.world.device).eval()
-        labels = [i * config.num_classes // num_images for i in range(num_images)]
-        request = tasks.generate(model, labels, list(range(num_images)), grid=self.tokens.grid)
+        request, captions = self._samples(model, num_images)
         settings = self.recipe.sampling.settings()
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         *_, last = decode(model, request, plan, settings)
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer), device=self.world.device, dtype=torch.float32)
-        return sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)))
+        return sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)), captions=captions)
+
+    def _samples(self, model: ARPG, num_images: int) -> tuple[Request, Sequence[str] | None]:
+        """One image for each of so many classes, or for each of the first captions that are not trained on."""
+        seeds, num_classes = range(num_images), model.config.num_classes
+        if self.text is None:
+            labels = [i * num_classes // num_images for i in seeds]
+            return tasks.generate(model, labels, list(seeds), grid=self.tokens.grid), None
+        tokens, text = self.tokens, self.text
+        if self.validation is not None and self.validation_text is not None:
+            tokens, text = self.validation, self.validation_text
+        seeds = seeds[: len(tokens)]
+        states_BTE, length_B = text.gather(np.array(seeds))
+        states = [torch.from_numpy(row[:length]).float() for row, length in zip(states_BTE, length_B, strict=True)]
+        request = Request.from_nothing(text_condition(model, states), self.tokens.grid, tuple(seeds))
+        return request, present(tokens.captions, "no captions")[: len(seeds)]
 
     def describe_batch(self, step: int) -> str:
         first = self.batches.indices(step, self.world.rank * self.run.accumulate)[:8].tolist()
@@ -226,7 +262,10 @@ def train_model(recipe: ModelRecipe, folder: Path, *, resume: bool = False, devi
 
 
 def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
-    """Of one image in one teacher-forced pass: matrix products, and attention as if it were not causal."""
+    """Of one image in one teacher-forced pass: matrix products, and attention as if it were not causal.
+
+    Prompts are not counted.
+    """
     tokens, width = grid[0] * grid[1], config.width
     ffn = 3 * width * config.ffn_width
     pass1 = config.pass1_layers * (4 * width**2 + ffn)
@@ -236,9 +275,21 @@ def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
     return 2.0 * tokens * (pass1 + pass2 + memory + attention + width * config.vocab_size)
 
 
+def _text(config: ModelConfig, tokens: TokenSet | None) -> TextStates | None:
+    """The states of the captions, where the model takes prompts and there are tokens."""
+    if config.text is None or tokens is None:
+        return None
+    text, ours = open_text_states(tokens), config.text
+    require(
+        text.config == ours,
+        f"{tokens.folder} has states of {text.config}; model.text is {ours}",
+    )
+    return text
+
+
 def _check(config: ModelConfig, tokens: TokenSet) -> None:
     require(
-        tokens.num_classes <= config.num_classes,
+        config.text is not None or tokens.num_classes <= config.num_classes,
         f"the tokens have {tokens.num_classes} classes; model.num_classes is {config.num_classes}",
     )
     require(

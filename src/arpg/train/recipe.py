@@ -74,7 +74,7 @@ class TokenData:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """`arpg train`: a class-conditional ARPG from tokens."""
+    """`arpg train`: an ARPG from tokens, of classes or (with `model.text`) of captions."""
 
     model: ModelConfig
     data: TokenData
@@ -83,7 +83,7 @@ class ModelRecipe:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     tokenizer: str | None = None  # a model folder: for the sample sheets, and copied into the result
     init_from: str | None = None  # a model to start from; what fits is taken
-    label_drop: float = 0.1
+    label_drop: float = 0.1  # also of captions
     seed: int = 0
     license: str = "unknown"
 
