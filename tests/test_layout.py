@@ -10,7 +10,7 @@ LAYERS = [
     {"errors"},
     {"files", "config", "classes", "storage"},
     {"image"},
-    {"canvas", "kernels", "animation"},
+    {"canvas", "kernels", "animation", "cpu", "packed"},
     {"tokenizer", "model"},
     {"checkpoint"},
     {"convert"},

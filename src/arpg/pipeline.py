@@ -23,6 +23,7 @@ from arpg.errors import InputError, require
 from arpg.hub import resolve
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG, class_condition
+from arpg.packed import pack_linears
 from arpg.tokenizer import VQTokenizer
 
 OnStep = Callable[[Step], None] | None
@@ -62,13 +63,17 @@ class Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one; `dtype="auto"` is bfloat16 there and float32 on a CPU.
-        The tokenizer stays in float32.
+        The tokenizer stays in float32; only where a CPU is asked for bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
         model = load_model(folder, device=on, dtype=_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
+        if on.type == "cpu":
+            pack_linears(model)
+            if model.dtype == torch.bfloat16:
+                tokenizer.decode_in(torch.bfloat16)
         return cls(model, tokenizer, sampling=config.sampling, classes=config.classes, license=config.license)
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -62,6 +62,7 @@ def sweep(
     npz = reference[0].endswith(".npz") and len(reference) == 1
     images = None if npz else concatenate([open_images(path) for path in reference])
     with err.status("loading"):
+        from arpg.cpu import set_threads
         from arpg.evaluation.classifier import Classifier
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.measure import Judge, reference_features
@@ -71,6 +72,7 @@ def sweep(
         from arpg.files import write_whole
         from arpg.pipeline import Pipeline
 
+        set_threads()
         pipe = Pipeline.from_pretrained(model, device=device, dtype=dtype)
         network = Inception.load(inception, device=pipe.model.device)
         judged_by = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)
