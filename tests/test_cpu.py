@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from conftest import small_model, small_tokenizer
 
 from arpg import InputError, Pipeline, cpu, tasks
 from arpg.decode import decode, make_plan
 from arpg.packed import PackedLinear, can_pack, pack_linears, unpack_linears
+from conftest import small_model, small_tokenizer
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
 

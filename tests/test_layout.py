@@ -23,6 +23,7 @@ LAYERS = [
     {"data"},
     {"evaluation"},
     {"train"},
+    {"bench"},
     {"cli"},
 ]
 

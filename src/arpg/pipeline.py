@@ -68,12 +68,9 @@ class Pipeline:
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
-        model = load_model(folder, device=on, dtype=_dtype(dtype, on))
+        model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
-        if on.type == "cpu":
-            pack_linears(model)
-            if model.dtype == torch.bfloat16:
-                tokenizer.decode_in(torch.bfloat16)
+        prepare(model, tokenizer)
         return cls(model, tokenizer, sampling=config.sampling, classes=config.classes, license=config.license)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -325,7 +322,15 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
+    """What makes them faster where they are, for inference. The weights stay what they are."""
+    if model.device.type == "cpu":
+        pack_linears(model)
+        if model.dtype == torch.bfloat16:
+            tokenizer.decode_in(torch.bfloat16)
+
+
+def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":

@@ -203,10 +203,12 @@ class VQTokenizer(nn.Module):
         return self.decode_codes(codes_BNE.transpose(1, 2).reshape(*codes_BNE.shape[::2], *grid))
 
     def decode_codes(self, codes_BEhw: Tensor) -> Tensor:
-        dtype = self.pixel_dtype or torch.bfloat16
-        with torch.autocast(codes_BEhw.device.type, dtype=dtype, enabled=self.pixel_dtype is not None):
+        if self.pixel_dtype is None:
             image: Tensor = self.decoder(self.post_quant_conv(codes_BEhw))
-        return image if self.pixel_dtype is None else image.type_as(codes_BEhw)
+            return image
+        with torch.autocast(codes_BEhw.device.type, dtype=self.pixel_dtype):
+            image = self.decoder(self.post_quant_conv(codes_BEhw))
+        return image.type_as(codes_BEhw)
 
     def decode_in(self, dtype: torch.dtype) -> VQTokenizer:
         """From now on make images in this type. The weights stay, and so do the tokens of images."""
