@@ -19,10 +19,7 @@ def table(rows: Sequence[Row]) -> str:
     """Markdown. Settings that are the same in all rows stand above it."""
     if not rows:
         return "nothing was measured"
-    names = list(dict.fromkeys(name for row in rows for name in row["settings"]))
-    varied = [name for name in names if len({str(row["settings"].get(name)) for row in rows}) > 1]
-    shown = [name for name in names if name in varied or name in ("batch", "steps")]
-    above = ", ".join(f"{name} {rows[0]['settings'].get(name)}" for name in names if name not in shown)
+    above, shown = _shared([row["settings"] for row in rows])
     lines = []
     for row in rows:
         line = {name: row["settings"].get(name, "") for name in shown}
@@ -41,17 +38,18 @@ def table(rows: Sequence[Row]) -> str:
 
 def comparison(found: dict[str, Any]) -> str:
     """`record.compare` as text: ratios (above 1: the second is better), then what got slower."""
+    above, shown = _shared([pair["settings"] for pair in found["pairs"]])
     lines = [
-        {"settings": _short(pair["settings"])}
+        {name: pair["settings"].get(name, "") for name in shown}
         | {name: f"{pair['ratios'][name]:.3f}" if name in pair["ratios"] else "" for name in (*MORE, *LESS)}
         for pair in found["pairs"]
     ]
-    parts = [_markdown(lines) if lines else "no row is in both records"]
+    parts = [f"{above}\n\n{_markdown(lines)}\n" if lines else "no row is in both records"]
     parts += [f"only in the first: {_short(settings)}" for settings in found["gone"]]
     parts += [f"only in the second: {_short(settings)}" for settings in found["new"]]
     parts += [f"not the same: {name} was {a!r}, is {b!r}" for name, (a, b) in found["differs"].items()]
     for settings, name, ratio in found["slower"]:
-        parts.append(f"worse: {name} {ratio:.3f} times as good ({_short(settings)})")
+        parts.append(f"worse: {name}, {ratio:.3f} times as good ({_short({n: settings.get(n) for n in shown})})")
     if lines and not found["slower"]:
         parts.append("nothing got slower")
     return "\n".join(parts)
@@ -99,6 +97,14 @@ def series(rows: Sequence[Row], over: str, by: str) -> dict[str, list[tuple[floa
         name = ", ".join(f"{key} {row['settings'].get(key)}" for key in (by, *else_varied))
         lines.setdefault(name, []).append((row["settings"][over], row["images/s"]))
     return {name: sorted(points) for name, points in lines.items()}
+
+
+def _shared(all_settings: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+    """What is the same in all, as text, and the names of what varies; batch and steps always count as that."""
+    names = list(dict.fromkeys(name for settings in all_settings for name in settings))
+    varied = [name for name in names if len({str(settings.get(name)) for settings in all_settings}) > 1]
+    shown = [name for name in names if name in varied or name in ("batch", "steps")]
+    return ", ".join(f"{name} {all_settings[0][name]}" for name in names if name not in shown), shown
 
 
 def _short(settings: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,51 +32,54 @@ def split_time(pipe: Pipeline, case: Case, *, seed: int, clock: Clock = time.per
         return clock()
 
     parts: dict[str, float] = defaultdict(float)
-    with torch.no_grad(), _timed(model, "encode", "pass 1", parts, now), _timed(model, "predict", "pass 2", parts, now):
+    ended: dict[str, float] = {}
+    with torch.no_grad(), ExitStack() as stack:
+        for method, name in (("encode", "pass 1"), ("predict", "pass 2")):
+            stack.enter_context(_timed(model, method, name, parts, ended, now))
         head = _Head(parts, now)
-        handles = [model.head.register_forward_pre_hook(head.start), model.head.register_forward_hook(head.stop)]
-        try:
-            began = now()
-            request, plan = case.request(model, seed)
-            for step in decode(model, request, plan, case.settings):
-                parts["head, sampling"] += now() - head.predicted  # from the logits to the end of the step
-                ids_BN = step.ids_BN
-            tokens = now()
-            pipe.tokenizer.decode(ids_BN, case.grid)
-            parts["pixels"] = now() - tokens
-        finally:
-            for handle in handles:
-                handle.remove()
+        for handle in (model.head.register_forward_pre_hook(head.start), model.head.register_forward_hook(head.stop)):
+            stack.callback(handle.remove)
+        began = now()
+        request, plan = case.request(model, seed)
+        for step in decode(model, request, plan, case.settings):
+            parts["head, sampling"] += now() - ended["pass 2"]
+            ids_BN = step.ids_BN
+        tokens = now()
+        pipe.tokenizer.decode(ids_BN, case.grid)
+        parts["pixels"] = now() - tokens
     whole = tokens - began + parts["pixels"]
     parts["rest"] = whole - sum(parts[name] for name in PARTS[:-1])
     return {name: parts[name] for name in PARTS}
 
 
 class _Head:
-    """The head is the end of Pass 2: what starts there belongs to sampling."""
+    """The head is called in Pass 2, but counts with sampling: both grow with the vocabulary."""
 
     def __init__(self, parts: dict[str, float], now: Clock) -> None:
         self.parts, self.now = parts, now
-        self.began = self.predicted = 0.0
+        self.began = 0.0
 
     def start(self, *_: Any) -> None:
         self.began = self.now()
 
     def stop(self, *_: Any) -> None:
-        self.predicted = self.now()
-        self.parts["head, sampling"] += self.predicted - self.began
-        self.parts["pass 2"] -= self.predicted - self.began  # the call around it counts it, too
+        took = self.now() - self.began
+        self.parts["head, sampling"] += took
+        self.parts["pass 2"] -= took  # the call around it counts it, too
 
 
 @contextmanager
-def _timed(module: torch.nn.Module, method: str, name: str, parts: dict[str, float], now: Clock) -> Iterator[None]:
+def _timed(
+    module: torch.nn.Module, method: str, name: str, parts: dict[str, float], ended: dict[str, float], now: Clock
+) -> Iterator[None]:
     """For a while a method of this one module is timed."""
     plain = getattr(module, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         began = now()
         out = plain(*args, **kwargs)
-        parts[name] += now() - began
+        ended[name] = now()
+        parts[name] += ended[name] - began
         return out
 
     module.__dict__[method] = timed
