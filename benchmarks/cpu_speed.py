@@ -177,7 +177,8 @@ def main() -> None:
     labels = torch.arange(options.batch) % model.config.num_classes
     order = torch.tensor([sample_plan.order for sample_plan in plan.samples])
     sizes, scales = list(plan.samples[0].sizes), list(plan.samples[0].scales)
-    plain = PlainLoop(unpack_linears(open_pipeline(options.model, random=random, device="cpu").model))
+    loose = unpack_linears(open_pipeline(options.model, random=random, device="cpu", dtype="float32").model)
+    plain = PlainLoop(loose)
 
     # The same tokens, and the same logits on the way.
     ids = generate(model, case)
@@ -198,6 +199,7 @@ def main() -> None:
         }
 
     runs: dict[str, Callable[[], object]] = {"plain": lambda: plain.run(labels, order, sizes, scales, multinomial)}
+    runs["float32, not packed"] = lambda: generate(loose, case)
     runs |= {name: lambda pipe=pipe: generate(pipe.model, case) for name, pipe in pipes.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(options.rounds):
@@ -210,7 +212,7 @@ def main() -> None:
             "by medians": round(statistics.median(times["plain"]) / statistics.median(times[name]), 2),
             "by minima": round(min(times["plain"]) / min(times[name]), 2),
         }
-        for name in pipes
+        for name in list(runs)[1:]
     }
     settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps, "threads": threads}
     result = {

@@ -399,6 +399,8 @@ def test_the_command_lets_sizes_grow(folder, tmp_path):
         (["--threads", "0"], "number of threads is '0'"),
         (["--repeats", "0"], "repeats is 0"),
         (["--out", "/dev/null/such.json"], "/dev/null"),
+        (["--out", "/dev"], "/dev is a folder"),
+        (["--plot", "speed.doc"], "speed.doc does not end in one of .png"),
         (["compare", "a.json", "b.json"], "a.json cannot be read"),
     ],
 )

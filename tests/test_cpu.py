@@ -1,21 +1,25 @@
 """What is done for CPUs: packed weights compute the same, threads are counted right, pixels in bfloat16 are close."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from arpg import InputError, Pipeline, cpu, tasks
+from arpg import InputError, Pipeline, SamplingSettings, cpu, tasks
 from arpg.decode import decode, make_plan
+from arpg.decode.noise import seed_keys
+from arpg.decode.sampling import sample
 from arpg.packed import PackedLinear, can_pack, pack_linears, unpack_linears
 from conftest import small_model, small_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
 
 
 def tokens(model, **settings):
-    from arpg import SamplingSettings
-
     settings = SamplingSettings(steps=5, guidance=3.0, **settings)
     request = tasks.generate(model, [0, 3], [1, 2])
     plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
@@ -68,6 +72,29 @@ def test_what_cannot_be_packed_stays_and_gradients_flow():
     x = torch.randn(2, 32, requires_grad=True)
     packed.head(x).sum().backward()
     torch.testing.assert_close(x.grad, packed.head.weight.sum(0).expand(2, -1))
+
+
+def test_the_plain_loop_of_the_benchmark_draws_the_same(model):
+    """What our speed is held against computes the same thing."""
+    from cpu_speed import PlainLoop, generate, on_context
+
+    from arpg.bench.case import Case
+
+    case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
+    request, plan = case.request(model, 0)
+    keys = seed_keys(request.seeds)
+    ids, logits = PlainLoop(model).run(
+        torch.tensor([0, 1]),
+        torch.tensor([each.order for each in plan.samples]),
+        list(plan.samples[0].sizes),
+        list(plan.samples[0].scales),
+        lambda x, position_BS: sample(x, case.settings, keys, position_BS),
+    )
+    ours = generate(model, case)
+    assert torch.equal(ids, ours)
+    for theirs, (found, drawn) in zip(logits, on_context(model, case, ours), strict=True):
+        torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+        assert drawn.shape == theirs.shape[:2]
 
 
 def test_a_loaded_pipeline_is_packed_and_can_be_saved(folder, tmp_path):

@@ -62,6 +62,9 @@ def bench(
     require(most > 0, f"most is {most}; expected seconds above 0")
     for path in (output, *([picture] if picture else [])):
         check_writable(path)
+        require(not path.is_dir(), f"{path} is a folder; expected the name of a file")
+    kinds = (".png", ".svg", ".pdf")
+    require(picture is None or picture.suffix in kinds, f"{picture} does not end in one of {', '.join(kinds)}")
     with err.status("loading"):
         from arpg.bench import cold as fresh
         from arpg.bench import record, report
