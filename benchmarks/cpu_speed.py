@@ -3,7 +3,7 @@
 The plain loop has separate projections, grows its cache by concatenation, turns queries and keys as complex numbers
 (cast to float32 and back) and draws by `multinomial`, all in float32. That it computes the same is checked before
 anything is timed: with our noise it must draw the very tokens. bfloat16 is compared on the same context, step by
-step. Tokens alone, no pixels.
+step. Tokens alone; only the split of the time has pixels, too.
 
 python benchmarks/cpu_speed.py --model arpg-l --rounds 3 --out benchmarks/results/cpu-speed-arpg-l.json
 python benchmarks/cpu_speed.py --model garden --rounds 9 --out benchmarks/results/cpu-speed-garden.json
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment
+from arpg.bench.split import split_time
 from arpg.config import MODELS
 from arpg.cpu import has_bfloat16, set_threads
 from arpg.decode import decode
@@ -33,6 +34,7 @@ from arpg.decode.state import start
 from arpg.files import write_whole
 from arpg.model import ARPG
 from arpg.packed import unpack_linears
+from arpg.pipeline import Pipeline
 
 Draw = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
 
@@ -214,11 +216,18 @@ def main() -> None:
         }
         for name in list(runs)[1:]
     }
+    tokenizer = pipes["float32"].tokenizer
+    named = {"float32, not packed": Pipeline(loose, tokenizer), **pipes}
+    split = {name: split_time(pipe, case, seed=0) for name, pipe in named.items()}
     settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps, "threads": threads}
     result = {
         "benchmark": "cpu_speed",
         **settings,
         "times faster than the plain loop": ratios,
+        "where the time goes, %": {
+            name: {part: round(100 * seconds / sum(parts.values()), 1) for part, seconds in parts.items()}
+            for name, parts in split.items()
+        },
         "check": about,
         "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
         "where": environment(torch.device("cpu")),
