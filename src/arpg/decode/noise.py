@@ -71,7 +71,7 @@ def random_words(
     out_RV4 = torch.empty((batch * tokens, blocks, 4), dtype=dtype, device=device)
     row_R3 = torch.cat((position_BS[..., None], key_B2[:, None].expand(-1, tokens, -1)), dim=-1).reshape(-1, 3, 1)
     few = max(1, _AT_ONCE * torch.get_num_threads() // max(1, blocks)) if device.type == "cpu" else max(1, len(row_R3))
-    block, kind = torch.arange(blocks, device=device), torch.tensor(int(stream), device=device)
+    block, kind = torch.arange(blocks, device=device), torch.full((), int(stream), device=device)
     for out_rV4, row_r3 in zip(torch.split(out_RV4, few), torch.split(row_R3, few), strict=True):
         position, *key = row_r3.unbind(1)
         for i, word in enumerate(philox((block, position, kind, torch.zeros_like(kind)), (key[0], key[1]))):
