@@ -82,6 +82,53 @@ def folder(pipeline, tmp_path):
     return tmp_path / "model"
 
 
+@pytest.fixture
+def served(pipeline):
+    """A function that opens a house around the small pipeline; all of them are closed at the end."""
+    from arpg.serve.house import House, ServeSettings
+
+    opened = []
+
+    def serve(*, keys=None, pipeline=pipeline, **settings):
+        house = House(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
+        house.open()
+        opened.append(house)
+        return house
+
+    yield serve
+    for house in opened:
+        house.close()
+
+
+@pytest.fixture
+def live(served):
+    """A function that runs a real server on a free port of this machine and gives its address and house."""
+    import socket
+    import threading
+
+    import uvicorn
+
+    from arpg.serve.app import create_app
+    from arpg.serve.server import Server
+
+    running = []
+
+    def run(**settings):
+        house = served(**settings)
+        bound = socket.create_server(("127.0.0.1", 0))
+        server = Server(uvicorn.Config(create_app(house), log_config=None, lifespan="off"), house)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return f"http://127.0.0.1:{bound.getsockname()[1]}", house
+
+    yield run
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def noise(width, height, seed=0):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 

@@ -124,7 +124,7 @@ def test_an_abandoned_or_broken_decode_leaves_nothing_behind(model, monkeypatch)
     plan = make_plan(request.grid, request.known_BN, request.seeds, SETTINGS)
     next(decode(model, request, plan, SETTINGS))
 
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(engine, "sample", broken)

@@ -143,8 +143,8 @@ def play_exact(fork, patch):
                 polygon = clip(polygon, weights)
         return polygon if chances[code] > 0 else []
 
-    def sample(logits, settings, _, position):
-        drawn = torch.zeros_like(position)
+    def sample(logits, settings, _, position, *, scale_BS):
+        logits, drawn = guide(logits, scale_BS), torch.zeros_like(position)
         for row, s in itertools.product(*map(range, position.shape)):
             p = int(position[row, s])
             if p == 4:  # padding
@@ -169,10 +169,10 @@ def play_speculative(fork, patch):
             [[0 if p == 4 else fork.choose(b, c) for c, p in zip(*row, strict=True)] for b, row in enumerate(rows)]
         )
 
-    def sample(logits, settings, _, position):
+    def sample(logits, settings, _, position, *, scale_BS):
         if next(turns) % 2:  # a turn that checks uses none of these draws
             return torch.zeros_like(position)
-        return choose(law(logits, settings), position)
+        return choose(law(guide(logits, scale_BS), settings), position)
 
     class Uniform:
         """u, of which only `u * q < p` is ever asked."""
@@ -270,15 +270,21 @@ def test_the_sampled_law_is_at_the_noise_floor(way, guidance):
 
 def recorded(model, request, settings, monkeypatch):
     """The final ids, and for each turn its positions, guided logits and which draws were kept."""
-    turns = []
+    turns, scales = [], []
     for way in (Exact, Speculative):
+
+        def turn(self, state, plain=way.turn):
+            said = plain(self, state)
+            scales.append(None if said is None else said.ask.scale_BS)
+            return said
 
         def keep(self, state, logits, drawn, plain=way.keep):
             position = self._position_BS
             ids, kept = plain(self, state, logits, drawn)
-            turns.append((position, logits, kept))
+            turns.append((position, guide(logits, scales[-1]), kept))
             return ids, kept
 
+        monkeypatch.setattr(way, "turn", turn)
         monkeypatch.setattr(way, "keep", keep)
     steps = run(model, request, settings)
     return steps[-1].ids_BN, turns

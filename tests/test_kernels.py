@@ -9,10 +9,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 GPU = torch.cuda.is_available()
 
 from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
+from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
 from arpg.kernels import residual  # noqa: E402
-from arpg.kernels.rotary import split_turned, turn  # noqa: E402
+from arpg.kernels.attention import attend  # noqa: E402
+from arpg.kernels.rotary import split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
+from arpg.model.cache import Slots  # noqa: E402
 from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import nowhere, rotate, rotation  # noqa: E402
 
@@ -76,6 +79,63 @@ def test_rotation_of_queries():
     torch.testing.assert_close(turn(fused, *by, True)[:, 1:], x[:, 1:])  # turned back: where it was
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("queries", [True, False])
+def test_rotation_into_a_cache(queries, ragged):
+    by, parts = rotation_of(3, 4, 16), draw(3, 4, 3, 2, 16).unbind(2)[0 if queries else 1 :]
+    first = torch.tensor([0, 5, 2], device=DEVICE) if ragged else 3
+    slot = torch.arange(4, device=DEVICE) + (first[:, None] if ragged else torch.full((3, 1), 3, device=DEVICE))
+    caches = [(torch.zeros(3, 9, 2, 16, device=DEVICE), torch.zeros(3, 9, 2, 16, device=DEVICE)) for _ in range(2)]
+    q = store_turned(parts, *by, key_BTHK=caches[0][0], value_BTHK=caches[0][1], first=first)
+    Slots(*caches[1], first, slot, 9 if ragged else 7).write(rotate(parts[-2], by), parts[-1])
+    torch.testing.assert_close(*caches)
+    if queries:
+        torch.testing.assert_close(q, rotate(parts[0], by))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("queries", "slots", "channels"), [(1, 1, 4), (3, 70, 16), (20, 130, 24), (5, 64, 32)])
+def test_attention_over_a_cache(queries, slots, channels, turned):
+    """One query and many, one block of slots and several, odd sizes; limits by query, by row, for all, and none."""
+    cache = draw(2, 2, slots + 9, 3, channels)  # longer than what is in use
+    key, value = cache[0, :, :slots], cache[1, :, :slots]
+    q, by = draw(2, queries, 3, channels, seed=1), rotation_of(2, queries, channels)
+    many = torch.randint(1, slots + 1, (2, queries), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    for limit in (None, many, many[:, :1], many[:1]):
+        mask = None if limit is None else (torch.arange(slots, device=DEVICE) < limit[..., None])[:, None]
+        query = rotate(q, by) if turned else q
+        plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)), attn_mask=mask)
+        fused = attend(q, key, value, limit, tuple(by) if turned else None)
+        torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
+)
+def test_decoding_through_the_kernels(settings, monkeypatch):
+    """The whole loop, ragged and guided, gives the tokens that it gives without them."""
+    from arpg import SamplingSettings, decode, kernels, make_plan, tasks
+    from arpg.decode import sampling
+    from arpg.model import layers
+    from conftest import small_model
+
+    model = small_model().to(DEVICE)
+    known = torch.zeros(2, 16, dtype=torch.bool)
+    known[0, :5] = True
+    request = tasks.fill(model, 2, [5, 6], ids_N=torch.arange(16) % 24, known_N=known)
+    resolved = SamplingSettings(steps=4, guidance=3.0, **settings)
+    plan = make_plan((4, 4), known, request.seeds, resolved)
+    *_, plain = decode(model, request, plan, resolved)
+    calls = []
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    monkeypatch.setattr(sampling, "fusible", lambda x: True)
+    monkeypatch.setattr(layers, "decoding", lambda x: not calls.append(x) and not torch.is_grad_enabled())
+    *_, fused = decode(model, request, plan, resolved)
+    assert fused.ids_BN.tolist() == plain.ids_BN.tolist()
+    assert calls
+    assert kernels.HAS_TRITON
+
+
 @pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
 @pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
 def test_the_draw(num_codes, stream, monkeypatch):
@@ -84,11 +144,14 @@ def test_the_draw(num_codes, stream, monkeypatch):
     key, position = seed_keys([5, 2**63 + 12345]), torch.tensor([[0, 3, 143], [70000, 6, 7]])
     logits = draw(2, 3, num_codes)
     noise = gumbel(key, stream, position, num_codes).to(DEVICE)
-    plain = (logits + noise).argmax(-1)
-    fused = draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE))
-    assert fused.tolist() == plain.tolist()
+    there = (key.to(DEVICE), stream, position.to(DEVICE))
+    assert draws.draw(logits, None, 1.0, *there).tolist() == (logits + noise).argmax(-1).tolist()
+    both = torch.cat((logits, draw(2, 3, num_codes, seed=7)))
+    for scale in (torch.tensor([[3.0], [0.5]]), torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])):
+        plain = (guide(both, scale.to(DEVICE)) / 0.7 + noise).argmax(-1)
+        assert draws.draw(both, scale.to(DEVICE), 0.7, *there).tolist() == plain.tolist()
     logits[..., 1] = float("-inf")  # never drawn
-    assert (draws.draw(logits, key.to(DEVICE), stream, position.to(DEVICE)) != 1).all()
+    assert (draws.draw(logits, None, 1.0, *there) != 1).all()
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ LAYERS = [
     {"data"},
     {"evaluation"},
     {"train"},
-    {"bench"},
+    {"bench", "serve"},
     {"cli"},
 ]
 

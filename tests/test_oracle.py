@@ -17,13 +17,13 @@ from conftest import SMALL, small_model
 def decode_and_record(model, request, settings, monkeypatch):
     """The plan, the final ids, and the raw logits of every step."""
     raw = []
-    guide = engine.guide
+    sample = engine.sample
 
-    def record(logits, scale):
+    def record(logits, *rest, **scale):
         raw.append(logits)
-        return guide(logits, scale)
+        return sample(logits, *rest, **scale)
 
-    monkeypatch.setattr(engine, "guide", record)
+    monkeypatch.setattr(engine, "sample", record)
     plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
     last = list(decode(model, request, plan, settings))[-1]
     return plan, last.ids_BN, raw

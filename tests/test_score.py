@@ -12,6 +12,7 @@ from PIL import Image
 from arpg import InputError, Request, SamplingSettings, cli, decode, make_plan
 from arpg.config import ORDERS
 from arpg.decode import engine
+from arpg.decode.sampling import guide
 from arpg.decode.score import make_orders, token_bits
 from arpg.model import class_condition
 from conftest import SMALL, small_model
@@ -31,13 +32,13 @@ def test_all_images_together_have_probability_one(name):
 def test_the_bits_are_those_of_sequential_decoding(model, monkeypatch):
     """What a one-token-at-a-time decode computed for the tokens it drew."""
     drawn = []
-    guide = engine.guide
+    sample = engine.sample
 
-    def record(logits, scale):
-        drawn.append(guide(logits, scale))
-        return drawn[-1]
+    def record(logits, *rest, scale_BS):
+        drawn.append(guide(logits, scale_BS))
+        return sample(logits, *rest, scale_BS=scale_BS)
 
-    monkeypatch.setattr(engine, "guide", record)
+    monkeypatch.setattr(engine, "sample", record)
     condition = class_condition(model, torch.tensor([1, 3]))
     request = Request.from_nothing(condition, (4, 4), (7, 8))
     settings = SamplingSettings(steps=16)

@@ -59,14 +59,18 @@ class ClassNames:
         """The ids of all classes one of whose names contains `text`."""
         return [i for i, line in enumerate(self.lines) if _key(text) in _key(line)]
 
-    def _suggestion(self, text: str) -> str:
+    def nearest(self, text: str) -> list[int]:
+        """Classes whose names are spelt much like `text` or contain it, at most five."""
         close = difflib.get_close_matches(_key(text), list(self._ids), n=8, cutoff=0.6)
-        ids = list(dict.fromkeys([i for key in close for i in self._ids[key]] + self.search(text)))
+        return list(dict.fromkeys([i for key in close for i in self._ids[key]] + self.search(text)))[:5]
+
+    def _suggestion(self, text: str) -> str:
+        ids = self.nearest(text)
         if not ids:
             return (
                 f"expected one of the {len(self)} class names or an id from 0 to {len(self) - 1} (see `arpg classes`)"
             )
-        return "did you mean " + ", ".join(f"{self.name(i)!r} ({i})" for i in ids[:5]) + "?"
+        return "did you mean " + ", ".join(f"{self.name(i)!r} ({i})" for i in ids) + "?"
 
 
 def _key(name: str) -> str:

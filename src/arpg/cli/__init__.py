@@ -10,7 +10,7 @@ import sys
 import typer
 import typer.exceptions
 
-from arpg.cli import attention, bench, convert, evaluate, generate, likelihood, models, sample, sweep, train
+from arpg.cli import attention, bench, convert, evaluate, generate, likelihood, models, sample, serve, sweep, train
 from arpg.cli.console import err
 from arpg.errors import InputError
 
@@ -34,6 +34,7 @@ app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command()(train.tokenize)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
+app.command()(serve.serve)
 app.add_typer(convert.app, name="convert")
 app.add_typer(bench.app, name="bench")
 

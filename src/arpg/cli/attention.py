@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -38,7 +39,8 @@ def attention(
     wanted_heads = heads if heads in ("all", "mean") else _numbers("heads", heads, "mean, all or numbers")
     require(image is not None or class_ is not None, "there is neither a picture nor a --class; give one of them")
     picture = None if image is None else open_image(image)
-    pipe = sampling.load()
+    # The weights are computed a second time from queries and keys: in full precision, and not by a fused kernel.
+    pipe = dataclasses.replace(sampling, dtype="float32").load()
     from arpg.evaluation.attention import image_attention, summarize
     from arpg.evaluation.attention_picture import (
         choose_columns,

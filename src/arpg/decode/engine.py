@@ -18,9 +18,9 @@ from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.request import Request
-from arpg.decode.sampling import guide, sample
+from arpg.decode.sampling import sample
 from arpg.decode.speculative import Speculative
-from arpg.decode.state import start
+from arpg.decode.state import State, start
 from arpg.decode.way import Way
 from arpg.errors import require
 from arpg.model import ARPG
@@ -50,30 +50,39 @@ def decode(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings
 
     A request in which everything is known yields one step that is the request itself.
     """
-    _check(model, request, plan)
+    check(model, request, plan)
     return _loop(model, request, plan, settings)
 
 
 @torch.no_grad()
 def _loop(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
     causal = settings.attention == "causal"
-    way = _way(request, plan, settings, model.device)
+    way = choose_way(request, plan, settings, model.device)
     state = start(model, request, guided=plan.guided, causal=causal, tokens=way.tokens, ragged=way.ragged)
     index = 0
-    while (turn := way.turn(state)) is not None:
-        if turn.write is not None:
-            state.encode(model, turn.write, causal=causal)
-        ask = turn.ask
-        logits_BSV = guide(state.predict(model, ask), ask.scale_BS)
-        drawn_BS = sample(logits_BSV, settings, state.key_B2, ask.position_BS)
-        state.put(ask.position_BS, *way.keep(state, logits_BSV, drawn_BS))
+    while advance(model, state, way, settings):
         yield Step(index, way.num_steps, *state.image())
         index += 1
     if index == 0:
         yield Step(0, 1, *state.image())
 
 
-def _way(request: Request, plan: Plan, settings: SamplingSettings, device: torch.device) -> Way:
+@torch.no_grad()
+def advance(model: ARPG, state: State, way: Way, settings: SamplingSettings) -> bool:
+    """One turn of the loop; False if there is none left."""
+    turn = way.turn(state)
+    if turn is None:
+        return False
+    if turn.write is not None:
+        state.encode(model, turn.write, causal=settings.attention == "causal")
+    ask = turn.ask
+    logits_RSV = state.predict(model, ask)
+    drawn_BS = sample(logits_RSV, settings, state.key_B2, ask.position_BS, scale_BS=ask.scale_BS)
+    state.put(ask.position_BS, *way.keep(state, logits_RSV, drawn_BS))
+    return True
+
+
+def choose_way(request: Request, plan: Plan, settings: SamplingSettings, device: torch.device) -> Way:
     if settings.decode == "exact":
         return Exact(request, plan, device, draft=settings.draft)
     if settings.decode == "speculative":
@@ -81,7 +90,7 @@ def _way(request: Request, plan: Plan, settings: SamplingSettings, device: torch
     return Planned(request, plan, device)
 
 
-def _check(model: ARPG, request: Request, plan: Plan) -> None:
+def check(model: ARPG, request: Request, plan: Plan) -> None:
     require(
         len(plan.samples) == len(request.seeds),
         f"the plan is for {len(plan.samples)} samples; the request has {len(request.seeds)}",

@@ -33,6 +33,9 @@ class Exact:
         self._guesses = 0  # tokens beyond the decided ones that stand in the state
         self._turns = 0
 
+    def keep_rows(self, rows_B: Tensor) -> None:
+        self.queue.keep(rows_B)
+
     def turn(self, state: State) -> Turn | None:
         left = self.queue.left
         if left == 0:
@@ -44,7 +47,7 @@ class Exact:
         self._position_BS = ask.position_BS
         return Turn(write, ask)
 
-    def keep(self, state: State, logits_BSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, state: State, logits_RSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor]:
         guess_BS = state.ids_BN.gather(1, self._position_BS[:, : self._guesses])
         right_B1 = (drawn_BS[:, : self._guesses] == guess_BS).cumprod(1).sum(1, keepdim=True)
         kept_BS = torch.arange(drawn_BS.shape[1], device=drawn_BS.device) <= right_B1

@@ -46,7 +46,7 @@ class Planned:
         self._next += 1
         return self._turns[self._next - 1]
 
-    def keep(self, state: State, logits_BSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, None]:
+    def keep(self, state: State, logits_RSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, None]:
         return drawn_BS, None
 
 

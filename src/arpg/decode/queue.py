@@ -64,6 +64,13 @@ class Queue:
         self.left, longest = torch.stack(((self.total_B - self.done_B).max(), length_B.max())).tolist()
         state.roll_back(length_B, longest)
 
+    def keep(self, rows_B: Tensor) -> None:
+        """Only these samples stay."""
+        self.position_BM, self.total_B = self.position_BM[rows_B], self.total_B[rows_B]
+        self.known_B, self.done_B = self.known_B[rows_B], self.done_B[rows_B]
+        self.scale_BM = None if self.scale_BM is None else self.scale_BM[rows_B]
+        self.left = int((self.total_B - self.done_B).max())
+
     def _places(self, first: int, stop: int) -> Tensor:
         offset_S = torch.arange(first, stop, device=self.done_B.device)
         return (self.done_B[:, None] + offset_S).clamp(0, self.position_BM.shape[1] - 1)

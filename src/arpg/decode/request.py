@@ -5,6 +5,7 @@ Shapes: B batch, N grid tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,19 @@ class Request:
         """Nothing is known: plain generation."""
         shape = (len(seeds), grid[0] * grid[1])
         return cls(condition, grid, torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool), seeds)
+
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[Request, int]]) -> Request:
+        """Samples of several requests (of the same grid and places) as one."""
+        first = parts[0][0]
+        return cls(
+            Condition.gather([(request.condition, row) for request, row in parts]),
+            first.grid,
+            torch.stack([request.ids_BN[row].cpu() for request, row in parts]),
+            torch.stack([request.known_BN[row] for request, row in parts]),
+            tuple(request.seeds[row] for request, row in parts),
+            first.place_N2,
+        )
 
     @property
     def num_tokens(self) -> int:

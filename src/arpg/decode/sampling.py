@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from arpg.config import SamplingSettings
 from arpg.decode.noise import Stream, gumbel
-from arpg.kernels import HAS_TRITON
+from arpg.kernels import fusible
 
 
 def guide(logits_RSV: Tensor, scale_BS: Tensor | None) -> Tensor:
@@ -55,9 +55,20 @@ def warp(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
     return keep_top_p(logits_BSV, settings.top_p)
 
 
-def sample(logits_BSV: Tensor, settings: SamplingSettings, key_B2: Tensor, position_BS: Tensor) -> Tensor:
+def sample(
+    logits_RSV: Tensor,
+    settings: SamplingSettings,
+    key_B2: Tensor,
+    position_BS: Tensor,
+    *,
+    scale_BS: Tensor | None = None,
+) -> Tensor:
     """Ids `[B, S]`: the Gumbel-max draw, with noise that only depends on seed, position and code."""
-    warped = warp(logits_BSV, settings)
+    if settings.temperature > 0 and settings.top_k is None and settings.top_p >= 1 and fusible(logits_RSV):
+        from arpg.kernels.draw import draw as fused
+
+        return fused(logits_RSV, scale_BS, settings.temperature, key_B2, Stream.TOKEN, position_BS)
+    warped = warp(guide(logits_RSV, scale_BS), settings)
     if settings.temperature == 0:
         return warped.argmax(-1)
     return draw(warped, key_B2, Stream.TOKEN, position_BS)
@@ -65,10 +76,10 @@ def sample(logits_BSV: Tensor, settings: SamplingSettings, key_B2: Tensor, posit
 
 def draw(logits_BSV: Tensor, key_B2: Tensor, stream: Stream, position_BS: Tensor) -> Tensor:
     """Ids `[B, S]` from softmax(logits)."""
-    if logits_BSV.is_cuda and logits_BSV.dtype == torch.float32 and HAS_TRITON:
+    if fusible(logits_BSV):
         from arpg.kernels.draw import draw as fused
 
-        return fused(logits_BSV, key_B2, stream, position_BS)
+        return fused(logits_BSV, None, 1.0, key_B2, stream, position_BS)
     return (logits_BSV + gumbel(key_B2, stream, position_BS, logits_BSV.shape[-1])).argmax(-1)
 
 

@@ -19,7 +19,7 @@ from arpg.decode.noise import Stream, uniform
 from arpg.decode.plan import Plan
 from arpg.decode.queue import Queue
 from arpg.decode.request import Request
-from arpg.decode.sampling import draw, law
+from arpg.decode.sampling import draw, guide, law
 from arpg.decode.state import State
 from arpg.decode.way import Turn
 
@@ -40,6 +40,11 @@ class Speculative:
         self._draft_law_BSV: Tensor | None = None  # between the two calls of a round
         self._turns = 0
 
+    def keep_rows(self, rows_B: Tensor) -> None:
+        self.queue.keep(rows_B)
+        if self._draft_law_BSV is not None:
+            self._draft_law_BSV = self._draft_law_BSV[rows_B]
+
     def turn(self, state: State) -> Turn | None:
         left = self.queue.left
         if left == 0:
@@ -52,12 +57,12 @@ class Speculative:
             last = min(self._draft_law_BSV.shape[1], left - 1)
             write = self.queue.write(0, last)
             ask = self.queue.ask(1, last + 1, guesses=last, prefix=state.num_prefix)
-        self._position_BS = ask.position_BS
+        self._position_BS, self._scale_BS = ask.position_BS, ask.scale_BS
         return Turn(write, ask)
 
-    def keep(self, state: State, logits_BSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, state: State, logits_RSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor]:
         self._turns += 1
-        law_BSV = law(logits_BSV, self._settings)
+        law_BSV = law(guide(logits_RSV, self._scale_BS), self._settings)
         offset_S = torch.arange(drawn_BS.shape[1], device=drawn_BS.device)
         if self._draft_law_BSV is None:
             kept_BS = (offset_S == 0).expand_as(drawn_BS)  # the first draft is always right

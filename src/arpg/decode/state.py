@@ -85,6 +85,14 @@ class State:
         self.cache.roll_back(self._rows(self.num_prefix + length_B))
         self.cache.roll_back(self.num_prefix + longest)
 
+    def set_lengths(self, lengths: Sequence[int], *, uniform: bool) -> None:
+        """Image tokens in the cache of each row. `uniform`: and all will get as many more, so no mask is needed."""
+        self.cache.end = self.num_prefix + max(lengths)
+        self.cache.length_B = None
+        if not uniform or len(set(lengths)) > 1:
+            length_B = torch.tensor(lengths, dtype=torch.long, device=self.ids_BN.device)
+            self.cache.length_B = self._rows(self.num_prefix + length_B)
+
     def image(self) -> tuple[Tensor, Tensor]:
         """Ids and known `[B, N]`, without the padding."""
         return self.ids_BN[:, :-1], self.known_BN[:, :-1]
@@ -136,6 +144,36 @@ def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: 
         write = Write(pad(known, request.num_tokens, device=device), count_B, max(counts))
         state.encode(model, write, causal=causal)
     return state
+
+
+def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> State:
+    """Some rows of some states as one, with room for so many image tokens: this is how rows join and leave.
+
+    The states must be of the same grid and model, all guided or none.
+    """
+    first = parts[0][0]
+    assert len({(state.copies, state.num_prefix, state.ids_BN.shape[1]) for state, _ in parts}) == 1
+    index = [torch.tensor(list(rows), dtype=torch.long, device=first.ids_BN.device) for _, rows in parts]
+
+    def rows_of(name: str, copy: int = 0) -> list[Tensor]:
+        found = ((getattr(state, name), len(state.ids_BN)) for state, _ in parts)
+        return [x[copy * batch + rows] for (x, batch), rows in zip(found, index, strict=True)]
+
+    copies = range(first.copies)
+    caches = [
+        (state.cache, c * len(state.ids_BN) + rows)
+        for c in copies
+        for (state, _), rows in zip(parts, index, strict=True)
+    ]
+    return State(
+        ids_BN=torch.cat(rows_of("ids_BN")),
+        known_BN=torch.cat(rows_of("known_BN")),
+        place_BN2=torch.cat(rows_of("place_BN2")),
+        key_B2=torch.cat(rows_of("key_B2")),
+        query_RND=None if first.query_RND is None else torch.cat([x for c in copies for x in rows_of("query_RND", c)]),
+        cache=Cache.gather(caches, first.num_prefix + tokens),
+        num_prefix=first.num_prefix,
+    )
 
 
 def _queries(model: ARPG, condition: Condition, *, guided: bool) -> Tensor | None:

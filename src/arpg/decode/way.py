@@ -30,6 +30,6 @@ class Way(Protocol):
 
     def turn(self, state: State) -> Turn | None: ...
 
-    def keep(self, state: State, logits_BSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor | None]:
+    def keep(self, state: State, logits_RSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """The ids that shall stand at the positions just asked for, and which of them are final (None: all)."""
         ...

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from arpg.decode import SamplePlan, make_plan
 from arpg.errors import require
 from arpg.image import adm_crop, to_images, to_pil, to_rgb
+from arpg.kernels import usable
 from arpg.model import ARPG, Condition, class_condition
 from arpg.model.rope import grid_places
 from arpg.pipeline import Pipeline
@@ -127,6 +128,10 @@ def attention_maps(
         len(condition) == 1 and ids_N.shape == (num_tokens,) == (len(plan.order),),
         f"{len(condition)} conditions, {list(ids_N.shape)} tokens and a plan of {len(plan.order)}; "
         f"expected one image of {num_tokens} tokens and a plan that fills all of it",
+    )
+    require(
+        not usable(model.embedding.weight),
+        f"the model is in {model.dtype} on a GPU, whose fused attention keeps no weights; load it with dtype float32",
     )
     num_prefix = condition.prefix_BPD.shape[1]
     num_slots = num_prefix + num_tokens - plan.sizes[-1]

@@ -7,9 +7,20 @@ import importlib.util
 import torch
 from torch import Tensor
 
+FUSED_DECODING = False  # attention over the cache and writing into it: until they are measured on a GPU
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+def fusible(x: Tensor) -> bool:
+    """Whether the kernels that compute in float32, whatever they read, take this tensor."""
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels take this tensor: half precision on a GPU, where Triton is installed."""
-    return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return fusible(x) and x.dtype != torch.float32
+
+
+def decoding(x: Tensor) -> bool:
+    """Whether the kernels without a gradient may take it, too."""
+    return FUSED_DECODING and usable(x) and not torch.is_grad_enabled()

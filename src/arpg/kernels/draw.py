@@ -1,6 +1,6 @@
-"""The Gumbel-max draw in one pass over the logits: Philox 4x32-10 noise and the argmax, nothing of it in memory.
+"""The Gumbel-max draw in one pass over the logits: guidance, Philox 4x32-10 noise, argmax, nothing of it in memory.
 
-The numbers are those of `decode/noise.py`. Shapes: B batch, S tokens, V codes.
+The numbers are those of `decode/noise.py`. Shapes: B batch, R rows (B, or 2B when guided), S tokens, V codes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from torch import Tensor
 _CODES = 1024  # at a time; a multiple of 4
 
 
-def draw(logits_BSV: Tensor, key_B2: Tensor, stream: int, position_BS: Tensor) -> Tensor:
-    """Ids `[B, S]`: argmax(logits + noise)."""
-    logits_BSV, position_BS, key_B2 = logits_BSV.contiguous(), position_BS.contiguous(), key_B2.contiguous()
-    batch, num_tokens, num_codes = logits_BSV.shape
+def draw(
+    logits_RSV: Tensor, scale_BS: Tensor | None, temperature: float, key_B2: Tensor, stream: int, position_BS: Tensor
+) -> Tensor:
+    """Ids `[B, S]`: argmax(logits / temperature + noise), with a scale of the guided logits."""
+    logits_RSV, position_BS, key_B2 = logits_RSV.contiguous(), position_BS.contiguous(), key_B2.contiguous()
+    num_tokens, num_codes = logits_RSV.shape[1:]
+    batch = len(position_BS)
+    scale = key_B2 if scale_BS is None else scale_BS.expand(batch, num_tokens)  # not guided: not read
     ids_BS = torch.empty_like(position_BS)
     if ids_BS.numel():
         _draw[(batch * num_tokens,)](
-            logits_BSV, key_B2, position_BS, ids_BS, num_tokens, num_codes, int(stream),
+            logits_RSV, logits_RSV[batch:], scale, key_B2, position_BS, ids_BS, *scale.stride(),
+            num_tokens, num_codes, temperature, scale_BS is not None, int(stream),
             _CODES, triton.cdiv(num_codes, _CODES), num_warps=4,
         )  # fmt: skip
     return ids_BS
@@ -28,21 +33,27 @@ def draw(logits_BSV: Tensor, key_B2: Tensor, stream: int, position_BS: Tensor) -
 
 @triton.jit
 def _draw(  # type: ignore[no-untyped-def]
-    logits, keys, positions, ids, S, V, stream: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr
-):
+    logits, nulls, scales, keys, positions, ids, scale_b, scale_s, S, V, temperature,
+    GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code."""
     token = tl.program_id(0).to(tl.int64)
     row = token // S
     key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
     position = tl.load(positions + token).to(tl.uint32)
+    if GUIDED:
+        scale = tl.load(scales + row * scale_b + (token % S) * scale_s)
     best = tl.full((CODES,), float("-inf"), tl.float32)
     best_code = tl.zeros((CODES,), tl.int32)
     for turn in range(TURNS):
         code = turn * CODES + tl.arange(0, CODES)
         block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
-        logit = tl.load(logits + token * V + code, code < V, other=float("-inf")).to(tl.float32)
-        value = logit + _gumbel(_words(block, position, stream, key0, key1, CODES))
-        better = value > best
+        logit = tl.load(logits + token * V + code, code < V, other=0.0).to(tl.float32)
+        if GUIDED:
+            null = tl.load(nulls + token * V + code, code < V, other=0.0).to(tl.float32)
+            logit = null + scale * (logit - null)
+        value = logit / temperature + _gumbel(_words(block, position, STREAM, key0, key1, CODES))
+        better = (value > best) & (code < V)
         best = tl.where(better, value, best)
         best_code = tl.where(better, code, best_code)
     winner = tl.min(tl.where(best == tl.max(best), best_code, V))

@@ -1,10 +1,12 @@
-"""Rotation of queries and keys in one pass: the fused projection is taken apart, and its gradient put together again.
+"""Rotation of queries and keys in one pass: the fused projection is taken apart, and its gradient put together again;
+in decoding, keys and values go straight into the cache.
 
 Shapes: B batch, S slots, H heads, K head channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 def split_turned(qkv_BS3HK: Tensor, cos_BSK: Tensor, sin_BSK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, turned, and values: `[B, S, H, K]` each."""
     q, k, v = (torch.empty_like(qkv_BS3HK[:, :, 0], memory_format=torch.contiguous_format) for _ in range(3))
-    _launch(qkv_BS3HK.unbind(2), (q, k, v), cos_BSK, sin_BSK, back=False)
+    _launch(qkv_BS3HK.unbind(2), (q, k, v), cos_BSK, sin_BSK, sets=3)
     return q, k, v
 
 
@@ -26,7 +28,7 @@ def join_turned(q: Tensor, k: Tensor, v: Tensor, cos_BSK: Tensor, sin_BSK: Tenso
     """The gradient of `split_turned`: queries and keys are turned back into their places in `[B, S, 3, H, K]`."""
     batch, slots, heads, channels = q.shape
     out = q.new_empty((batch, slots, 3, heads, channels))
-    _launch((q, k, v), out.unbind(2), cos_BSK, sin_BSK, back=True)
+    _launch((q, k, v), out.unbind(2), cos_BSK, sin_BSK, sets=3, back=True)
     return out
 
 
@@ -34,45 +36,78 @@ def join_turned(q: Tensor, k: Tensor, v: Tensor, cos_BSK: Tensor, sin_BSK: Tenso
 def turn(x_BSHK: Tensor, cos_BSK: Tensor, sin_BSK: Tensor, back: bool = False) -> Tensor:
     """One set of heads, turned forwards or back."""
     out = torch.empty_like(x_BSHK, memory_format=torch.contiguous_format)
-    _launch((x_BSHK,), (out,), cos_BSK, sin_BSK, back=back)
+    _launch((x_BSHK,), (out,), cos_BSK, sin_BSK, sets=1, back=back)
     return out
 
 
+def store_turned(
+    parts: tuple[Tensor, ...],
+    cos_BSK: Tensor,
+    sin_BSK: Tensor,
+    *,
+    key_BTHK: Tensor,
+    value_BTHK: Tensor,
+    first: int | Tensor,
+) -> Tensor:
+    """Keys, turned, and values go into a cache, from slot `first` (of each row) on. No gradient.
+
+    Three parts: the first are queries, which are returned, turned.
+    """
+    if len(parts) == 2:
+        _launch((parts[0], *parts), (key_BTHK, key_BTHK, value_BTHK), cos_BSK, sin_BSK, sets=2, first=first)
+        return key_BTHK
+    q = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    _launch(parts, (q, key_BTHK, value_BTHK), cos_BSK, sin_BSK, sets=3, first=first)
+    return q
+
+
 def _launch(
-    sources: tuple[Tensor, ...], targets: tuple[Tensor, ...], cos_BSK: Tensor, sin_BSK: Tensor, *, back: bool
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    cos_BSK: Tensor,
+    sin_BSK: Tensor,
+    *,
+    sets: int,
+    back: bool = False,
+    first: int | Tensor = 0,
 ) -> None:
-    """Of one set of heads, or of three, of which the third is only copied."""
+    """Queries (`sets` 1 or 3), keys and values (2 or 3), which are written from slot `first` on; values do not turn."""
     batch, slots, heads, channels = sources[0].shape
-    sources = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in sources)
+    sources = [x if x.stride(-1) == 1 else x.contiguous() for x in sources]
     x0, x1, x2 = (sources[min(i, len(sources) - 1)] for i in range(3))
     y0, y1, y2 = (targets[min(i, len(targets) - 1)] for i in range(3))
+    ragged = isinstance(first, Tensor)
     _turn_kernel[(batch * slots,)](
-        x0, x1, x2, y0, y1, y2, cos_BSK.contiguous(), sin_BSK.contiguous(), slots, heads,
-        *x0.stride()[:3], *x1.stride()[:3], *x2.stride()[:3], *y0.stride()[:3],
-        len(sources), -1.0 if back else 1.0, triton.next_power_of_2(heads), channels,
+        x0, x1, x2, y0, y1, y2, cos_BSK.contiguous(), sin_BSK.contiguous(), first if ragged else cos_BSK, slots, heads,
+        *x0.stride()[:3], *x1.stride()[:3], *x2.stride()[:3], *y0.stride()[:3], *y1.stride()[:3], *y2.stride()[:3],
+        0 if ragged else first, ragged, sets, -1.0 if back else 1.0, triton.next_power_of_2(heads), channels,
         num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _turn_kernel(  # type: ignore[no-untyped-def]
-    x0, x1, x2, y0, y1, y2, cos, sin, S, H,
-    b0, s0, h0, b1, s1, h1, b2, s2, h2, b, s, h,
-    SETS: tl.constexpr, SIGN: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
+    x0, x1, x2, y0, y1, y2, cos, sin, lengths, S, H,
+    xb0, xs0, xh0, xb1, xs1, xh1, xb2, xs2, xh2, yb0, ys0, yh0, yb1, ys1, yh1, yb2, ys2, yh2, first,
+    RAGGED: tl.constexpr, SETS: tl.constexpr, SIGN: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One slot: all its heads turn by the same angles. The targets lie alike."""
+    """One slot: all its heads turn by the same angles."""
     batch, slot = (tl.program_id(0) // S).to(tl.int64), tl.program_id(0) % S
     head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, K)[None, :]
     there = (head < H) & (channel < K)
     pair = (batch * S + slot) * K + 2 * tl.arange(0, K // 2)[None, :]
     c, n = tl.load(cos + pair), tl.load(sin + pair) * SIGN
-    at = batch * b + slot * s + head * h + channel
-    first = tl.load(x0 + batch * b0 + slot * s0 + head * h0 + channel, there, other=0.0)
-    tl.store(y0 + at, _turned(first, c, n, HEADS, K).to(y0.dtype.element_ty), there)
-    if SETS == 3:
-        second = tl.load(x1 + batch * b1 + slot * s1 + head * h1 + channel, there, other=0.0)
-        tl.store(y1 + at, _turned(second, c, n, HEADS, K).to(y1.dtype.element_ty), there)
-        tl.store(y2 + at, tl.load(x2 + batch * b2 + slot * s2 + head * h2 + channel, there, other=0.0), there)
+    if SETS != 2:
+        x = tl.load(x0 + batch * xb0 + slot * xs0 + head * xh0 + channel, there, other=0.0)
+        y = _turned(x, c, n, HEADS, K).to(y0.dtype.element_ty)
+        tl.store(y0 + batch * yb0 + slot * ys0 + head * yh0 + channel, y, there)
+    if SETS > 1:
+        to = slot + (tl.load(lengths + batch) if RAGGED else first)
+        x = tl.load(x1 + batch * xb1 + slot * xs1 + head * xh1 + channel, there, other=0.0)
+        y = _turned(x, c, n, HEADS, K).to(y1.dtype.element_ty)
+        tl.store(y1 + batch * yb1 + to * ys1 + head * yh1 + channel, y, there)
+        x = tl.load(x2 + batch * xb2 + slot * xs2 + head * xh2 + channel, there, other=0.0)
+        tl.store(y2 + batch * yb2 + to * ys2 + head * yh2 + channel, x, there)
 
 
 @triton.jit

@@ -5,17 +5,14 @@ Shapes: B batch, N grid tokens, P prefix slots, S slots of this call, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from arpg.config import ModelConfig
-from arpg.model.cache import Cache, sees
+from arpg.model.cache import Cache, KeyValue, Limit, Writer
 from arpg.model.condition import Condition
 from arpg.model.dropout import Dropout, fold
-from arpg.model.layers import Block, CrossAttention, KeyValue, Mask, MemoryProjection, ResidualNorm, SelfAttention
+from arpg.model.layers import Block, CrossAttention, MemoryProjection, ResidualNorm, SelfAttention, sees
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
 
 
@@ -94,8 +91,7 @@ class ARPG(nn.Module):
         In a ragged cache only the first `count_B` slots of each row count; `end` as in `Cache.commit`.
         """
         writer = cache.reserve(x_BSD.shape[1])
-        mask = writer.mask(causal=causal, count_B=count_B)
-        self._pass1(x_BSD, place_BS2, mask, writer.write)
+        self._pass1(x_BSD, place_BS2, writer.limit(causal=causal, count_B=count_B), writer)
         cache.commit(writer.num_new, count_B=count_B, end=end)
 
     def predict(
@@ -107,10 +103,9 @@ class ARPG(nn.Module):
         """
         if visible_BS is None and cache.length_B is not None:
             visible_BS = cache.length_B[:, None]
-        mask = None if visible_BS is None else sees(visible_BS, cache.end)
         first = self.config.pass1_layers
         memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
-        logits: Tensor = self.head(self._pass2(query_BSD, place_BS2, mask, memories))
+        logits: Tensor = self.head(self._pass2(query_BSD, place_BS2, visible_BS, memories))
         return logits
 
     def forward(
@@ -151,38 +146,35 @@ class ARPG(nn.Module):
         if query_BND is not None:
             query_BND = query_BND.gather(1, order_BN[..., None].expand(-1, -1, query_BND.shape[-1]))
         num_prefix = condition.prefix_BPD.shape[1]
-        mask: Mask = "causal"  # query r sees the prefix and the r tokens before it
+        limit: Limit = "causal"  # query r sees the prefix and the r tokens before it
         if num_prefix > 1:
-            mask = sees(num_prefix + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None], x.shape[1])
-        return self._pass2(query_BND, place_BN2, mask, memories, dropout_key_B)
+            limit = num_prefix + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None]
+        return self._pass2(query_BND, place_BN2, limit, memories, dropout_key_B)
 
     def _pass1(
         self,
         x_BSD: Tensor,
         place_BS2: Tensor,
-        mask: Mask,
-        write: Callable[[int, Tensor, Tensor], KeyValue] | None,
+        limit: Limit,
+        writer: Writer | None,
         dropout_key_B: Tensor | None = None,
     ) -> list[KeyValue]:
-        """The keys and values for Pass 2. `write` stores a layer's new ones and returns all; None: these are all."""
+        """The keys and values for Pass 2: all that the cache has then, or without one these alone."""
         by = self._rotation(place_BS2)
         x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), dropout_key_B)
-        delta = None
+        num_slots = x.shape[1] if writer is None else writer.stop
+        mask, delta = sees(limit, num_slots, x), None
+        slots = [None if writer is None else writer.slots(i) for i in range(len(self.pass1) + len(self.memory_kv))]
         for i, block in enumerate(self.pass1):
-            remember = None if write is None else partial(write, i)
-            x, delta = block(x, delta, by, mask, remember, _layer_key(dropout_key_B, i))
+            x, delta = block(x, delta, by, mask, slots[i], _layer_key(dropout_key_B, i))
         _, x = self.memory_norm(x, delta, _layer_key(dropout_key_B, len(self.pass1)))
-        memories: list[KeyValue] = []
-        for i, project in enumerate(self.memory_kv):
-            memory = project(x, by)
-            memories.append(memory if write is None else write(len(self.pass1) + i, *memory))
-        return memories
+        return [project(x, by, slots[len(self.pass1) + i]) for i, project in enumerate(self.memory_kv)]
 
     def _pass2(
         self,
         query_BSD: Tensor | None,
         place_BS2: Tensor,
-        mask: Mask,
+        limit: Limit,
         memories: list[KeyValue],
         dropout_key_B: Tensor | None = None,
     ) -> Tensor:
@@ -191,6 +183,7 @@ class ARPG(nn.Module):
             query_BSD = self.embedding.weight[self.config.mask_id].expand(*place_BS2.shape[:-1], -1)
         by = self._rotation(place_BS2)
         x, delta = _stream(self._at(query_BSD, place_BS2)), None
+        mask = sees(limit, memories[0][0].shape[1], x)
         layer = len(self.pass1) + 1  # after memory_norm
         for i, block in enumerate(self.pass2):
             x, delta = block(x, delta, by, mask, memories[i % len(memories)], _layer_key(dropout_key_B, layer + i))

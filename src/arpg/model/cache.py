@@ -5,10 +5,42 @@ Shapes: L layers (Pass 1's, then Pass 2's one or more), B rows, S new slots, T s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from arpg.model.layers import KeyValue, Mask
+KeyValue = tuple[Tensor, Tensor]  # key_BTHK, value_BTHK
+# How many slots each query sees, the first ones: `[B, S]`, or 1 instead of either; "causal": as many as there are up to
+# its own; None: all.
+Limit = Tensor | Literal["causal"] | None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where one layer puts the keys and values of new slots, behind those that its rows have."""
+
+    key_BTHK: Tensor
+    value_BTHK: Tensor
+    first: int | Tensor  # the first new slot, of all rows or of each
+    slot_BS: Tensor
+    stop: int  # where the last row ends with them
+
+    def write(self, key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
+        """Put them there; returns all of the layer's."""
+        if isinstance(self.first, int):
+            part = slice(self.first, self.stop)
+            self.key_BTHK[:, part], self.value_BTHK[:, part] = key_BSHK, value_BSHK
+        else:
+            row_B1 = torch.arange(len(self.slot_BS), device=self.slot_BS.device)[:, None]
+            self.key_BTHK[row_B1, self.slot_BS], self.value_BTHK[row_B1, self.slot_BS] = key_BSHK, value_BSHK
+        return self.all()
+
+    def all(self) -> KeyValue:
+        """Of all slots up to the new ones."""
+        return self.key_BTHK[:, : self.stop], self.value_BTHK[:, : self.stop]
 
 
 class Cache:
@@ -37,6 +69,24 @@ class Cache:
         self.value_LBTHK = torch.zeros(shape, device=device, dtype=dtype)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=device) if ragged else None
         self.end = 0
+
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[Cache, Tensor]], slots: int) -> Cache:
+        """A new, ragged cache with some rows of some others, in this order."""
+        like = parts[0][0].key_LBTHK
+        num_layers, _, _, num_heads, head_dim = like.shape
+        rows = sum(len(index) for _, index in parts)
+        cache = cls(num_layers, rows, slots, num_heads, head_dim, ragged=True, device=like.device, dtype=like.dtype)
+        assert cache.length_B is not None
+        first = 0
+        for part, index in parts:
+            chosen, end = slice(first, first + len(index)), min(part.end, slots)  # a longer row may have left
+            cache.key_LBTHK[:, chosen, :end] = part.key_LBTHK[:, index, :end]
+            cache.value_LBTHK[:, chosen, :end] = part.value_LBTHK[:, index, :end]
+            cache.length_B[chosen] = end if part.length_B is None else part.length_B[index]
+            cache.end = max(cache.end, end)
+            first += len(index)
+        return cache
 
     @property
     def rows(self) -> int:
@@ -76,45 +126,27 @@ class Cache:
         return self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end]
 
 
-def sees(limit_BS: Tensor, num_slots: int) -> Tensor:
-    """The mask `[B, 1, S, T]` under which each query sees its first `limit` slots."""
-    slot_T = torch.arange(num_slots, device=limit_BS.device)
-    return (slot_T < limit_BS[..., None])[:, None]
-
-
 class Writer:
-    """Writes the keys and values of one call's new slots, layer by layer."""
+    """Where one call's new slots go, and what they see."""
 
     def __init__(self, cache: Cache, num_new: int) -> None:
         self.cache = cache
         self.num_new = num_new
         self.stop = cache.end + num_new
-        device = cache.key_LBTHK.device
-        new_S = torch.arange(num_new, device=device)
-        if cache.length_B is None:
-            self.slot_BS = cache.end + new_S[None]
-        else:
-            self.slot_BS = cache.length_B[:, None] + new_S
-            self.row_B1 = torch.arange(len(cache.length_B), device=device)[:, None]
+        new_S = torch.arange(num_new, device=cache.key_LBTHK.device)
+        self.slot_BS = new_S + (cache.end if cache.length_B is None else cache.length_B[:, None])
+        self.slot_BS = self.slot_BS.reshape(-1, num_new)
 
-    def mask(self, *, causal: bool, count_B: Tensor | None) -> Mask:
+    def limit(self, *, causal: bool, count_B: Tensor | None) -> Limit:
         """What the new slots see: everything before them, and each other (block-wise) or only backwards."""
         if causal:
-            if self.cache.length_B is None and self.cache.end == 0:
-                return "causal"
-            return sees(self.slot_BS + 1, self.stop)
+            return "causal" if self.cache.length_B is None and self.cache.end == 0 else self.slot_BS + 1
         if self.cache.length_B is None:
             return None
         new: int | Tensor = self.num_new if count_B is None else count_B
-        return sees((self.cache.length_B + new)[:, None], self.stop)
+        return (self.cache.length_B + new)[:, None]
 
-    def write(self, layer: int, key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
-        """Store them and return all of the layer's slots up to the new ones."""
-        key, value = self.cache.key_LBTHK[layer], self.cache.value_LBTHK[layer]
-        if self.cache.length_B is None:
-            key[:, self.cache.end : self.stop] = key_BSHK
-            value[:, self.cache.end : self.stop] = value_BSHK
-        else:
-            key[self.row_B1, self.slot_BS] = key_BSHK
-            value[self.row_B1, self.slot_BS] = value_BSHK
-        return key[:, : self.stop], value[:, : self.stop]
+    def slots(self, layer: int) -> Slots:
+        cache = self.cache
+        first = cache.end if cache.length_B is None else cache.length_B
+        return Slots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.slot_BS, self.stop)

@@ -5,6 +5,7 @@ Shapes: B batch, P prefix slots, N grid tokens, D width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,18 @@ class Condition:
 
     def __len__(self) -> int:
         return self.prefix_BPD.shape[0]
+
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[Condition, int]]) -> Condition:
+        """Samples of several conditions as one."""
+        queries = [condition.query_BND[row] for condition, row in parts if condition.query_BND is not None]
+        assert len(queries) in (0, len(parts))
+        return cls(
+            prefix_BPD=torch.stack([condition.prefix_BPD[row] for condition, row in parts]),
+            null_prefix_BPD=torch.stack([condition.null_prefix_BPD[row] for condition, row in parts]),
+            place_BP2=torch.stack([condition.place_BP2[row] for condition, row in parts]),
+            query_BND=torch.stack(queries) if queries else None,
+        )
 
 
 def class_condition(model: ARPG, labels_B: Tensor) -> Condition:

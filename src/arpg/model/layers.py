@@ -5,7 +5,6 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import usable
+from arpg.kernels import decoding, usable
+from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
 
-KeyValue = tuple[Tensor, Tensor]  # key_BTHK, value_BTHK
-Remember = Callable[[Tensor, Tensor], KeyValue]  # takes the new keys and values, returns all visible ones
-Mask = Tensor | Literal["causal"] | None  # bool, broadcast to B1ST: True where a query sees a slot
+Mask = Tensor | Literal["causal"] | None  # as `sees` makes it
 
 
 class ResidualNorm(nn.Module):
@@ -101,21 +99,41 @@ def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
     return rotate(q, by), rotate(k, by), v
 
 
-def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask) -> Tensor:
-    """The one attention: `[B, S, D]` from queries and the visible keys and values."""
-    causal = isinstance(mask, str)
+def store_turned(parts: tuple[Tensor, ...], by: Rotation, slots: Slots) -> Tensor:
+    """Keys and values straight into the cache; the queries, if they come first, are returned, turned."""
+    from arpg.kernels.rotary import store_turned as fused
+
+    q: Tensor = fused(parts, *by, key_BTHK=slots.key_BTHK, value_BTHK=slots.value_BTHK, first=slots.first)
+    return q
+
+
+def sees(limit: Limit, num_slots: int, x: Tensor) -> Mask:
+    """The limits themselves where the fused attention takes `x`, otherwise a mask `[B, 1, S, T]` made of them."""
+    if limit is None or isinstance(limit, str) or decoding(x):
+        return limit
+    slot_T = torch.arange(num_slots, device=limit.device)
+    return (slot_T < limit[..., None])[:, None]
+
+
+def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None) -> Tensor:
+    """The one attention: `[B, S, D]` from queries (turned first, if there is a rotation), keys and values."""
+    if decoding(q_BSHK) and not isinstance(mask, str):
+        from arpg.kernels.attention import attend as fused
+
+        return fused(q_BSHK, *kv, mask, None if by is None else (by.cos_BSK, by.sin_BSK)).flatten(2)
+    q_BSHK = q_BSHK if by is None else turn(q_BSHK, by)
     out_BHSK = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),
         kv[0].transpose(1, 2),
         kv[1].transpose(1, 2),
         attn_mask=None if isinstance(mask, str) else mask,
-        is_causal=causal,
+        is_causal=isinstance(mask, str),
     )
     return out_BHSK.transpose(1, 2).flatten(2)
 
 
 class SelfAttention(nn.Module):
-    """Pass 1: a slot brings its own key and value; `remember` adds those of the slots before (None: there are none)."""
+    """Pass 1: a slot brings its own key and value, which go to the slots before (None: there are none)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -123,10 +141,14 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, remember: Remember | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, slots: Slots | None) -> Tensor:
         qkv_BS3HK = self.qkv(x_BSD).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
-        out: Tensor = self.out(attend(q, (k, v) if remember is None else remember(k, v), mask))
+        if slots is not None and by is not None and decoding(qkv_BS3HK):
+            q, kv = store_turned(qkv_BS3HK.unbind(2), by, slots), slots.all()
+        else:
+            q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
+            kv = (k, v) if slots is None else slots.write(k, v)
+        out: Tensor = self.out(attend(q, kv, mask))
         return out
 
 
@@ -140,8 +162,8 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
-        q = self.q(x_BSD).unflatten(-1, (self.num_heads, -1))
-        out: Tensor = self.out(attend(q if by is None else turn(q, by), memory, mask))
+        q_BSHK = self.q(x_BSD).unflatten(-1, (self.num_heads, -1))
+        out: Tensor = self.out(attend(q_BSHK, memory, mask, by))
         return out
 
 
@@ -152,10 +174,14 @@ class MemoryProjection(nn.Linear):
         super().__init__(config.width, 2 * config.width, bias=False)
         self.num_heads = config.num_heads
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None) -> KeyValue:  # type: ignore[override]
+    def forward(self, x_BSD: Tensor, by: Rotation | None, slots: Slots | None) -> KeyValue:  # type: ignore[override]
         kv_BSE = super().forward(x_BSD)
         key, value = kv_BSE.unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
-        return key if by is None else turn(key, by), value
+        if slots is not None and by is not None and decoding(key):
+            store_turned((key, value), by, slots)
+            return slots.all()
+        key = key if by is None else turn(key, by)
+        return (key, value) if slots is None else slots.write(key, value)
 
 
 class Block(nn.Module):
@@ -174,7 +200,7 @@ class Block(nn.Module):
         delta: Tensor | None,
         by: Rotation | None,
         mask: Mask,
-        source: Remember | KeyValue | None,
+        source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, normed = self.attn_norm(x, delta, dropout_key_B)
