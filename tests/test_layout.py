@@ -10,7 +10,7 @@ LAYERS = [
     {"errors"},
     {"files", "config", "classes", "storage", "device"},
     {"image", "text"},
-    {"canvas", "kernels", "animation"},
+    {"canvas", "kernels", "animation", "cpu", "packed"},
     {"tokenizer", "model"},
     {"checkpoint"},
     {"convert"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"data"},
     {"evaluation"},
     {"train"},
-    {"serve"},
+    {"bench", "serve"},
     {"cli"},
 ]
 

@@ -1,6 +1,9 @@
 """The counter-based generator: published known answers, and draws that follow the right law."""
 
+import importlib
+
 import numpy as np
+import pytest
 import torch
 
 from arpg import SamplingSettings
@@ -37,6 +40,30 @@ def test_a_number_depends_on_its_own_coordinates_alone():
             assert torch.equal(alone[0, 0], together[b, s, :7])
     assert together.unique().numel() == together.numel()
     assert not torch.equal(together, random_words(seed_keys(seeds), Stream.ORDER, positions, 10))
+
+
+def plain_philox(c, k):
+    """As the paper writes it, in Python's own numbers."""
+    c, k = list(c), list(k)
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [p1 >> 32 ^ c[1] ^ k[0], p1 % 2**32, p0 >> 32 ^ c[3] ^ k[1], p0 % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@pytest.mark.parametrize("few", [1, 7, 2**15])
+def test_the_words_do_not_depend_on_how_many_rows_are_made_at_once(monkeypatch, few):
+    """7 codes are two counters; so many that a row is a part, some rows are one, or all are."""
+    monkeypatch.setattr(importlib.import_module("arpg.decode.noise"), "_AT_ONCE", few)
+    seeds, position_BS = [5, 2**63 + 11], torch.tensor([[0, 3, 255], [8, 7, 1024]])
+    words = random_words(seed_keys(seeds), Stream.ACCEPT, position_BS, 7)
+    for b, seed in enumerate(seeds):
+        for s in range(3):
+            counters = [(block, position_BS[b, s].item(), int(Stream.ACCEPT), 0) for block in (0, 1)]
+            expected = [word for counter in counters for word in plain_philox(counter, (seed % 2**32, seed >> 32))]
+            assert words[b, s].tolist() == expected[:7]
+    assert random_words(seed_keys(seeds), Stream.TOKEN, position_BS[:, :0], 7).shape == (2, 0, 7)
 
 
 def test_gumbel_has_its_moments():

@@ -25,6 +25,7 @@ from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG
+from arpg.packed import pack_linears
 from arpg.tasks import Label, Prompt
 from arpg.tasks import condition as make_condition
 from arpg.text import Prompts
@@ -74,13 +75,14 @@ class Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one; `dtype="auto"` is bfloat16 there and float32 on a CPU.
-        The tokenizer stays in float32.
+        The tokenizer stays in float32; only where a CPU is asked for bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
         model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
+        prepare(model, tokenizer)
         text = model.config.text
         prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
         return cls(
@@ -374,3 +376,11 @@ class Pipeline:
 def _number(num_images: int) -> int:
     require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
     return num_images
+
+
+def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
+    """What makes them faster where they are, for inference. The weights stay what they are."""
+    if model.device.type == "cpu":
+        pack_linears(model)
+        if model.dtype == torch.bfloat16:
+            tokenizer.decode_in(torch.bfloat16)

@@ -12,6 +12,7 @@ import typer.exceptions
 
 from arpg.cli import (
     attention,
+    bench,
     captions,
     convert,
     evaluate,
@@ -53,6 +54,7 @@ app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
 app.command()(serve.serve)
 app.add_typer(convert.app, name="convert")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arpg.config import SCHEDULES
-from arpg.errors import present, require
+from arpg.errors import InputError, present, require
+
+T = TypeVar("T")
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -44,3 +46,12 @@ def parse_schedule(text: str | None) -> str | tuple[int, ...] | None:
     if text is None or not re.fullmatch(r"\d+(,\d+)*", text):
         return text
     return tuple(int(size) for size in text.split(","))
+
+
+def parse_values(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    """Several values of an option, with commas between them."""
+    try:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        expected = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{name} is {text!r}; expected {expected} with commas, like 8,12,24") from None

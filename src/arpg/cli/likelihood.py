@@ -65,6 +65,8 @@ def classify(
 
 def _load(model: str, device: str) -> Any:
     with err.status("loading"):
+        from arpg.cpu import set_threads
         from arpg.pipeline import Pipeline
 
+        set_threads()
         return Pipeline.from_pretrained(model, device=device)

@@ -31,8 +31,10 @@ class Sampling:
 
     def load(self) -> Any:
         with err.status("loading"):
+            from arpg.cpu import set_threads
             from arpg.pipeline import Pipeline
 
+            set_threads()
             return Pipeline.from_pretrained(self.model, device=self.device, dtype=self.dtype)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, err, out
+from arpg.cli.console import DeviceOption, err, out, parse_values
 from arpg.cli.sample import LikeOption, choose_labels, image_progress
-from arpg.errors import InputError, require
+from arpg.errors import require
 from arpg.image import check_writable
-
-T = TypeVar("T")
 
 
 def sweep(
@@ -44,13 +42,13 @@ def sweep(
 ) -> None:
     """Measure every combination of settings: FID, KID, precision, recall and images/s. Run it again to continue."""
     grid: dict[str, list[Any]] = {
-        "steps": _values("steps", steps, int),
-        "guidance": _values("guidance", guidance, float),
-        "order": _values("order", order, str),
-        "schedule": _values("schedule", schedule, str),
-        "guidance_schedule": _values("guidance-schedule", guidance_schedule, str),
-        "attention": _values("attention", attention, str),
-        "temperature": _values("temperature", temperature, float),
+        "steps": parse_values("steps", steps, int),
+        "guidance": parse_values("guidance", guidance, float),
+        "order": parse_values("order", order, str),
+        "schedule": parse_values("schedule", schedule, str),
+        "guidance_schedule": parse_values("guidance-schedule", guidance_schedule, str),
+        "attention": parse_values("attention", attention, str),
+        "temperature": parse_values("temperature", temperature, float),
     }
     require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
@@ -62,6 +60,7 @@ def sweep(
     npz = reference[0].endswith(".npz") and len(reference) == 1
     images = None if npz else concatenate([open_images(path) for path in reference])
     with err.status("loading"):
+        from arpg.cpu import set_threads
         from arpg.evaluation.classifier import Classifier
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.measure import Judge, reference_features
@@ -71,6 +70,7 @@ def sweep(
         from arpg.files import write_whole
         from arpg.pipeline import Pipeline
 
+        set_threads()
         pipe = Pipeline.from_pretrained(model, device=device, dtype=dtype)
         network = Inception.load(inception, device=pipe.model.device)
         judged_by = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)
@@ -103,14 +103,6 @@ def sweep(
     draw(lines, output)
     out.print(text, markup=False)
     out.print(f"{len(lines)} combinations of {num} images in {output}/")
-
-
-def _values(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    try:
-        return [kind(part.strip()) for part in text.split(",") if part.strip()]
-    except ValueError:
-        expected = "whole numbers" if kind is int else "numbers"
-        raise InputError(f"{name} is {text!r}; expected {expected} with commas, like 8,12,24") from None
 
 
 def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Callable[[int, int], None]:

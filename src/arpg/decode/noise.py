@@ -4,7 +4,7 @@ Counter-based (Salmon et al., SC'11): no state, so a number does not depend on t
 the device or on how the loop was run. The 32-bit words live in int64 tensors, because torch has no unsigned
 multiplication everywhere; products wrap modulo 2^64, which is just what is needed.
 
-Shapes: B batch, S tokens, V codes.
+Shapes: B batch, S tokens, V codes, R = B S rows, of which r are made at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ _WORD = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_AT_ONCE = 32768  # counters that a thread of a CPU works on
 
 
 class Stream(IntEnum):
@@ -39,34 +41,48 @@ def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Te
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four random words for each counter of four words and key of two; all broadcast against each other."""
-    c0, c1, c2, c3 = counter
+    """Four random words for each counter of four words and key of two; all broadcast against each other.
+
+    Everything happens in six buffers: passes over memory are what this costs.
+    """
+    shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    buffers = torch.empty((6, *shape), dtype=torch.long, device=counter[0].device).unbind(0)
+    c0, c1, c2, c3 = (buffer.copy_(word) for buffer, word in zip(buffers, counter, strict=False))
+    new0, new2 = buffers[4:]
     k0, k1 = key
     for _ in range(_ROUNDS):
-        product0, product1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & _WORD) ^ c1 ^ k0,
-            product1 & _WORD,
-            ((product0 >> 32) & _WORD) ^ c3 ^ k1,
-            product0 & _WORD,
-        )
+        product0, product1 = c0.mul_(_MULTIPLY[0]), c2.mul_(_MULTIPLY[1])
+        # c1 and c3 are whole products here, of which the low word counts: one mask for all three that are combined.
+        torch.bitwise_right_shift(product1, 32, out=new0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_WORD)
+        torch.bitwise_right_shift(product0, 32, out=new2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_WORD)
+        c0, c1, c2, c3, new0, new2 = new0, product1, new2, product0, c1, c3
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(_WORD), c2, c3.bitwise_and_(_WORD)
 
 
-def random_words(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int) -> Tensor:
-    """`[B, S, num_codes]`: the 32-bit word of each (seed, stream, position, code)."""
-    block = torch.arange(-(-num_codes // 4), device=position_BS.device)
-    position = position_BS[..., None]
-    zero = torch.zeros_like(block)
-    words = philox((block, position, zero + int(stream), zero), (key_B2[:, 0, None, None], key_B2[:, 1, None, None]))
-    return torch.stack(words, dim=-1).flatten(-2)[..., :num_codes]
+def random_words(
+    key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int, *, dtype: torch.dtype = torch.long
+) -> Tensor:
+    """`[B, S, num_codes]`: the 32-bit word of each (seed, stream, position, code), in int64 or rounded to `dtype`.
+
+    On a CPU a few rows at a time, so that what is in between stays in its caches.
+    """
+    device, (batch, tokens), blocks = position_BS.device, position_BS.shape, -(-num_codes // 4)
+    out_RV4 = torch.empty((batch * tokens, blocks, 4), dtype=dtype, device=device)
+    row_R3 = torch.cat((position_BS[..., None], key_B2[:, None].expand(-1, tokens, -1)), dim=-1).reshape(-1, 3, 1)
+    few = max(1, _AT_ONCE * torch.get_num_threads() // max(1, blocks)) if device.type == "cpu" else max(1, len(row_R3))
+    block, kind = torch.arange(blocks, device=device), torch.full((), int(stream), device=device)
+    for out_rV4, row_r3 in zip(torch.split(out_RV4, few), torch.split(row_R3, few), strict=True):
+        position, *key = row_r3.unbind(1)
+        for i, word in enumerate(philox((block, position, kind, torch.zeros_like(kind)), (key[0], key[1]))):
+            out_rV4[..., i] = word
+    return out_RV4.reshape(batch, tokens, 4 * blocks)[..., :num_codes]
 
 
 def uniform(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int) -> Tensor:
     """`[B, S, V]`: numbers in (0, 1) in float32, finest near 0."""
-    words = random_words(key_B2, stream, position_BS, num_codes)
-    return ((words.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
+    words = random_words(key_B2, stream, position_BS, num_codes, dtype=torch.float32)
+    return words.add_(0.5).mul_(2.0**-32).clamp_max_(1.0 - 2.0**-24)
 
 
 def gumbel(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int) -> Tensor:
@@ -75,4 +91,4 @@ def gumbel(key_B2: Tensor, stream: Stream, position_BS: Tensor, num_codes: int) 
     The noise is -log(-log(1 - u)): a large value comes from a small u, where float32 is finest, so the tail
     reaches 22.9 instead of the 16.6 of -log(-log(u)).
     """
-    return -torch.log(-torch.log1p(-uniform(key_B2, stream, position_BS, num_codes)))
+    return uniform(key_B2, stream, position_BS, num_codes).neg_().log1p_().neg_().log_().neg_()

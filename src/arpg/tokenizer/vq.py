@@ -171,6 +171,7 @@ class VQTokenizer(nn.Module):
         self.quantize = Quantizer(config)
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.z_channels, 1)
         self.decoder = Decoder(config)
+        self.pixel_dtype: torch.dtype | None = None  # what images are decoded in, where that is not the weights' type
 
     @property
     def device(self) -> torch.device:
@@ -202,8 +203,18 @@ class VQTokenizer(nn.Module):
         return self.decode_codes(codes_BNE.transpose(1, 2).reshape(*codes_BNE.shape[::2], *grid))
 
     def decode_codes(self, codes_BEhw: Tensor) -> Tensor:
-        image: Tensor = self.decoder(self.post_quant_conv(codes_BEhw))
-        return image
+        if self.pixel_dtype is None:
+            image: Tensor = self.decoder(self.post_quant_conv(codes_BEhw))
+            return image
+        with torch.autocast(codes_BEhw.device.type, dtype=self.pixel_dtype):
+            image = self.decoder(self.post_quant_conv(codes_BEhw))
+        return image.type_as(codes_BEhw)
+
+    def decode_in(self, dtype: torch.dtype) -> VQTokenizer:
+        """From now on make images in this type. The weights stay, and so do the tokens of images."""
+        self.pixel_dtype = None if dtype == self.dtype else dtype
+        self.decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return self
 
 
 def _norm(channels: int) -> nn.GroupNorm:

@@ -1,0 +1,245 @@
+"""On a CPU, in one run: our loop against a plain one that does as the published code does, in turns; ratios only.
+
+The plain loop has separate projections, grows its cache by concatenation, turns queries and keys as complex numbers
+(cast to float32 and back) and draws by `multinomial`, all in float32. That it computes the same is checked before
+anything is timed: with our noise it must draw the very tokens. bfloat16 is compared on the same context, step by
+step. Tokens alone; only the split of the time has pixels, too.
+
+python benchmarks/cpu_speed.py --model arpg-l --rounds 3 --out benchmarks/results/cpu-speed-arpg-l.json
+python benchmarks/cpu_speed.py --model garden --rounds 9 --out benchmarks/results/cpu-speed-garden.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from arpg.bench.case import Case, open_pipeline
+from arpg.bench.record import environment
+from arpg.bench.split import split_time
+from arpg.config import MODELS
+from arpg.cpu import has_bfloat16, set_threads
+from arpg.decode import decode
+from arpg.decode.planned import Planned
+from arpg.decode.sampling import guide, sample
+from arpg.decode.state import start
+from arpg.files import write_whole
+from arpg.model import ARPG
+from arpg.packed import unpack_linears
+from arpg.pipeline import Pipeline
+
+Draw = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
+
+
+class PlainLoop:
+    """The same network and steps, written as one would without caring for speed. Rows: conditional, then not."""
+
+    def __init__(self, model: ARPG) -> None:
+        config = model.config
+        assert (config.shared_kv, config.positions) == (True, "rope")
+        self.config, self.heads, self.grid = config, config.num_heads, config.grid
+        self.table, self.head = model.embedding.weight, model.head.weight
+        self.pass1, self.pass2 = ([self._layer(block) for block in blocks] for blocks in (model.pass1, model.pass2))
+        self.memory_norm, self.norm = model.memory_norm.weight, model.norm.weight
+        self.to_k, self.to_v = (part.contiguous() for part in model.memory_kv[0].weight.chunk(2))
+        self.turns_N = self._turns()
+
+    @staticmethod
+    def _layer(block: torch.nn.Module) -> dict[str, Tensor]:
+        attention, ffn = block.attn, block.ffn
+        own = attention.qkv.weight.chunk(3) if hasattr(attention, "qkv") else (attention.q.weight,)
+        gate, up = ffn.gate_up.weight.chunk(2)
+        weights = dict(zip("qkv", own, strict=False)) | {"out": attention.out.weight, "down": ffn.down.weight}
+        weights |= {"gate": gate, "up": up, "norm1": block.attn_norm.weight, "norm2": block.ffn_norm.weight}
+        return {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def _turns(self) -> Tensor:
+        """`[1 + N, K / 2]` complex: the class, which vanishes, then the grid."""
+        quarter = self.config.head_dim // 4
+        exponents = torch.arange(quarter) / quarter
+        rows, columns = torch.meshgrid(torch.arange(self.grid[0]), torch.arange(self.grid[1]), indexing="ij")
+        angles = torch.cat([place.reshape(-1, 1) * 10000.0**-exponents for place in (rows, columns)], dim=-1)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((torch.zeros_like(turns[:1]), turns))
+
+    def _turn(self, x_BSD: Tensor, turn_BSK: Tensor) -> Tensor:
+        x = x_BSD.unflatten(-1, (self.heads, -1))
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turn_BSK.unsqueeze(2)).flatten(3).type_as(x)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * weight
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return F.linear(mixed.transpose(1, 2).flatten(2), out)
+
+    def _ffn(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        x = self._norm(x, w["norm2"])
+        return F.linear(F.silu(F.linear(x, w["gate"])) * F.linear(x, w["up"]), w["down"])
+
+    @torch.no_grad()
+    def run(
+        self, labels_B: Tensor, order_BN: Tensor, sizes: list[int], scales: list[float], draw: Draw
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Ids in raster order, and the guided logits of each step."""
+        config, batch = self.config, len(labels_B)
+        rows_B = torch.cat((config.first_class_id + labels_B, torch.full((batch,), config.null_class_id)))
+        ids_BN = torch.zeros_like(order_BN)
+        cache: list[tuple[Tensor, Tensor] | None] = [None] * (len(self.pass1) + 1)
+        x, turn = F.embedding(rows_B[:, None], self.table), self.turns_N[:1].expand(2 * batch, 1, -1)
+        logits, done = [], 0
+        for size, scale in zip(sizes, scales, strict=True):
+            for i, w in enumerate(self.pass1):
+                normed = self._norm(x, w["norm1"])
+                q, k = (self._turn(F.linear(normed, w[name]), turn) for name in "qk")
+                cache[i] = self._grow(cache[i], k, F.linear(normed, w["v"]).unflatten(-1, (self.heads, -1)))
+                x = x + self._attend(q, *cache[i], w["out"])
+                x = x + self._ffn(x, w)
+            x = self._norm(x, self.memory_norm)
+            key = self._turn(F.linear(x, self.to_k), turn)
+            cache[-1] = self._grow(cache[-1], key, F.linear(x, self.to_v).unflatten(-1, (self.heads, -1)))
+
+            position_BS = order_BN[:, done : done + size]
+            turn = self.turns_N[1 + position_BS].repeat(2, 1, 1)
+            x = self.table[config.mask_id].expand(2 * batch, size, -1)
+            for w in self.pass2:
+                q = self._turn(F.linear(self._norm(x, w["norm1"]), w["q"]), turn)
+                x = x + self._attend(q, *cache[-1], w["out"])
+                x = x + self._ffn(x, w)
+            cond, uncond = F.linear(self._norm(x, self.norm), self.head).chunk(2)
+            logits.append(uncond + scale * (cond - uncond))
+            drawn_BS = draw(logits[-1], position_BS)
+            ids_BN = ids_BN.scatter(1, position_BS, drawn_BS)
+            x, done = F.embedding(drawn_BS, self.table).repeat(2, 1, 1), done + size
+        return ids_BN, logits
+
+    @staticmethod
+    def _grow(old: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return (key, value) if old is None else (torch.cat((old[0], key), 1), torch.cat((old[1], value), 1))
+
+
+def multinomial(logits_BSV: Tensor, position_BS: Tensor) -> Tensor:
+    return torch.multinomial(logits_BSV.softmax(-1).flatten(0, 1), 1).reshape(position_BS.shape)
+
+
+@torch.no_grad()
+def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Guided logits and draws of each step, given that the steps before have drawn `ids_BN`."""
+    request, plan = case.request(model, 0)
+    way = Planned(request, plan, model.device)
+    state = start(model, request, guided=plan.guided, causal=False, tokens=way.tokens, ragged=way.ragged)
+    found = []
+    while (turn := way.turn(state)) is not None:
+        if turn.write is not None:
+            state.encode(model, turn.write, causal=False)
+        position_BS = turn.ask.position_BS
+        logits = guide(state.predict(model, turn.ask), turn.ask.scale_BS)
+        found.append((logits, sample(logits, case.settings, state.key_B2, position_BS)))
+        state.put(position_BS, ids_BN.gather(1, position_BS), None)
+    return found
+
+
+def generate(model: ARPG, case: Case) -> Tensor:
+    request, plan = case.request(model, 0)
+    for step in decode(model, request, plan, case.settings):
+        ids_BN = step.ids_BN
+    return ids_BN
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="arpg-l", help="a preset (random weights), garden or a folder")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    threads = set_threads(options.threads)
+    random = options.model in MODELS
+    pipes = {
+        dtype: open_pipeline(options.model, random=random, device="cpu", dtype=dtype)
+        for dtype in ("float32", *(["bfloat16"] if has_bfloat16() else []))
+    }
+    model = pipes["float32"].model
+    case = Case(
+        options.model, options.batch, pipes["float32"].sampling.settings(steps=options.steps), model.config.grid
+    )
+    request, plan = case.request(model, 0)
+    labels = torch.arange(options.batch) % model.config.num_classes
+    order = torch.tensor([sample_plan.order for sample_plan in plan.samples])
+    sizes, scales = list(plan.samples[0].sizes), list(plan.samples[0].scales)
+    loose = unpack_linears(open_pipeline(options.model, random=random, device="cpu", dtype="float32").model)
+    plain = PlainLoop(loose)
+
+    # The same tokens, and the same logits on the way.
+    ids = generate(model, case)
+    keys = start(model, request, guided=True, causal=False, tokens=1, ragged=False).key_B2
+    theirs, logits = plain.run(labels, order, sizes, scales, lambda x, at: sample(x, case.settings, keys, at))
+    context = on_context(model, case, ids)
+    error = max(float((a - b).norm() / b.norm()) for (a, _), b in zip(context, logits, strict=True))
+    assert torch.equal(ids, theirs), "the plain loop draws other tokens"
+    assert error < 1e-3, f"the plain loop has other logits: {error}"
+    about = {"same tokens": True, "logit error": float(f"{error:.2g}")}
+    if "bfloat16" in pipes:
+        half = on_context(pipes["bfloat16"].model, case, ids)
+        errors = [float((a - b).norm() / b.norm()) for (a, _), (b, _) in zip(half, context, strict=True)]
+        equal = torch.cat([(a == b).flatten() for (_, a), (_, b) in zip(half, context, strict=True)])
+        about |= {
+            "bfloat16 logit error": round(statistics.mean(errors), 4),
+            "bfloat16 equal draws": round(float(equal.float().mean()), 3),
+        }
+
+    runs: dict[str, Callable[[], object]] = {"plain": lambda: plain.run(labels, order, sizes, scales, multinomial)}
+    runs["float32, not packed"] = lambda: generate(loose, case)
+    runs |= {name: lambda pipe=pipe: generate(pipe.model, case) for name, pipe in pipes.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    busy: dict[str, list[float]] = {name: [] for name in runs}  # CPU time: without that of other processes
+    for _ in range(options.rounds):
+        for name, run in runs.items():
+            began, began_busy = time.perf_counter(), time.process_time()
+            run()
+            times[name].append(time.perf_counter() - began)
+            busy[name].append(time.process_time() - began_busy)
+    ratios = {
+        name: {
+            "by medians": round(statistics.median(times["plain"]) / statistics.median(times[name]), 2),
+            "by minima": round(min(times["plain"]) / min(times[name]), 2),
+            "by CPU time": round(statistics.median(busy["plain"]) / statistics.median(busy[name]), 2),
+        }
+        for name in list(runs)[1:]
+    }
+    tokenizer = pipes["float32"].tokenizer
+    named = {"float32, not packed": Pipeline(loose, tokenizer), **pipes}
+    split = {name: split_time(pipe, case, seed=0) for name, pipe in named.items()}
+    settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps, "threads": threads}
+    result = {
+        "benchmark": "cpu_speed",
+        **settings,
+        "times faster than the plain loop": ratios,
+        "where the time goes, %": {
+            name: {part: round(100 * seconds / sum(parts.values()), 1) for part, seconds in parts.items()}
+            for name, parts in split.items()
+        },
+        "check": about,
+        "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
+        "where": environment(torch.device("cpu")),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)  # noqa: T201
+    if options.out:
+        write_whole(options.out, lambda path: path.write_text(text + "\n"))
+
+
+if __name__ == "__main__":
+    main()

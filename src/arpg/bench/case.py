@@ -1,0 +1,100 @@
+"""What is measured: a case is one model with one set of settings; lists of settings make a grid of cases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from arpg import tasks
+from arpg.checkpoint import read_folder
+from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
+from arpg.decode import Plan, Request, make_plan
+from arpg.errors import present, require
+from arpg.hub import resolve
+from arpg.model import ARPG
+from arpg.pipeline import Pipeline, choose_device, choose_dtype, prepare
+from arpg.tokenizer import VQTokenizer
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a benchmark."""
+
+    model: str  # its name, for the record
+    batch: int
+    settings: SamplingSettings
+    grid: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        require(self.batch >= 1, f"batch is {self.batch}; expected 1 or more")
+        tokens = self.grid[0] * self.grid[1]
+        require(
+            self.settings.steps <= tokens,
+            f"steps is {self.settings.steps}, but there are only {tokens} tokens; take fewer steps",
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    def request(self, model: ARPG, first_seed: int) -> tuple[Request, Plan]:
+        """Images of the classes in turn."""
+        seeds = range(first_seed, first_seed + self.batch)
+        labels = [seed % model.config.num_classes for seed in seeds]
+        request = tasks.generate(model, labels, seeds, grid=self.grid)
+        return request, make_plan(request.grid, request.known_BN, request.seeds, self.settings)
+
+
+def make_cases(
+    model: str,
+    defaults: SamplingDefaults,
+    *,
+    grids: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    settings: Mapping[str, Sequence[Any]],
+) -> list[Case]:
+    """Every combination. Of a setting without values the model's own is taken."""
+    given = {name: values for name, values in settings.items() if values}
+    combinations = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
+    return [
+        Case(model, batch, defaults.settings(**chosen), grid)
+        for grid in grids
+        for chosen in combinations
+        for batch in batches
+    ]
+
+
+def square(tokens: int) -> tuple[int, int]:
+    """The square grid of so many tokens."""
+    side = round(max(tokens, 0) ** 0.5)
+    require(side >= 1 and side * side == tokens, f"tokens is {tokens}; expected a square number, like 64 or 256")
+    return side, side
+
+
+def open_pipeline(name: str, *, random: bool, device: str = "auto", dtype: str = "auto") -> Pipeline:
+    """A model with its weights, or with random ones: speed does not depend on them, and nothing is fetched."""
+    if not random:
+        return Pipeline.from_pretrained(name, device=device, dtype=dtype)
+    on = choose_device(device)
+    model_config, tokenizer_config, sampling = _configs(name)
+    model = ARPG(model_config).init_weights(seed=0)
+    torch.nn.init.normal_(model.head.weight, std=0.02, generator=torch.Generator().manual_seed(1))  # it starts as zero
+    tokenizer = VQTokenizer(tokenizer_config).eval().to(on)
+    model = model.to(device=on, dtype=choose_dtype(dtype, on)).eval()
+    prepare(model, tokenizer)
+    return Pipeline(model, tokenizer, sampling=sampling, license="none: random weights")
+
+
+def _configs(name: str) -> tuple[ModelConfig, TokenizerConfig, SamplingDefaults]:
+    if name in MODELS:
+        return MODELS[name], TOKENIZERS["vq-16"], SAMPLING[name]
+    folder = read_folder(resolve(name))
+    model = present(folder.model, f"{name} has no model, only a tokenizer; name a folder with a model")
+    tokenizer = present(folder.tokenizer, f"{name} has no tokenizer; `arpg convert tokenizer` adds one")
+    return model, tokenizer, folder.sampling or SamplingDefaults()

@@ -1,0 +1,144 @@
+"""What the hardware allows: the floor under the time of a generation, from its plan and nothing else.
+
+The model: Pass 1 and Pass 2 of a step run one after the other, and each takes at least
+
+    max(floating-point operations of its matrix products / peak, bytes of its weights and keys and values / bandwidth).
+
+Weights are read once per pass. The keys and values that a row has are read once by every layer. Norms, rotations,
+sampling, activations and launches are free. Pixels: the same for the tokenizer's decoder, once per batch.
+Shapes: D width, F hidden width of SwiGLU, V vocabulary, R rows (2 per image when guided), S slots of a call, T visible.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from arpg.bench.case import Case
+from arpg.config import ModelConfig, TokenizerConfig
+from arpg.decode.plan import plan_sample
+from arpg.packed import pack_linears
+from arpg.tokenizer import VQTokenizer
+from arpg.train.report import peak_flops
+
+# Peak of float32 products (no TF32) in FLOP/s and bytes/s of the memory, by the vendors' data sheets; the first name
+# that is part of the device's counts. The peak in 16 bits is that of `arpg.train.report`.
+FLOAT32_AND_BANDWIDTH = {
+    "H200": (67e12, 4.8e12),
+    "H100": (67e12, 3.35e12),
+    "A100-SXM4-40GB": (19.5e12, 1.555e12),
+    "A100-PCIE-40GB": (19.5e12, 1.555e12),
+    "A100": (19.5e12, 2.039e12),
+    "A800": (19.5e12, 2.039e12),
+    "L40S": (91.6e12, 0.864e12),
+    "4090": (82.6e12, 1.008e12),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a device, in one type of number."""
+
+    flops: float  # per second
+    bandwidth: float  # bytes per second
+    measured: bool = False  # by us, and not from a data sheet
+
+    def seconds(self, work: Work) -> float:
+        return max(work.flops / self.flops, work.bytes / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Work:
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+
+def gpu_limits(name: str, dtype: torch.dtype) -> Limits | None:
+    """By the data sheet; None for a GPU that is not in the table."""
+    found = next((limits for part, limits in FLOAT32_AND_BANDWIDTH.items() if part in name), None)
+    peak = peak_flops(name)
+    if found is None or peak is None:
+        return None
+    return Limits(found[0] if dtype == torch.float32 else peak, found[1])
+
+
+def device_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
+    if device.type == "cuda":
+        return gpu_limits(torch.cuda.get_device_name(device), dtype)
+    return cpu_limits(dtype, torch.get_num_threads()) if device.type == "cpu" else None
+
+
+@cache
+def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
+    """A measured estimate: the best of several large products, and of several passes over 256 MB, with these threads.
+
+    Both are what a CPU does, not what it could do, so a share of it may come out a little above 1.
+    """
+    with torch.no_grad():
+        layer = pack_linears(torch.nn.Linear(2048, 2048, bias=False).to(dtype))
+        x = torch.randn(1024, 2048).to(dtype)
+        product = _least(lambda: layer(x), 5)
+        weights = [pack_linears(torch.nn.Linear(4096, 4096, bias=False).to(dtype)) for _ in range(4)]
+        row = torch.randn(1, 4096).to(dtype)
+        reading = _least(lambda: [weight(row) for weight in weights], 5)
+    size = 4 * 4096**2 * dtype.itemsize
+    return Limits(2 * 1024 * 2048**2 / product, size / reading, measured=True)
+
+
+def passes(config: ModelConfig, case: Case, dtype: torch.dtype) -> list[tuple[Work, Work]]:
+    """The work of Pass 1 and of Pass 2 in each step of a batch."""
+    plan = plan_sample(case.grid, [False] * case.tokens, 0, case.settings)
+    rows = case.batch * (2 if any(scale != 1.0 for scale in plan.scales) else 1)
+    size, width, hidden = dtype.itemsize, config.width, config.ffn_width
+    memories = 1 if config.shared_kv else config.pass2_layers
+    weights1 = config.pass1_layers * (4 * width**2 + 3 * width * hidden) + memories * 2 * width**2
+    weights2 = config.pass2_layers * (2 * width**2 + 3 * width * hidden) + width * config.vocab_size
+
+    def work(weights: int, layers: int, slots: int, visible: int) -> Work:
+        flops = rows * slots * (2 * weights + layers * 4 * visible * width)
+        return Work(flops, size * (weights + layers * rows * visible * 2 * width))
+
+    steps, visible, new = [], 0, 1  # the class enters first; the last step's tokens never do
+    for slots in plan.sizes:
+        visible += new
+        steps.append(
+            (work(weights1, config.pass1_layers, new, visible), work(weights2, config.pass2_layers, slots, visible))
+        )
+        new = slots
+    return steps
+
+
+def token_floor(config: ModelConfig, case: Case, dtype: torch.dtype, limits: Limits) -> float:
+    """Seconds that the tokens of a batch take at least."""
+    return sum(limits.seconds(work) for step in passes(config, case, dtype) for work in step)
+
+
+@cache
+def pixel_work(config: TokenizerConfig, grid: tuple[int, int], batch: int, size: int) -> Work:
+    """Of decoding a batch to pixels, with `size` bytes per number; counted on a decoder without memory."""
+    with torch.device("meta"):
+        tokenizer = VQTokenizer(config).eval()
+        codes = torch.empty(1, config.codebook_dim, *grid)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        tokenizer.decode_codes(codes)
+    parts = (tokenizer.decoder, tokenizer.post_quant_conv)
+    weights = sum(parameter.numel() for part in parts for parameter in part.parameters())
+    return Work(float(batch * counter.get_total_flops()), float(size * weights))
+
+
+def _least(run: Callable[[], object], times: int) -> float:
+    """Seconds of the fastest of several."""
+    found = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return min(found[1:])

@@ -1,0 +1,154 @@
+"""The run whose speed is told: batches from labels to pixels, one after the other, nothing else going on.
+
+Peak memory is what CUDA's allocator held at most, or on a CPU the most that the process held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from arpg.bench.case import Case
+from arpg.bench.roofline import Limits, pixel_work, token_floor
+from arpg.bench.split import split_time
+from arpg.config import to_dict
+from arpg.decode import decode
+from arpg.errors import require
+from arpg.pipeline import Pipeline
+
+PERCENTILES = (50, 95, 99)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    repeats: int = 10
+    warmup: int = 2
+    pixels: bool = True
+    split: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.repeats >= 1, f"repeats is {self.repeats}; expected 1 or more")
+        require(self.warmup >= 0, f"warmup is {self.warmup}; expected 0 or more")
+
+
+def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[torch.dtype], Limits | None]) -> Row:
+    """One row: settings, speed, latency percentiles, peak memory, where the time goes, share of the roofline."""
+    for i in range(effort.warmup):
+        generate(pipe, case, seed=i * case.batch, pixels=effort.pixels)
+    _reset_peak(pipe.model.device)
+    times = [
+        generate(pipe, case, seed=(effort.warmup + i) * case.batch, pixels=effort.pixels) for i in range(effort.repeats)
+    ]
+    peak = _peak_bytes(pipe.model.device)
+    row: Row = {
+        "settings": describe(pipe, case),
+        "images/s": _digits(case.batch * len(times) / sum(tokens + pixels for tokens, pixels in times)),
+        "token images/s": _digits(case.batch * len(times) / sum(tokens for tokens, _ in times)),
+        "latency ms": latencies([tokens + pixels for tokens, pixels in times]),
+        "peak GiB": _digits(peak / 2**30),
+        "batches timed": len(times),
+        "pixels": effort.pixels,
+    }
+    row |= _roofline(pipe, case, limits, speed=row["token images/s"])
+    if effort.split:
+        parts = split_time(pipe, case, seed=0)
+        row["split ms"] = {name: _digits(1000 * seconds) for name, seconds in parts.items()}
+    return row
+
+
+def _roofline(
+    pipe: Pipeline, case: Case, limits: Callable[[torch.dtype], Limits | None], *, speed: float
+) -> dict[str, float]:
+    """Images per second that the hardware allows, and the share of it that the tokens have reached."""
+    found: dict[str, float] = {}
+    if (of_tokens := limits(pipe.model.dtype)) is not None:
+        floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens)
+        found |= {"roofline token images/s": _digits(case.batch / floor), "roofline share": speed * floor / case.batch}
+        found["roofline share"] = _digits(found["roofline share"], 3)
+    # A GPU could make pixels in 16 bits, whatever it does.
+    own = pipe.tokenizer.pixel_dtype or pipe.tokenizer.dtype
+    dtype = torch.bfloat16 if pipe.tokenizer.device.type == "cuda" else own
+    if (of_pixels := limits(dtype)) is not None:
+        work = pixel_work(pipe.tokenizer.config, case.grid, case.batch, dtype.itemsize)
+        found["roofline pixel images/s"] = _digits(case.batch / of_pixels.seconds(work))
+    return found
+
+
+@torch.no_grad()
+def generate(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> tuple[float, float]:
+    """Seconds until the tokens of a batch are there, and from then on to its pixels."""
+    wait = _waiter(pipe.model.device)
+    began = time.perf_counter()
+    request, plan = case.request(pipe.model, seed)
+    for step in decode(pipe.model, request, plan, case.settings):
+        ids_BN = step.ids_BN
+    wait()
+    middle = time.perf_counter()
+    if not pixels:
+        return middle - began, 0.0
+    pipe.tokenizer.decode(ids_BN, case.grid)
+    wait()
+    return middle - began, time.perf_counter() - middle
+
+
+def describe(pipe: Pipeline, case: Case) -> dict[str, Any]:
+    """The settings that a row stands for; rows of two records belong together where these are the same."""
+    settings = to_dict(case.settings)
+    names = ["steps", "guidance", "order", "schedule", "attention", "decode"]
+    if case.settings.decode != "steps":
+        names.append("draft")
+    dtype = str(pipe.model.dtype).removeprefix("torch.")
+    own = {"model": case.model, "batch": case.batch, "tokens": case.tokens, "dtype": dtype}
+    return {**own, **{name: settings[name] for name in names}}
+
+
+def latencies(seconds: Sequence[float]) -> dict[str, float]:
+    """Percentiles in milliseconds, interpolated."""
+    return {f"p{p}": _digits(1000 * float(np.percentile(np.asarray(seconds), p))) for p in PERCENTILES}
+
+
+def _waiter(device: torch.device) -> Callable[[], None]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the highest mark of this process starts anew
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    except (OSError, StopIteration, ValueError, IndexError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _digits(value: float, digits: int = 4) -> float:
+    """Rounded to so many digits that count."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
