@@ -13,10 +13,11 @@ from arpg import tasks
 from arpg.checkpoint import read_folder
 from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
 from arpg.decode import Plan, Request, make_plan
+from arpg.device import choose_device, choose_dtype
 from arpg.errors import present, require
 from arpg.hub import resolve
 from arpg.model import ARPG
-from arpg.pipeline import Pipeline, choose_device, choose_dtype, prepare
+from arpg.pipeline import Pipeline, prepare
 from arpg.tokenizer import VQTokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
