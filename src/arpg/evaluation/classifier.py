@@ -5,7 +5,6 @@ Shapes: B batch, C channels, HW pixels, K classes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,20 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.checkpoint import check_state
-from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, require
-from arpg.files import write_whole
+from arpg.evaluation.judge_folder import load_judge, save_judge
 from arpg.image import Pixels, check_pixels, to_images
-from arpg.storage import read_tensors
 
-CONFIG, WEIGHTS = "classifier.json", "classifier.safetensors"
 SMALLEST = 64  # pixels: four halvings leave a map worth averaging
 NUM_AUGMENTATIONS = 7
 
@@ -97,26 +91,11 @@ class Classifier(nn.Module):
         return logits_BK
 
     def save(self, folder: Path) -> None:
-        state = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
-        data = safetensors.torch.save(state)
-        write_whole(folder / WEIGHTS, lambda path: path.write_bytes(data))
-        text = json.dumps(to_dict(self.config), indent=1) + "\n"
-        write_whole(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+        save_judge(self, folder, name="classifier", config=self.config)
 
     @staticmethod
     def load(folder: Path, *, device: torch.device | str = "cpu") -> Classifier:
-        path = folder / CONFIG
-        require(path.is_file(), f"{folder} holds no classifier: it has no {CONFIG}")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"{path} is not valid JSON: {error}") from None
-        with torch.device("meta"):
-            classifier = Classifier(from_dict(ClassifierConfig, data, where=str(path)))
-        state = read_tensors(folder / WEIGHTS)
-        check_state(state, classifier, where=str(folder / WEIGHTS))
-        classifier.load_state_dict(state, strict=True, assign=True)
-        return classifier.to(device).eval()
+        return load_judge(Classifier, folder, name="classifier", config=ClassifierConfig, device=device)
 
 
 def train_classifier(

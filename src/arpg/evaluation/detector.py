@@ -6,26 +6,20 @@ Shapes: B batch, K kinds, C colours, h w cells of the maps.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.checkpoint import check_state
-from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, require
 from arpg.evaluation.classifier import Block
-from arpg.files import write_whole
+from arpg.evaluation.judge_folder import load_judge, save_judge
 from arpg.image import Pixels, check_pixels, to_images
-from arpg.storage import read_tensors
 
-CONFIG, WEIGHTS = "detector.json", "detector.safetensors"
 STRIDE = 4  # pixels per cell
 MOST = 12  # detections of an image
 
@@ -142,23 +136,15 @@ class Detector(nn.Module):
         return found
 
     def save(self, folder: Path) -> None:
-        state = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
-        data = safetensors.torch.save(state)
-        write_whole(folder / WEIGHTS, lambda path: path.write_bytes(data))
-        text = json.dumps(to_dict(self.config), indent=1) + "\n"
-        write_whole(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+        save_judge(self, folder, name="detector", config=self.config)
 
     @staticmethod
     def load(folder: Path, *, device: torch.device | str = "cpu") -> Detector:
-        path = folder / CONFIG
-        require(path.is_file(), f"{folder} holds no detector: it has no {CONFIG}; `arpg train-detector` makes one")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"{path} is not valid JSON: {error}") from None
-        with torch.device("meta"):
-            detector = Detector(from_dict(DetectorConfig, data, where=str(path)))
-        state = read_tensors(folder / WEIGHTS)
-        check_state(state, detector, where=str(folder / WEIGHTS))
-        detector.load_state_dict(state, strict=True, assign=True)
-        return detector.to(device).eval()
+        return load_judge(
+            Detector,
+            folder,
+            name="detector",
+            config=DetectorConfig,
+            device=device,
+            hint="; `arpg train-detector` makes one",
+        )
