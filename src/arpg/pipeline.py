@@ -16,7 +16,7 @@ from arpg.canvas import Box, Canvas, box_mask
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ORDERS, WAYS, SamplingDefaults, SamplingSettings, one_of
-from arpg.decode import Request, Step, decode, make_plan
+from arpg.decode import Engine, Request, Step, make_plan
 from arpg.decode.score import make_orders, token_bits
 from arpg.device import choose_device as choose_device
 from arpg.device import choose_dtype
@@ -53,14 +53,19 @@ class Pipeline:
         classes: ClassNames | None = None,
         license: str = "unknown",
         prompts: Prompts | None = None,
+        engine: str = "auto",
     ) -> None:
-        """`prompts`: where the states of prompts come from; by default, the encoder that the model names."""
+        """`prompts`: where the states of prompts come from; by default, the encoder that the model names.
+
+        `engine`: how the loop is executed, see `decode/execution.py`.
+        """
         require(
             model.config.vocab_size == tokenizer.config.codebook_size,
             f"the model speaks {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
             "they do not belong together",
         )
         self.model = model
+        self.engine = Engine(model, engine)
         self.tokenizer = tokenizer
         self.sampling = sampling or SamplingDefaults()
         self.classes = classes or numbered_classes(model.config.num_classes)
@@ -70,7 +75,12 @@ class Pipeline:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+        cls,
+        name: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        engine: str = "auto",
     ) -> Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
@@ -92,6 +102,7 @@ class Pipeline:
             classes=config.classes,
             license=config.license,
             prompts=prompts,
+            engine=engine,
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -288,7 +299,7 @@ class Pipeline:
     def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
         """Plan a request and put it through the loop."""
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        return decode(self.model, request, plan, settings)
+        return self.engine.decode(request, plan, settings)
 
     def _wanted(
         self,
