@@ -157,9 +157,9 @@ def test_states_are_kept_in_memory_and_on_disk(t5, tmp_path):
 
 
 def test_memory_is_bounded(t5, monkeypatch):
-    monkeypatch.setattr("arpg.text.prompts.IN_MEMORY", 2)
     prompts = Prompts(TextConfig("tiny", 16, 6), load=lambda: t5)
     a = prompts.states("a")
+    monkeypatch.setattr("arpg.text.prompts.IN_MEMORY", 2 * a.nbytes)
     prompts.states("red")
     assert prompts.states("a") is a  # used again, so it stays
     prompts.states("apple")
