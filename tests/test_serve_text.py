@@ -1,5 +1,6 @@
 """A server whose model takes prompts: every route and task, odd prompts, prompts of all lengths in one batch."""
 
+import asyncio
 import base64
 import io
 import json
@@ -303,3 +304,33 @@ def test_concurrent_requests_get_what_they_get_alone(client, pipe, house):
         answers = list(pool.map(lambda body: post(client, "generate", {**body, "guidance": 3.0}), bodies))
     for body, answer in zip(bodies, answers, strict=True):
         assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body, guidance=3.0)[0]), body
+
+
+# Many machines
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_painter_takes_prompts(pipe, tmp_path, monkeypatch):
+    """What Ray Serve runs on each machine, asked by messages: the model comes from its folder, encoder and all."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    from arpg.serve.house import ServeSettings
+    from arpg.serve.ray_app import Painter
+
+    pipe.save_pretrained(tmp_path / "small")
+    monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    painter = Painter(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
+    scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
+    scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
+    body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}
+
+    async def ask():
+        return [message async for message in painter.answer(scope, json.dumps(body).encode())]
+
+    try:
+        first, *rest = asyncio.run(ask())
+    finally:
+        painter.house.close()
+    assert first["status"] == 200
+    answer = json.loads(b"".join(message.get("body", b"") for message in rest))
+    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body)[0])
