@@ -16,7 +16,7 @@ from torch import Tensor
 from arpg.kernels.rotary import _turned
 
 _SLOTS = 64  # at a time
-_WARPS = 4
+_WARPS, _STAGES = 4, 2
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
@@ -63,7 +63,7 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
         limit_BS is not None, rotation is not None, new, ragged, rows, _SLOTS,
-        max(16, triton.next_power_of_2(channels)), num_warps=_WARPS, num_stages=2,
+        max(16, triton.next_power_of_2(channels)), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     return out
 
