@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from arpg.errors import InputError, require
 
@@ -19,6 +20,13 @@ def choose_device(device: str | torch.device) -> torch.device:
         f"device is {device!r}, but torch sees no GPU; use --device cpu",
     )
     return chosen
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it: from ordinary memory, a copy waits for all that is still to be done."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

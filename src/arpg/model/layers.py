@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import decoding, usable
+from arpg.kernels import decoding, few, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -143,17 +143,19 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, slots: Slots | None) -> Tensor:
-        qkv_BS3HK = self.qkv(x_BSD).unflatten(-1, (3, self.num_heads, -1))
+    @property
+    def projection(self) -> nn.Linear:
+        return self.qkv
+
+    def forward(self, qkv_BSE: Tensor, by: Rotation | None, mask: Mask, slots: Slots | None) -> Tensor:
+        """What the heads see, `[B, S, D]`, given the projection of the slots."""
+        qkv_BS3HK = qkv_BSE.view(*qkv_BSE.shape[:2], 3, self.num_heads, -1)
         if slots is not None and by is not None and not isinstance(mask, str) and decoding(qkv_BS3HK):
             from arpg.kernels.attention import attend_and_store
 
-            seen = attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
-        else:
-            q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
-            seen = attend(q, (k, v) if slots is None else slots.write(k, v), mask)
-        out: Tensor = self.out(seen)
-        return out
+            return attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
+        q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
+        return attend(q, (k, v) if slots is None else slots.write(k, v), mask)
 
 
 class CrossAttention(nn.Module):
@@ -165,11 +167,13 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
-        q_BSD = once(self.q, x_BSD)
-        q_BSHK = q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1)
-        out: Tensor = self.out(attend(q_BSHK, memory, mask, by))
-        return out
+    @property
+    def projection(self) -> nn.Linear:
+        return self.q
+
+    def forward(self, q_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
+        """What the heads see, `[B, S, D]`, given the projection of the queries."""
+        return attend(q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1), memory, mask, by)
 
 
 class MemoryProjection(nn.Linear):
@@ -192,12 +196,15 @@ class MemoryProjection(nn.Linear):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU. What SwiGLU makes is handed on, to be added by the norm that comes next."""
+    """Pre-norm attention and SwiGLU.
 
-    def __init__(self, config: ModelConfig, attention: nn.Module) -> None:
+    What SwiGLU makes is handed on, to be added by the norm that comes next; or it is added already (None).
+    """
+
+    def __init__(self, config: ModelConfig, attention: SelfAttention | CrossAttention) -> None:
         super().__init__()
         self.attn_norm = ResidualNorm(config.width, dropout=config.dropout, site=0)
-        self.attn = attention
+        self.attn: SelfAttention | CrossAttention = attention
         self.ffn_norm = ResidualNorm(config.width, dropout=config.dropout, site=1)
         self.ffn = SwiGLU(config.width, config.ffn_width)
 
@@ -209,7 +216,21 @@ class Block(nn.Module):
         mask: Mask,
         source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
+        if delta is None and few(x):
+            return self._few_rows(x, by, mask, source), None
         x, normed = self.attn_norm(x, delta, dropout_key_B)
-        x, normed = self.ffn_norm(x, self.attn(normed, by, mask, source), dropout_key_B)
+        seen = self.attn(once(self.attn.projection, normed), by, mask, source)
+        x, normed = self.ffn_norm(x, self.attn.out(seen), dropout_key_B)
         return x, self.ffn(normed)
+
+    def _few_rows(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, source: Slots | KeyValue | None) -> Tensor:
+        """The same in five kernels, the sum included."""
+        from arpg.kernels.few_rows import linear
+
+        shape, x = x_BSD.shape, x_BSD.flatten(0, 1).contiguous()  # [MASK] may be one row, expanded
+        projected = linear(x, self.attn.projection.weight, norm_D=self.attn_norm.weight, eps=ResidualNorm.EPS)
+        seen = self.attn(projected.view(*shape[:2], -1), by, mask, source)
+        x = linear(seen.flatten(0, 1), self.attn.out.weight, add_MN=x)
+        hidden = linear(x, self.ffn.gate_up.weight, norm_D=self.ffn_norm.weight, eps=ResidualNorm.EPS, swiglu=True)
+        return linear(hidden, self.ffn.down.weight, add_MN=x).view(shape)
