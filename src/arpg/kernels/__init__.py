@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 FUSED_DECODING = False  # attention over the cache and writing into it: until they are measured on a GPU
+FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
@@ -24,3 +26,10 @@ def usable(x: Tensor) -> bool:
 def decoding(x: Tensor) -> bool:
     """Whether the kernels without a gradient may take it, too."""
     return FUSED_DECODING and usable(x) and not torch.is_grad_enabled()
+
+
+class Rows(NamedTuple):
+    """A tensor in float8, and what each of its rows is multiplied by."""
+
+    values: Tensor  # [..., C]
+    scale: Tensor  # [..., 1], float32

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import decoding, usable
+from arpg.kernels import Rows, decoding, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -27,6 +27,7 @@ class ResidualNorm(nn.Module):
     """
 
     EPS = 1e-5
+    in_rows = False  # whether those who read the norm take float8 rows (`arpg.precision` knows)
 
     def __init__(self, width: int, *, dropout: float, site: int = 0) -> None:
         super().__init__()
@@ -35,10 +36,14 @@ class ResidualNorm(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Rows]:
         """The stream, and the stream normed. No delta: there was no layer before."""
         if delta_BSD is None:
             return x_BSD, self._norm(x_BSD)
+        if self.in_rows and usable(x_BSD) and not torch.is_grad_enabled():
+            from arpg.kernels.quantised import norm_rows
+
+            return norm_rows(x_BSD, delta_BSD, self.weight, self.EPS)
         p = self.dropout.p if self.training else 0.0
         keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
         if usable(x_BSD) and (p == 0 or keys is not None):
@@ -57,18 +62,24 @@ class ResidualNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    in_rows = False  # whether `down` takes float8 rows
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x)))
+        out: Tensor = self.down(swiglu(self.gate_up(x), in_rows=self.in_rows))
         return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, in_rows: bool = False) -> Tensor | Rows:
     """silu(gate) * up."""
+    if in_rows and usable(gate_up) and not torch.is_grad_enabled():
+        from arpg.kernels.quantised import swiglu_rows
+
+        return swiglu_rows(gate_up)
     if usable(gate_up):
         from arpg.kernels.swiglu import swiglu as fused
 
