@@ -21,7 +21,7 @@ from arpg.device import choose_dtype
 from arpg.errors import require
 from arpg.kernels import FLOAT8, FLOAT8_MAX, Rows, usable
 from arpg.model import ARPG
-from arpg.packed import StoredLinear, become
+from arpg.packed import StoredLinear, become, unpack_linears
 from arpg.storage import to_int8
 
 Precision = str | torch.dtype  # one of PRECISIONS, or a type
@@ -38,7 +38,7 @@ def to_precision(model: ARPG, precision: Precision, device: torch.device, *, hea
         return model.to(device=device, dtype=dtype)
     if precision == "fp8":
         check_fp8(device)
-    for layer in _matrices(model, head=head):
+    for layer in _matrices(unpack_linears(model), head=head):
         weight_OI = layer.weight.detach().to(device)
         if precision == "fp8":
             become(layer, Fp8Linear).keep(weight_OI, dtype)
