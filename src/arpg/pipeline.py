@@ -81,7 +81,7 @@ class Pipeline:
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
         bfloat16, float16, fp8 or int8 (weights of 8 bits, `arpg.precision`), or a torch type; `dtype` is its old name.
-        The tokenizer stays in float32; only where a CPU is asked for bfloat16, pixels are made in it, too.
+        The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)
         config = read_folder(folder)
@@ -389,5 +389,5 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
     """What makes them faster where they are, for inference. The weights stay what they are."""
     if model.device.type == "cpu":
         pack_linears(model)
-        if model.dtype == torch.bfloat16:
-            tokenizer.decode_in(torch.bfloat16)
+    if model.dtype == torch.bfloat16:
+        tokenizer.decode_in(torch.bfloat16)
