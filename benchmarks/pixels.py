@@ -79,6 +79,16 @@ def graphed(decode: Decode, z: Tensor) -> Decode:
     return replay
 
 
+def untuned(decode: Decode) -> Decode:
+    """With cuDNN's own choice of algorithms, as outside of this benchmark."""
+
+    def run(z: Tensor) -> Tensor:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False):
+            return decode(z)
+
+    return run
+
+
 def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode]]:
     decoder, own = tokenizer.decoder, {"dynamic": False}
     found: dict[str, Callable[[], Decode]] = {
@@ -91,6 +101,7 @@ def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode
         found["the same, autotuned"] = lambda: plain(decoder, last=True, mode="max-autotune", **own)
     if z.is_cuda and HAS_TRITON:
         found["fused"] = lambda: fused(decoder)
+        found["fused, convolutions not tuned"] = lambda: untuned(fused(decoder))
         found["fused, CUDA graph"] = lambda: graphed(fused(decoder), z)
         found["fused, compiled"] = lambda: fused(decoder, **own)
         found["fused, compiled, CUDA graph"] = lambda: fused(decoder, mode="reduce-overhead", **own)

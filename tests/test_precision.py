@@ -1,6 +1,8 @@
 """Weights of 8 bits: the products are close to the plain ones, kernels to their plain twins, bad wishes are told."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from arpg.kernels import FLOAT8_MAX, Rows
 from arpg.packed import StoredLinear, become, unpack_linears
 from arpg.precision import Fp8Linear, Int8Linear, check_fp8, has_int8_product, precision_of, to_precision, to_rows
 from arpg.storage import pack, to_int8, unpack
-from conftest import small_model
+from conftest import small_model, small_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -157,6 +159,39 @@ def test_a_pipeline_in_int8(folder, tmp_path):
     assert precision_of(Pipeline.from_pretrained(tmp_path / "again", device="cpu", dtype="float32").model) == "float32"
 
 
+def test_agreement_on_the_same_context(model):
+    """By hand: logits twice as large are off by 100%; of four draws one differs."""
+    from arpg.bench.agreement import agreement, generate, on_context
+    from arpg.bench.case import Case
+
+    logits, drawn = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[1, 2]])
+    other = torch.tensor([[1, 3]])
+    found = agreement([(2 * logits, drawn), (logits, other)], [(logits, drawn), (logits, drawn)])
+    assert found == {"logit error": 0.5, "largest logit error": 1.0, "equal draws": 0.75}
+    case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
+    ids = generate(model, case)
+    exact = on_context(model, case, ids)
+    close = agreement(on_context(to_precision(small_model(), "int8", CPU), case, ids), exact)
+    assert 0 < close["logit error"] <= close["largest logit error"] < 0.2
+    assert close["equal draws"] > 0.7
+
+
+def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    import pixels
+
+    def fails():
+        raise RuntimeError("no room\nfor more")
+
+    tokenizer = small_tokenizer()
+    made = {"bad": fails, "float32": lambda: tokenizer.decoder}
+    monkeypatch.setattr(pixels, "variants", lambda tokenizer, z: made)
+    rows = pixels.measure(tokenizer, draw(2, 8, 2, 2), 1)
+    assert rows[0] == {"variant": "bad", "error": "RuntimeError: no room"}
+    assert rows[1]["PSNR dB"] > 90
+    assert "| bad | RuntimeError: no room | | |" in capsys.readouterr().out
+
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -212,10 +247,7 @@ def test_products_on_a_gpu(precision):
         pytest.skip("needs compute capability 8.9")
     kind = {"fp8": Fp8Linear, "int8": Int8Linear}[precision]
     plain, made = layer(kind, 256, 512, torch.bfloat16)
-    made.values_OI = made.values_OI.cuda() if precision == "fp8" else None
-    if precision == "int8":
-        made.values = to_int8(plain.weight)[0].cuda()
-    made.scale_O = made.scale_O.cuda()
+    made.keep(plain.weight.cuda(), torch.bfloat16)
     for rows in (1, 64, 65, 300):
         x = draw(2, rows, 256, seed=rows)
         with torch.no_grad():

@@ -142,15 +142,18 @@ class Int8Linear(StoredLinear):
         return (self._plain().float() * self.scale_O[:, None]).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            if self.values.is_mkldnn and x.device.type == "cpu":
-                return _cpu_product(x, self.values, self.scale_O).to(x.dtype)
-            if usable(x):
-                from arpg.kernels.quantised import MAX_ROWS, int8_product
+        if torch.is_grad_enabled() and x.requires_grad:
+            return F.linear(x, self.weight.to(x.dtype))
+        if self.values.is_mkldnn and x.device.type == "cpu":
+            return _cpu_product(x, self.values, self.scale_O).to(x.dtype)
+        if usable(x):
+            from arpg.kernels.quantised import MAX_ROWS, int8_product
 
-                if x.numel() <= MAX_ROWS * x.shape[-1]:
-                    return int8_product(x, self.values, self.scale_O)
-        return F.linear(x, self.weight.to(x.dtype))
+            if x.numel() <= MAX_ROWS * x.shape[-1]:
+                return int8_product(x, self.values, self.scale_O)
+        if x.dtype == torch.float16:  # sums of numbers up to 127 would leave its range
+            return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self._plain().to(x.dtype)).mul_(self.scale_O)
 
     def _plain(self) -> Tensor:
         return self.values.to_dense().t() if self.values.is_mkldnn else self.values
