@@ -1,6 +1,7 @@
 """Weights of 8 bits: the products are close to the plain ones, kernels to their plain twins, bad wishes are told."""
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -235,7 +236,8 @@ def test_the_int8_kernel(rows, inputs, outputs):
     values, scale = to_int8(draw(outputs, inputs))
     x = draw(rows, inputs, seed=1)
     found = int8_product(x.to(DEVICE), values.to(DEVICE), scale.to(DEVICE)).cpu()
-    torch.testing.assert_close(found, x @ (values.float() * scale[:, None]).T, atol=1e-3, rtol=1e-3)
+    off = 1e-3 if DEVICE == "cpu" else 0.05  # a GPU multiplies float32 with fewer digits here
+    torch.testing.assert_close(found, x @ (values.float() * scale[:, None]).T, atol=off, rtol=off)
 
 
 @pytest.mark.gpu
@@ -252,3 +254,30 @@ def test_products_on_a_gpu(precision):
         x = draw(2, rows, 256, seed=rows)
         with torch.no_grad():
             assert error(made(x.cuda().bfloat16()).cpu(), plain(x)) < 0.05
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+def test_rows_go_through_the_network(monkeypatch):
+    """Norms and SwiGLU hand float8 rows to every layer that takes them; only attention's output is still a tensor."""
+    from arpg.model import class_condition, layers
+    from conftest import SMALL
+
+    monkeypatch.setattr("arpg.precision.check_fp8", lambda device: None)
+    config = dataclasses.replace(SMALL, vocab_size=32)  # a multiple of 16
+    plain, made = small_model(config), to_precision(small_model(config), "fp8", CPU)
+    ids, order = torch.arange(16)[None] % 24, torch.arange(16)[None]
+    condition = class_condition(plain, torch.tensor([1]))
+    with torch.no_grad():
+        exact, alone = plain(ids, order, condition), made(ids, order, condition)
+    taken = []
+    for name, layer in made.named_modules():
+        if isinstance(layer, Fp8Linear):
+            layer.register_forward_pre_hook(lambda _, args, name=name: taken.append((name, isinstance(args[0], Rows))))
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    with torch.no_grad():
+        handed = made(ids, order, condition)
+    first = {"pass1.0.attn.qkv", "pass2.0.attn.q"}  # nothing was added before them
+    assert all(rows == (not name.endswith("attn.out") and name not in first) for name, rows in taken)
+    assert len(taken) == 2 * 4 + 1 + 2 * 4 + 1
+    assert error(alone, exact) < 0.15
+    assert error(handed, exact) < 0.3  # the interpreter rounds badly (`same_rows`)
