@@ -19,13 +19,13 @@ from arpg.config import ORDERS, WAYS, SamplingDefaults, SamplingSettings, one_of
 from arpg.decode import Engine, Request, Step, make_plan
 from arpg.decode.score import make_orders, token_bits
 from arpg.device import choose_device as choose_device
-from arpg.device import choose_dtype
 from arpg.drawing import Drawing, Wanted
 from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG
 from arpg.packed import pack_linears
+from arpg.precision import Precision, to_precision
 from arpg.tasks import Label, Prompt
 from arpg.tasks import condition as make_condition
 from arpg.text import Prompts
@@ -79,18 +79,21 @@ class Pipeline:
         name: str | Path,
         *,
         device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
+        precision: Precision = "auto",
+        dtype: Precision | None = None,
         engine: str = "auto",
     ) -> Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
-        `device="auto"` takes a GPU if there is one; `dtype="auto"` is bfloat16 there and float32 on a CPU.
-        The tokenizer stays in float32; only where a CPU is asked for bfloat16, pixels are made in it, too.
+        `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
+        bfloat16, float16, fp8 or int8 (weights of 8 bits, `arpg.precision`), or a torch type; `dtype` is its old name.
+        The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
-        model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
+        precision = precision if dtype is None else dtype
+        model = to_precision(load_model(folder), precision, on)
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
@@ -393,5 +396,5 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
     """What makes them faster where they are, for inference. The weights stay what they are."""
     if model.device.type == "cpu":
         pack_linears(model)
-        if model.dtype == torch.bfloat16:
-            tokenizer.decode_in(torch.bfloat16)
+    if model.dtype == torch.bfloat16:
+        tokenizer.decode_in(torch.bfloat16)

@@ -65,11 +65,15 @@ def pack(state: State, form: str) -> State:
         if tensor.dim() < 2 or key.endswith(KEEP):
             packed[key] = tensor.to(torch.float16)
             continue
-        rows = tensor.detach().float().flatten(1)
-        scale = rows.abs().amax(1).clamp_min(1e-12) / 127
-        packed[key] = (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8).reshape(tensor.shape)
-        packed[key + SCALE] = scale.to(torch.float32)
+        packed[key], packed[key + SCALE] = to_int8(tensor)
     return packed
+
+
+def to_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensor in 8 bits and a scale for each of its rows. What was in int8 before gets its numbers back."""
+    rows = tensor.detach().float().flatten(1)
+    scale = rows.abs().amax(1).clamp_min(1e-12) / 127
+    return (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8).reshape(tensor.shape), scale
 
 
 def unpack(state: State, *, where: str) -> State:

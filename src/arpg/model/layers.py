@@ -6,14 +6,14 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import decoding, few, usable
+from arpg.kernels import Rows, decoding, few, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -28,6 +28,7 @@ class ResidualNorm(nn.Module):
     """
 
     EPS = 1e-5
+    in_rows = False  # whether those who read the norm take float8 rows (`arpg.precision` knows)
 
     def __init__(self, width: int, *, dropout: float, site: int = 0) -> None:
         super().__init__()
@@ -36,10 +37,14 @@ class ResidualNorm(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Rows]:
         """The stream, and the stream normed. No delta: there was no layer before."""
         if delta_BSD is None:
             return x_BSD, once(self._norm, x_BSD)
+        if self.in_rows and usable(x_BSD) and not torch.is_grad_enabled():
+            from arpg.kernels.quantised import norm_rows
+
+            return norm_rows(x_BSD, delta_BSD, self.weight, self.EPS)
         p = self.dropout.p if self.training else 0.0
         keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
         if usable(x_BSD) and (p == 0 or keys is not None):
@@ -60,18 +65,24 @@ class ResidualNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    in_rows = False  # whether `down` takes float8 rows
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x)))
+        out: Tensor = self.down(swiglu(self.gate_up(x), in_rows=self.in_rows))
         return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, in_rows: bool = False) -> Tensor | Rows:
     """silu(gate) * up."""
+    if in_rows and usable(gate_up) and not torch.is_grad_enabled():
+        from arpg.kernels.quantised import swiglu_rows
+
+        return swiglu_rows(gate_up)
     if usable(gate_up):
         from arpg.kernels.swiglu import swiglu as fused
 
@@ -102,9 +113,9 @@ def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
     return rotate(q, by), rotate(k, by), v
 
 
-def once(function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+def once(function: Callable[[Any], Tensor], x_BSD: Tensor | Rows) -> Tensor:
     """A function of the channels; where all slots of all rows are one and the same (expanded), it is called for one."""
-    if not decoding(x_BSD) or x_BSD.stride()[:2] != (0, 0):
+    if isinstance(x_BSD, Rows) or not decoding(x_BSD) or x_BSD.stride()[:2] != (0, 0):
         return function(x_BSD)
     return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
 
@@ -217,7 +228,7 @@ class Block(nn.Module):
         source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        if delta is None and few(x):
+        if delta is None and few(x) and type(self.ffn.down) is nn.Linear:
             return self._few_rows(x, by, mask, source), None
         x, normed = self.attn_norm(x, delta, dropout_key_B)
         seen = self.attn(once(self.attn.projection, normed), by, mask, source)
