@@ -46,7 +46,7 @@ def speed_settings(pipe: Pipeline) -> Iterator[SamplingSettings]:
 
 
 def measure_speed(pipe: Pipeline, folder: Path, *, batch_size: int, repeats: int, deadline: float) -> bool:
-    """Whether all are measured. Each: a batch that warms up, then `repeats` that are timed."""
+    """Whether all are measured. Each: batches that warm up and are recorded, then `repeats` that are timed."""
     path = folder / SPEED
     about = {
         "weights": fingerprint(pipe),
@@ -59,11 +59,10 @@ def measure_speed(pipe: Pipeline, folder: Path, *, batch_size: int, repeats: int
     found = read_speed(folder)
     lines: list[dict[str, Any]] = found["lines"] if found["about"] == about else []
     todo = [s for s in speed_settings(pipe) if plain(s) not in [line["settings"] for line in lines]]
-    if todo:
-        _time(pipe, todo[0], batch_size, 1)  # what is compiled or loaded at the first use
     for settings in todo:
         if time.monotonic() > deadline:
             return False
+        _time(pipe, settings, batch_size, 2)
         batches = _time(pipe, settings, batch_size, 1 + repeats)
         timed = [round(images / seconds, 1) for images, seconds in batches.times[1:]]
         lines.append({"settings": plain(settings), "images/s": round(batches.rate, 1), "batches": timed})

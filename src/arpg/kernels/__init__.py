@@ -22,11 +22,6 @@ def usable(x: Tensor) -> bool:
     return fusible(x) and x.dtype != torch.float32
 
 
-def few(x_BSD: Tensor) -> bool:
-    """Whether that is so, and there are so few rows that reading the weights takes longest."""
-    return decoding(x_BSD) and x_BSD.shape[0] * x_BSD.shape[1] <= 64
-
-
 def decoding(x: Tensor) -> bool:
     """Whether the kernels without a gradient may take it, too."""
     return usable(x) and not torch.is_grad_enabled()

@@ -65,7 +65,7 @@ def _launch(
     ragged = isinstance(first, Tensor)
     rows = max(16, min(_MOST, triton.next_power_of_2(queries)))
     many = batch * heads * triton.cdiv(queries, rows) >= _MANY
-    slots, warps, stages = (16, rows // 16, 3) if many else (64, 4, 2)
+    slots, warps, stages = (16, 1, 3) if many and rows == 16 else (64, 4, 2)
     _attend[(triton.cdiv(queries, rows), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
@@ -107,15 +107,15 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
     if NEW:  # as many as there are queries
-        keys = _turned(k + batch * nb + head * nh, query[:, None] * ns, channel[None, :], c, n, there)
-        values = tl.load(v + batch * ub + head * uh + query[:, None] * us + channel[None, :], there, other=0.0)
-        slot = (end + query)[:, None]
-        tl.store(key + slot * kt + channel[None, :], keys, there)
-        tl.store(value + slot * vt + channel[None, :], values, there)
-        visible = (query < S)[None, :]
+        new_keys = _turned(k + batch * nb + head * nh, query[:, None] * ns, channel[None, :], c, n, there)
+        new_values = tl.load(v + batch * ub + head * uh + query[:, None] * us + channel[None, :], there, other=0.0)
+        to = (end + query)[:, None]
+        tl.store(key + to * kt + channel[None, :], new_keys, there)
+        tl.store(value + to * vt + channel[None, :], new_values, there)
+        new_visible = (query < S)[None, :]
         if LIMITED:
-            visible = visible & ((end + query)[None, :] < sees[:, None])
-        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
+            new_visible = new_visible & ((end + query)[None, :] < sees[:, None])
+        most, total, mean = _look(x, new_keys, new_values, new_visible, scale, most, total, mean)
     for start in range(0, end, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         stored = (slot[:, None] < end) & (channel[None, :] < K)

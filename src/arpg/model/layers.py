@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import Rows, decoding, few, usable
+from arpg.kernels import Rows, decoding, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -207,10 +207,7 @@ class MemoryProjection(nn.Linear):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU.
-
-    What SwiGLU makes is handed on, to be added by the norm that comes next; or it is added already (None).
-    """
+    """Pre-norm attention and SwiGLU. What SwiGLU makes is handed on, to be added by the norm that comes next."""
 
     def __init__(self, config: ModelConfig, attention: SelfAttention | CrossAttention) -> None:
         super().__init__()
@@ -227,21 +224,8 @@ class Block(nn.Module):
         mask: Mask,
         source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if delta is None and few(x) and type(self.ffn.down) is nn.Linear:
-            return self._few_rows(x, by, mask, source), None
+    ) -> tuple[Tensor, Tensor]:
         x, normed = self.attn_norm(x, delta, dropout_key_B)
         seen = self.attn(once(self.attn.projection, normed), by, mask, source)
         x, normed = self.ffn_norm(x, self.attn.out(seen), dropout_key_B)
         return x, self.ffn(normed)
-
-    def _few_rows(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, source: Slots | KeyValue | None) -> Tensor:
-        """The same in five kernels, the sum included."""
-        from arpg.kernels.few_rows import linear
-
-        shape, x = x_BSD.shape, x_BSD.flatten(0, 1).contiguous()  # [MASK] may be one row, expanded
-        projected = linear(x, self.attn.projection.weight, norm_D=self.attn_norm.weight, eps=ResidualNorm.EPS)
-        seen = self.attn(projected.view(*shape[:2], -1), by, mask, source)
-        x = linear(seen.flatten(0, 1), self.attn.out.weight, add_MN=x)
-        hidden = linear(x, self.ffn.gate_up.weight, norm_D=self.ffn_norm.weight, eps=ResidualNorm.EPS, swiglu=True)
-        return linear(hidden, self.ffn.down.weight, add_MN=x).view(shape)
