@@ -1,20 +1,21 @@
 """Condition images in the network: queries against the oracle, strength, dropping, gradients, encoders, folders."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 import oracle
 from arpg import InputError, Request, SamplingSettings, decode, make_plan
-from arpg.checkpoint import FolderConfig, load_model, write_folder
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, shipped, write_folder
 from arpg.config import ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
 from arpg.decode import engine
 from arpg.decode.score import fill_bits
 from arpg.model import class_condition, control_condition, text_condition
 from arpg.model.condition import training_control
-from conftest import CONTROL, SMALL, TEXT, controlled_model, small_model, text_states
+from conftest import CONTROL, SMALL, TEXT, controlled_model, small_model, small_tokenizer, text_states
 
 GRID = (4, 4)
 
@@ -256,3 +257,23 @@ def test_a_vit_of_transformers(family, tmp_path, monkeypatch):
         assert (change.argmax(1) == 0).all()
     with pytest.raises(InputError, match="could not be loaded"):
         small_model(dataclasses.replace(SMALL, control=dataclasses.replace(CONTROL, encoder=str(tmp_path / "no"))))
+
+
+def test_a_tokenizer_is_shared(tmp_path):
+    """A folder may name a model in the box instead of holding a tokenizer; its own takes its place."""
+    garden = shipped("garden")
+    write_folder(tmp_path, FolderConfig(model=SMALL, tokenizer_of="garden"), model=small_model().state_dict())
+    assert not (tmp_path / "tokenizer.safetensors").exists()
+    ours, theirs = load_tokenizer(tmp_path).state_dict(), load_tokenizer(garden).state_dict()
+    assert all(torch.equal(t, theirs[k]) for k, t in ours.items())
+    write_folder(tmp_path, FolderConfig(license="MIT"))  # what is not given stays
+    assert read_folder(tmp_path).tokenizer_of == "garden"
+    own = small_tokenizer()
+    write_folder(tmp_path, FolderConfig(tokenizer=own.config), tokenizer=own.state_dict())
+    assert read_folder(tmp_path).tokenizer_of is None
+    assert load_tokenizer(tmp_path).config == own.config
+    data = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (({"tokenizer_of": "garden"}, "take one of them out"), ({"tokenizer_of": "x"}, "'x'")):
+        (tmp_path / "config.json").write_text(json.dumps(data | change))
+        with pytest.raises(InputError, match=message):
+            read_folder(tmp_path)

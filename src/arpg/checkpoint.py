@@ -6,7 +6,8 @@
       tokenizer.safetensors   the tokenizer
       classes.txt             one line per class: name, synonyms; none where the model takes prompts
 
-A folder may hold the network, the tokenizer or both; writing one leaves the other as it is.
+A folder may hold the network, the tokenizer or both; writing one leaves the other as it is. Instead of a tokenizer it
+may name a model in the box whose tokenizer it shares (`tokenizer_of`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
-from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, to_dict
+from arpg.config import SHIPPED, ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, one_of, to_dict
 from arpg.errors import InputError, present, require
 from arpg.files import write_together
 from arpg.model import ARPG
@@ -44,6 +46,12 @@ class FolderConfig:
     sampling: SamplingDefaults | None = None
     license: str = "unknown"
     classes: ClassNames | None = None
+    tokenizer_of: str | None = None  # a model in the box
+
+
+def shipped(name: str) -> Path:
+    """The folder of a model in the box."""
+    return Path(str(resources.files("arpg").joinpath("assets", name)))
 
 
 def read_folder(folder: Path) -> FolderConfig:
@@ -54,8 +62,13 @@ def read_folder(folder: Path) -> FolderConfig:
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     require(isinstance(data, dict) and data.get("format") == FORMAT, f'{path} does not say "format": "{FORMAT}"')
-    unknown = sorted(set(data) - {"format", "model", "tokenizer", "sampling", "license"})
+    unknown = sorted(set(data) - {"format", "model", "tokenizer", "tokenizer_of", "sampling", "license"})
     require(not unknown, f"{path}: unknown key {', '.join(unknown)}")
+
+    shared = data.get("tokenizer_of")
+    if shared is not None:
+        one_of(f"{path}: tokenizer_of", shared, SHIPPED)
+        require("tokenizer" not in data, f"{path} has a tokenizer and shares one; take one of them out")
 
     def section(name: str, cls: type[Any]) -> Any:
         return from_dict(cls, data[name], where=f"{path}: {name}") if name in data else None
@@ -75,6 +88,7 @@ def read_folder(folder: Path) -> FolderConfig:
         sampling=section("sampling", SamplingDefaults),
         license=str(data.get("license", "unknown")),
         classes=classes,
+        tokenizer_of=shared,
     )
 
 
@@ -86,9 +100,11 @@ def write_folder(
         old = read_folder(folder)
         kept = {
             name: getattr(old, name)
-            for name in ("model", "tokenizer", "sampling", "classes")
+            for name in ("model", "tokenizer", "sampling", "classes", "tokenizer_of")
             if getattr(config, name) is None
         }
+        if config.tokenizer is not None:  # its own, from now on
+            kept["tokenizer_of"] = None
         if config.license == "unknown":
             kept["license"] = old.license
         config = replace(config, **kept)
@@ -102,6 +118,8 @@ def write_folder(
         writes[folder / CLASSES] = lambda path: path.write_text(text, encoding="utf-8")
     sections = {name: getattr(config, name) for name in ("model", "tokenizer", "sampling")}
     data = {"format": FORMAT, **{name: to_dict(part) for name, part in sections.items() if part is not None}}
+    if config.tokenizer_of is not None:
+        data["tokenizer_of"] = config.tokenizer_of
     data["license"] = config.license
     writes[folder / CONFIG] = lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     write_together(writes)
@@ -119,8 +137,12 @@ def load_tokenizer(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> VQTokenizer:
     """The tokenizer of a folder, in eval mode; in the stored type unless one is given."""
-    described = read_folder(folder).tokenizer
-    config = present(described, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one")
+    described = read_folder(folder)
+    if described.tokenizer_of is not None:
+        return load_tokenizer(shipped(described.tokenizer_of), device=device, dtype=dtype)
+    config = present(
+        described.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
+    )
     with torch.device("meta"):
         tokenizer = VQTokenizer(config)
     return _load(tokenizer, folder / TOKENIZER, device, dtype)

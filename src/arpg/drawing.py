@@ -21,11 +21,11 @@ from torch import Tensor
 
 from arpg import tasks
 from arpg.config import SamplingSettings
-from arpg.control.picture import Control
+from arpg.control.picture import WHOLE, Control
 from arpg.decode import Request, Step
 from arpg.decode.score import fill_bits
 from arpg.errors import require
-from arpg.image import to_images, to_pil
+from arpg.image import sheet, to_images, to_pil
 from arpg.model import ARPG
 from arpg.stages import Stage
 from arpg.tokenizer import VQTokenizer
@@ -203,10 +203,12 @@ class Drawing:
         (top, left), (high, wide) = part.corner, self.stages[part.stage].window
         return slice(top, top + high), slice(left, left + wide)
 
-    def seen(self) -> list[Image.Image]:
-        """The condition image of each picture as the last stage sees it; none where there are none."""
-        stage = self.stages[-1]
-        return [self.wanted.control_of(row).fit(self._size(stage), stage.part) for row in self.kept if self._steered]
+    def beside(self, rows: Sequence[int], images: Sequence[Image.Image]) -> list[Image.Image]:
+        """The pictures of these candidates, each with its condition image at its left."""
+        require(self._steered, "there is no condition image to show beside the result; give one")
+        part = None if self.stages[-1].part is None else WHOLE
+        shown = [self.wanted.control_of(row).fit(image.size, part) for row, image in zip(rows, images, strict=True)]
+        return [sheet([seen, image], columns=2) for seen, image in zip(shown, images, strict=True)]
 
     @property
     def _steered(self) -> bool:

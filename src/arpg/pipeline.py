@@ -130,8 +130,8 @@ class Pipeline:
         """
         asked: Any = prompt if classes is None else classes
         items: list[Any] = [asked] if asked is None or isinstance(asked, str | int) else list(asked)
-        given = asked is not None or control is not None
-        require(given and len(items) >= 1, f"no {self._takes} is given; there is nothing to draw")
+        something = asked is not None or control is not None
+        require(something and len(items) >= 1, f"no {self._takes} is given; there is nothing to draw")
         negatives = [negative] * len(items) if negative is None or isinstance(negative, str) else list(negative)
         require(
             len(negatives) == len(items),

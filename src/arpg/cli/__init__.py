@@ -14,6 +14,7 @@ from arpg.cli import (
     attention,
     bench,
     captions,
+    control,
     convert,
     evaluate,
     generate,
@@ -34,6 +35,7 @@ app.command()(generate.inpaint)
 app.command()(generate.edit)
 app.command()(generate.outpaint)
 app.command()(generate.expand)
+app.command()(control.control)
 app.command()(models.info)
 app.command()(models.classes)
 app.command()(models.pull)

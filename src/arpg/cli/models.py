@@ -27,6 +27,9 @@ def info(model: Annotated[str | None, typer.Argument(help="A folder, a published
     for name in ("model", "tokenizer", "sampling"):
         part = getattr(described, name)
         fields = configs.to_dict(part) if part is not None else {}
+        if name == "tokenizer" and described.tokenizer_of is not None:
+            lines.append((name, f"that of {described.tokenizer_of}"))
+            continue
         lines.append((name, ", ".join(f"{key} {_plain(value)}" for key, value in fields.items()) or "none"))
     if described.classes is not None:
         lines.append(("classes", f"{len(described.classes)}: {described.classes.name(0)}, ... (see `arpg classes`)"))
@@ -70,8 +73,8 @@ def _info_all() -> None:
     import torch
 
     import arpg
-    from arpg.checkpoint import read_folder
-    from arpg.hub import PUBLISHED, home, shipped
+    from arpg.checkpoint import read_folder, shipped
+    from arpg.hub import PUBLISHED, home
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"{'model':<10}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
