@@ -49,7 +49,7 @@ class Output:
         require(bool(wanted.controls) or not self.beside, "--beside needs a condition image; give --condition")
 
         def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
-            return drawing.beside(rows, images) if self.beside else images  # type: ignore[no-any-return]
+            return drawing.beside(rows, images) if self.beside else images
 
         with _progress(len(drawing)) as tick:
 
