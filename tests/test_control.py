@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oracle
-from arpg import InputError, Request, SamplingSettings, decode, make_plan
+from arpg import InputError, Pipeline, Request, SamplingSettings, checkpoint, decode, make_plan
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, shipped, write_folder
 from arpg.config import ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
@@ -15,6 +15,7 @@ from arpg.decode import engine
 from arpg.decode.score import fill_bits
 from arpg.model import class_condition, control_condition, text_condition
 from arpg.model.condition import training_control
+from arpg.storage import BITS, pack, unpack
 from conftest import CONTROL, SMALL, TEXT, controlled_model, small_model, small_tokenizer, text_states
 
 GRID = (4, 4)
@@ -277,3 +278,60 @@ def test_a_tokenizer_is_shared(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(data | change))
         with pytest.raises(InputError, match=message):
             read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("form", "most"), [("int8", 127), ("int6", 31), ("int4", 7)])
+def test_few_bits(form, most):
+    """Rows within half a step of what they were; as small as the bits say; odd widths and convolutions too."""
+    generator = torch.Generator().manual_seed(0)
+    state = {"a": torch.randn(5, 13, generator=generator), "b": torch.randn(4, 3, 3, 2, generator=generator)}
+    packed = pack({**state, "c": torch.ones(3)}, form)
+    again = unpack(packed, where="here")
+    for key, tensor in state.items():
+        step = tensor.flatten(1).abs().amax(1) / most
+        assert again[key].shape == tensor.shape
+        assert ((again[key] - tensor).flatten(1).abs().amax(1) <= 0.501 * step).all()
+        assert packed[key].nbytes <= tensor.numel() * BITS[form] / 8 + len(tensor)
+    if form != "int8":
+        packed["a"] = packed["a"][:, :-1]
+        with pytest.raises(InputError, match="a does not hold"):
+            unpack(packed, where="here")
+
+
+def test_differences_from_a_model_in_the_box(tmp_path, monkeypatch):
+    """Only what differs is stored; the folder loads like any other, and can be stored whole again."""
+    box = tmp_path / "box"
+    monkeypatch.setattr(checkpoint, "shipped", lambda name: box)
+    base, tokenizer = small_model(), small_tokenizer()
+    parts = {"model": pack(base.state_dict(), "int8"), "tokenizer": tokenizer.state_dict()}
+    write_folder(box, FolderConfig(model=SMALL, tokenizer=tokenizer.config), **parts)
+    tuned = controlled_model()
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if not name.startswith("control."):
+                parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    whole = tmp_path / "whole"
+    write_folder(
+        whole,
+        FolderConfig(model=tuned.config, tokenizer=tokenizer.config, license="MIT"),
+        model=tuned.state_dict(),
+        tokenizer=tokenizer.state_dict(),
+    )
+    checkpoint.write_difference(whole, tmp_path / "small", base="garden", form="int6")
+    described = read_folder(tmp_path / "small")
+    assert (described.base, described.tokenizer_of, described.license) == ("garden", "garden", "MIT")
+    again = load_model(tmp_path / "small").state_dict()
+    for key, tensor in tuned.state_dict().items():
+        close = 0.05 if key.startswith("control.") else 0.002  # a 31st of a difference, a 127th of a weight
+        assert (again[key] - tensor).abs().max() < close, key
+    assert Pipeline.from_pretrained(tmp_path / "small", device="cpu").generate(1, steps=2)[0].size == (8, 8)
+    write_folder(tmp_path / "small", FolderConfig(), model=tuned.state_dict())
+    assert read_folder(tmp_path / "small").base is None
+    other = small_model(dataclasses.replace(SMALL, width=64))
+    write_folder(tmp_path / "other", FolderConfig(model=other.config), model=other.state_dict())
+    with pytest.raises(InputError, match="has another shape"):
+        checkpoint.write_difference(tmp_path / "other", tmp_path / "no", base="garden", form="int6")
+    foreign = {key: t + 1 for key, t in tokenizer.state_dict().items()}
+    write_folder(whole, FolderConfig(tokenizer=tokenizer.config), tokenizer=foreign)
+    with pytest.raises(InputError, match="is not that of garden"):
+        checkpoint.write_difference(whole, tmp_path / "no", base="garden", form="int6")

@@ -10,7 +10,7 @@ import torch
 from arpg import ARPG, InputError
 from arpg.checkpoint import read_folder, shipped
 from arpg.config import MODELS, TextConfig
-from arpg.storage import pack
+from arpg.storage import pack_difference
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
@@ -76,13 +76,15 @@ def test_the_papers_control_fine_tune():
 
 
 def test_garden_control_fits_its_size():
-    """`garden` with an encoder of two to three million parameters; under 25 MB as 8-bit rows with a scale each."""
+    """`garden` with an encoder of two to three million parameters; under 25 MB as 6-bit differences."""
     recipe = read_recipe(next(p for p in RECIPES if p.stem == "garden-control"), ModelRecipe)
     assert dataclasses.replace(recipe.model, control=None) == read_folder(shipped("garden")).model
     assert (recipe.init_from, recipe.optim.schedule, recipe.label_drop) == ("garden", "constant", 0.1)
     model = ARPG(recipe.model)
     assert 2e6 < sum(p.numel() for p in model.control.parameters()) < 3e6
-    assert sum(t.nbytes for t in pack(model.state_dict(), "int8").values()) < 16e6
+    base = {key: t for key, t in model.state_dict().items() if not key.startswith("control.")}
+    packed = pack_difference(model.state_dict(), base, "int6")
+    assert sum(t.nbytes for t in packed.values()) < 22e6
 
 
 @pytest.fixture

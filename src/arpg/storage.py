@@ -1,14 +1,19 @@
-"""Weights in files: reading them safely, and storing them small (half precision, or int8 rows with a scale each)."""
+"""Weights in files: reading them safely, and storing them small.
+
+Small is half precision, or rows of 8, 6 or 4 bits with a scale each; whole, or as differences from another model.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import pickle
 import struct
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -19,7 +24,10 @@ from arpg.errors import InputError, require
 State = dict[str, Tensor]
 # What torch.load raises for files that are cut short or no checkpoints at all.
 _BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
-SCALE = ".scale"  # the key of a row-wise scale, after the key of its int8 tensor
+SCALE = ".scale"  # the key of a row-wise scale, after the key of its tensor
+SHAPE = ".shape"  # likewise of the number of bits and the shape, where bits are squeezed into bytes
+BITS = {"int8": 8, "int6": 6, "int4": 4}
+FORMATS = (*BITS, "float16", "bfloat16", "float32")
 KEEP = ("quantize.embedding.weight",)  # codes are directions: small, and every decoded token depends on them
 
 
@@ -57,33 +65,76 @@ def write_tensors(state: State, path: Path) -> None:
 
 
 def pack(state: State, form: str) -> State:
-    """The state in a storage format. `int8` is for matrices and convolutions; the rest becomes float16."""
-    if form != "int8":
+    """The state in a storage format. Few bits are for matrices and convolutions; the rest becomes float16."""
+    if form not in BITS:
         return {key: tensor.to(getattr(torch, form)) for key, tensor in state.items()}
     packed: State = {}
     for key, tensor in state.items():
         if tensor.dim() < 2 or key.endswith(KEEP):
             packed[key] = tensor.to(torch.float16)
             continue
+        bits = BITS[form]
+        most = 2 ** (bits - 1) - 1
         rows = tensor.detach().float().flatten(1)
-        scale = rows.abs().amax(1).clamp_min(1e-12) / 127
-        packed[key] = (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8).reshape(tensor.shape)
+        scale = rows.abs().amax(1).clamp_min(1e-12) / most
+        levels = (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8)
         packed[key + SCALE] = scale.to(torch.float32)
+        if bits == 8:
+            packed[key] = levels.reshape(tensor.shape)
+        else:
+            packed[key] = _squeeze(levels + most, bits)
+            packed[key + SHAPE] = torch.tensor([bits, *tensor.shape], dtype=torch.int32)
     return packed
 
 
+def pack_difference(state: State, base: State, form: str) -> State:
+    """What differs from another model in a storage format, and what it does not have in 8 bits."""
+    for key, tensor in base.items():
+        require(
+            key in state and state[key].shape == tensor.shape,
+            f"{key} of the other model is not there, or has another shape; differences need a model that grew from it",
+        )
+    difference = {key: state[key].float() - tensor.float().to(state[key].device) for key, tensor in base.items()}
+    return {**pack(difference, form), **pack({key: t for key, t in state.items() if key not in base}, "int8")}
+
+
+def add_difference(state: State, base: State) -> State:
+    """Whole tensors, of plain differences and what they differ from."""
+    return {
+        key: tensor.float() + base[key].float() if key in base and base[key].shape == tensor.shape else tensor
+        for key, tensor in state.items()
+    }
+
+
 def unpack(state: State, *, where: str) -> State:
-    """Plain tensors: int8 ones are multiplied by their scales (in float32), others stay as they are."""
+    """Plain tensors: those of few bits are multiplied by their scales (in float32), others stay as they are."""
     plain: State = {}
     for key, tensor in state.items():
-        if key.endswith(SCALE):
+        if key.endswith((SCALE, SHAPE)):
             continue
+        if key + SHAPE in state:
+            tensor = _levels(tensor, state[key + SHAPE].tolist(), where=f"{where}: {key}")
         if tensor.dtype == torch.int8:
             scale = state.get(key + SCALE)
             if scale is None or scale.shape != tensor.shape[:1]:
-                raise InputError(
-                    f"{where}: {key} is stored in 8 bits without a scale for each of its rows; pack it again"
-                )
+                raise InputError(f"{where}: {key} is stored in few bits without a scale for each row; pack it again")
             tensor = tensor.float() * scale.float().reshape(-1, *[1] * (tensor.dim() - 1))
         plain[key] = tensor
     return plain
+
+
+def _squeeze(unsigned_RC: Tensor, bits: int) -> Tensor:
+    """Each row's numbers one after the other, without the bits above."""
+    spread = np.unpackbits(unsigned_RC.to(torch.uint8).numpy()[..., None], axis=-1)[..., 8 - bits :]
+    return torch.from_numpy(np.packbits(spread.reshape(len(spread), -1), axis=1))
+
+
+def _levels(squeezed: Tensor, described: list[int], *, where: str) -> Tensor:
+    """Signed levels in their shape, from the number of bits and the shape."""
+    bits, *shape = described
+    columns = math.prod(shape[1:])
+    right = 2 <= bits <= 8 and squeezed.shape == (shape[0], -(-columns * bits // 8)) and squeezed.dtype == torch.uint8
+    require(right, f"{where} does not hold {shape} numbers of {bits} bits; pack it again")
+    spread = np.unpackbits(squeezed.numpy(), axis=1, count=columns * bits).reshape(-1, columns, bits)
+    unsigned = np.packbits(spread, axis=2, bitorder="big")[..., 0] >> (8 - bits)
+    return torch.from_numpy(unsigned.astype(np.int16) - (2 ** (bits - 1) - 1)).to(torch.int8).reshape(shape)

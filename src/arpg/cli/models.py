@@ -105,12 +105,14 @@ def _parameters(file: Path) -> int:
 
     from safetensors import SafetensorError, safe_open
 
-    from arpg.storage import SCALE
+    from arpg.storage import SCALE, SHAPE
 
     try:
         with safe_open(file, framework="pt") as tensors:
-            keys = [key for key in tensors.keys() if not key.endswith(SCALE)]  # noqa: SIM118
-            return sum(math.prod(tensors.get_slice(key).get_shape()) for key in keys)
+            every = set(tensors.keys())
+            keys = [key for key in every if not key.endswith((SCALE, SHAPE))]
+            squeezed = {key: tensors.get_tensor(key + SHAPE).tolist()[1:] for key in keys if key + SHAPE in every}
+            return sum(math.prod(squeezed.get(key) or tensors.get_slice(key).get_shape()) for key in keys)
     except SafetensorError as error:
         raise InputError(f"{file} is not a whole safetensors file ({error}); fetch or convert it again") from None
 

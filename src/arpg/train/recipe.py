@@ -66,7 +66,7 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Token folders, as `arpg tokenize` makes them; several are one set, and one that is named twice is drawn from twice as often."""
+    """Token folders, as `arpg tokenize` makes them. Several are one set; one named twice is drawn from as often."""
 
     train: str | tuple[str, ...]
     validation: str | tuple[str, ...] | None = None
