@@ -62,6 +62,10 @@ class MapSet:
     size: tuple[int, int]  # height and width
     shards: Sequence[Array]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
 
 def open_maps(folder: Path, kind: str, size: tuple[int, int], counts: Sequence[int], views: int) -> MapSet:
     """The condition images of a set whose shards have so many images."""
@@ -95,33 +99,43 @@ class ControlMaps:
                 f"condition images are {each.size[1]}x{each.size[0]} and {self.size[1]}x{self.size[0]} pixels; "
                 "expected one size",
             )
-        shards = [(kinds.index(each.kind), each.kind, shard) for each in sets for shard in each.shards]
-        self._ends = np.cumsum([len(shard) for *_, shard in shards])
-        resident = device.type != "cpu" and sum({id(shard): shard.nbytes for *_, shard in shards}.values()) <= RESIDENT
-        where = device if resident else torch.device("cpu")
-        placed: dict[int, Tensor] = {}  # a set that is there several times is stored once
-        for *_, shard in shards:
-            if id(shard) not in placed:
-                placed[id(shard)] = _tensor(shard).to(where)
-        self._shards = [(number, kind, placed[id(shard)]) for number, kind, shard in shards]
+        distinct = {id(each): each for each in sets}  # one that is there several times is stored once
+        resident = device.type != "cpu" and sum(each.nbytes for each in distinct.values()) <= RESIDENT
+        self._stores: list[tuple[int, str, Tensor]] = []
+        placed: dict[int, list[int]] = {}  # the stores of a set
+        for key, each in distinct.items():
+            tensors = [_tensor(shard) for shard in each.shards]
+            tensors = [torch.cat([part.to(device) for part in tensors])] if resident else tensors
+            placed[key] = list(range(len(self._stores), len(self._stores) + len(tensors)))
+            self._stores += [(kinds.index(each.kind), each.kind, tensor) for tensor in tensors]
+        self._store = np.array([store for each in sets for store in placed[id(each)]])
+        self._ends = np.cumsum([len(self._stores[store][2]) for store in self._store])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def gather(self, index: NDArray[np.int64], view: Array) -> tuple[Tensor, Tensor]:
         """`[b, H, W]` in 8 bits and the number of each kind `[b]`, on the device."""
-        shard_b = np.searchsorted(self._ends, index, side="right")
+        place_b = np.searchsorted(self._ends, index, side="right")
+        store_b = self._store[place_b]
+        row_b = index - np.concatenate(([0], self._ends))[place_b]
         parts, kinds, order = [], np.empty(len(index), np.int64), []
-        for s in np.unique(shard_b).tolist():
-            number, kind, stored = self._shards[s]
-            (here,) = np.nonzero(shard_b == s)
-            row = torch.from_numpy(index[here] - (self._ends[s] - len(stored))).to(stored.device)
-            column = torch.from_numpy(np.asarray(view)[here].astype(np.int64)).to(stored.device)
-            parts.append(unpack_maps(stored[row, column].to(self.device, non_blocking=True), kind))
+        for s in np.unique(store_b).tolist():
+            number, kind, stored = self._stores[s]
+            (here,) = np.nonzero(store_b == s)
+            row_column = torch.from_numpy(np.stack((row_b[here], np.asarray(view)[here])).astype(np.int64))
+            row, column = _sent(row_column, stored.device)
+            parts.append(unpack_maps(_sent(stored[row, column], self.device), kind))
             kinds[here] = number
             order.append(here)
-        back = torch.from_numpy(np.argsort(np.concatenate(order))).to(self.device)
-        return torch.cat(parts)[back], torch.from_numpy(kinds).to(self.device)
+        both = _sent(torch.from_numpy(np.stack((np.argsort(np.concatenate(order)), kinds))), self.device)
+        return torch.cat(parts)[both[0]], both[1]
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def _tensor(shard: Array) -> Tensor:
