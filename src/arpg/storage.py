@@ -112,12 +112,16 @@ def unpack(state: State, *, where: str) -> State:
     for key, tensor in state.items():
         if key.endswith((SCALE, SHAPE)):
             continue
-        if key + SHAPE in state:
-            tensor = _levels(tensor, state[key + SHAPE].tolist(), where=f"{where}: {key}")
+        described = state[key + SHAPE].tolist() if key + SHAPE in state else None
+        if described is not None:
+            tensor = _levels(tensor, described, where=f"{where}: {key}")
         if tensor.dtype == torch.int8:
             scale = state.get(key + SCALE)
             if scale is None or scale.shape != tensor.shape[:1]:
-                raise InputError(f"{where}: {key} is stored in few bits without a scale for each row; pack it again")
+                bits = 8 if described is None else described[0]
+                raise InputError(
+                    f"{where}: {key} is stored in {bits} bits without a scale for each of its rows; pack it again"
+                )
             tensor = tensor.float() * scale.float().reshape(-1, *[1] * (tensor.dim() - 1))
         plain[key] = tensor
     return plain

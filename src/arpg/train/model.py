@@ -99,7 +99,11 @@ class ModelTraining:
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
     def _batches(
-        self, tokens: TokenSet, label_drop: float, text: TextStates | None, control: ControlMaps | None
+        self,
+        tokens: TokenSet,
+        label_drop: float,
+        text: TextStates | None = None,
+        control: ControlMaps | None = None,
     ) -> TokenBatches:
         recipe = self.recipe
         return TokenBatches(
