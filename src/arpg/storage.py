@@ -13,11 +13,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from arpg.errors import InputError, require
 
@@ -127,18 +127,29 @@ def unpack(state: State, *, where: str) -> State:
     return plain
 
 
+def _group(bits: int) -> tuple[int, int]:
+    """How many numbers fill how many bytes without a rest."""
+    return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
+
+
 def _squeeze(unsigned_RC: Tensor, bits: int) -> Tensor:
-    """Each row's numbers one after the other, without the bits above."""
-    spread = np.unpackbits(unsigned_RC.to(torch.uint8).numpy()[..., None], axis=-1)[..., 8 - bits :]
-    return torch.from_numpy(np.packbits(spread.reshape(len(spread), -1), axis=1))
+    """Each row's numbers one after the other, without the bits above; the last group of a row is filled up."""
+    many, few = _group(bits)
+    filled = F.pad(unsigned_RC, (0, -unsigned_RC.shape[1] % many))
+    numbers = filled.to(torch.int32).unflatten(1, (-1, many))  # type: ignore[no-untyped-call]
+    word = sum(numbers[..., i] << bits * (many - 1 - i) for i in range(many))
+    return torch.stack([(word >> 8 * (few - 1 - i) & 255).to(torch.uint8) for i in range(few)], -1).flatten(1)
 
 
 def _levels(squeezed: Tensor, described: list[int], *, where: str) -> Tensor:
     """Signed levels in their shape, from the number of bits and the shape."""
     bits, *shape = described
     columns = math.prod(shape[1:])
-    right = 2 <= bits <= 8 and squeezed.shape == (shape[0], -(-columns * bits // 8)) and squeezed.dtype == torch.uint8
-    require(right, f"{where} does not hold {shape} numbers of {bits} bits; pack it again")
-    spread = np.unpackbits(squeezed.numpy(), axis=1, count=columns * bits).reshape(-1, columns, bits)
-    unsigned = np.packbits(spread, axis=2, bitorder="big")[..., 0] >> (8 - bits)
-    return torch.from_numpy(unsigned.astype(np.int16) - (2 ** (bits - 1) - 1)).to(torch.int8).reshape(shape)
+    many, few = _group(bits)
+    right = bits in BITS.values() and squeezed.shape == (shape[0], -(-columns // many) * few)
+    require(right and squeezed.dtype == torch.uint8, f"{where} does not hold {shape} of {bits} bits; pack it again")
+    parts = squeezed.reshape(shape[0], -1, few).unbind(-1)
+    word = sum(part.to(torch.int32) << 8 * (few - 1 - i) for i, part in enumerate(parts))
+    most, mask = 2 ** (bits - 1) - 1, 2**bits - 1
+    numbers = [((word >> bits * (many - 1 - i) & mask) - most).to(torch.int8) for i in range(many)]
+    return torch.stack(numbers, -1).flatten(1)[:, :columns].reshape(shape)

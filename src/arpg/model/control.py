@@ -52,7 +52,7 @@ class ControlQueries(nn.Module):
     def forward(self, pixels_BHW: Tensor, kind_B: Tensor) -> Tensor:
         """`[B, N, D]` from 8-bit images, and which of the kinds each is."""
         grid = self.grid(pixels_BHW)
-        x_BHW = pixels_BHW.to(self.up.weight.dtype) / 127.5 - 1
+        x_BHW = pixels_BHW.to(self.encoder.kind.weight.dtype) / 127.5 - 1
         states_BNE = self.encoder(x_BHW, kind_B, grid)
         added: Tensor = self.down(F.gelu(self.up(states_BNE), approximate="tanh"))
         return added
