@@ -11,7 +11,7 @@ import torch
 from arpg import InputError, Pipeline
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.data.compose import compose_tokens
-from arpg.data.control_maps import ControlMaps, pack_maps, unpack_maps
+from arpg.data.control_maps import ControlMaps, pack_maps, shard_images, unpack_maps
 from arpg.data.images import open_images
 from arpg.data.join import join_tokens
 from arpg.data.tokenize import tokenize
@@ -68,6 +68,13 @@ def test_maps_are_kept_as_they_are(kind):
     expected = np.where(maps >= 128, 255, 0) if kind == "canny" else maps
     assert np.array_equal(again, expected)
     assert stored.nbytes == maps.nbytes // (8 if kind == "canny" else 1)
+
+
+def test_shards_fit_into_memory(tmp_path):
+    assert shard_images("canny", (256, 256), 10) * 10 * 256 * 32 <= 1 << 30
+    assert shard_images("depth", (256, 256), 10) == 1638
+    settings = {"grid": (4, 4), "vocab_size": 24, "classes": (), "views": 10}
+    assert TokenWriter(tmp_path, **settings, control="depth", control_size=(256, 256)).shard_size == 1638
 
 
 def test_gathering_over_shards_and_sets(tmp_path):

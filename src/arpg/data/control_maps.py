@@ -8,6 +8,7 @@ Shapes: n images of a shard, H W pixels, b batch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from arpg.errors import InputError, require
 
 Array = NDArray[Any]
 BITS = ("canny",)  # kinds that are stored as bits
+SHARD = 1 << 30  # bytes of a shard, at most
 RESIDENT = 24 << 30  # bytes that may lie on an accelerator for the whole run
 
 
@@ -36,6 +38,11 @@ def map_shape(kind: str, size: tuple[int, int]) -> tuple[int, int]:
         return size
     require(size[1] % 8 == 0, f"condition images are {size[1]} pixels wide; {kind} needs a multiple of 8")
     return size[0], size[1] // 8
+
+
+def shard_images(kind: str, size: tuple[int, int], views: int) -> int:
+    """How many images a shard may have, so that it fits into memory while it is written."""
+    return max(1, SHARD // (views * math.prod(map_shape(kind, size))))
 
 
 def pack_maps(maps_HW: Array, kind: str) -> NDArray[np.uint8]:
@@ -91,7 +98,7 @@ class ControlMaps:
             require(
                 each.kind in kinds, f"there are condition images of kind {each.kind!r}; the model takes {list(kinds)}"
             )
-        self.device = device
+        self.device, self.kinds = device, tuple(kinds)
         self.size = sets[0].size
         for each in sets:
             require(
@@ -101,15 +108,15 @@ class ControlMaps:
             )
         distinct = {id(each): each for each in sets}  # one that is there several times is stored once
         resident = device.type != "cpu" and sum(each.nbytes for each in distinct.values()) <= RESIDENT
-        self._stores: list[tuple[int, str, Tensor]] = []
+        self._stores: list[tuple[int, Tensor]] = []
         placed: dict[int, list[int]] = {}  # the stores of a set
         for key, each in distinct.items():
             tensors = [_tensor(shard) for shard in each.shards]
             tensors = [torch.cat([part.to(device) for part in tensors])] if resident else tensors
             placed[key] = list(range(len(self._stores), len(self._stores) + len(tensors)))
-            self._stores += [(kinds.index(each.kind), each.kind, tensor) for tensor in tensors]
+            self._stores += [(kinds.index(each.kind), tensor) for tensor in tensors]
         self._store = np.array([store for each in sets for store in placed[id(each)]])
-        self._ends = np.cumsum([len(self._stores[store][2]) for store in self._store])
+        self._ends = np.cumsum([len(self._stores[store][1]) for store in self._store])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -119,17 +126,21 @@ class ControlMaps:
         place_b = np.searchsorted(self._ends, index, side="right")
         store_b = self._store[place_b]
         row_b = index - np.concatenate(([0], self._ends))[place_b]
-        parts, kinds, order = [], np.empty(len(index), np.int64), []
+        found: dict[int, list[Tensor]] = {}  # by kind: what is stored, sent together
+        order: dict[int, list[NDArray[np.int64]]] = {}
         for s in np.unique(store_b).tolist():
-            number, kind, stored = self._stores[s]
+            number, stored = self._stores[s]
             (here,) = np.nonzero(store_b == s)
             row_column = torch.from_numpy(np.stack((row_b[here], np.asarray(view)[here])).astype(np.int64))
             row, column = _sent(row_column, stored.device)
-            parts.append(unpack_maps(_sent(stored[row, column], self.device), kind))
-            kinds[here] = number
-            order.append(here)
-        both = _sent(torch.from_numpy(np.stack((np.argsort(np.concatenate(order)), kinds))), self.device)
-        return torch.cat(parts)[both[0]], both[1]
+            found.setdefault(number, []).append(stored[row, column])
+            order.setdefault(number, []).append(here)
+        maps = [unpack_maps(_sent(torch.cat(parts), self.device), self.kinds[k]) for k, parts in found.items()]
+        index_b = np.concatenate([np.concatenate(parts) for parts in order.values()])
+        kind_b = np.concatenate([np.full(sum(map(len, parts)), k) for k, parts in order.items()])
+        back_b = np.argsort(index_b)
+        both = _sent(torch.from_numpy(np.stack((back_b, kind_b[back_b]))), self.device)
+        return torch.cat(maps)[both[0]], both[1]
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

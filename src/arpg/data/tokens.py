@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arpg.config import CONTROLS, from_dict, one_of, to_dict
-from arpg.data.control_maps import MapSet, control_name, map_shape, open_maps, pack_maps
+from arpg.data.control_maps import MapSet, control_name, map_shape, open_maps, pack_maps, shard_images
 from arpg.errors import InputError, require
 from arpg.files import write_whole
 
@@ -157,6 +157,8 @@ class TokenWriter:
             control,
             control_size,
         )
+        if control:
+            self.shard_size = min(shard_size, shard_images(control, control_size, views))
         self.shards: list[Shard] = []
         self._ids: list[Array] = []
         self._labels: list[Array] = []
