@@ -30,7 +30,7 @@ from arpg.cpu import has_bfloat16, set_threads
 from arpg.decode import decode
 from arpg.decode.planned import Planned
 from arpg.decode.sampling import guide, sample
-from arpg.decode.state import start
+from arpg.decode.start import start
 from arpg.files import write_whole
 from arpg.model import ARPG
 from arpg.packed import unpack_linears

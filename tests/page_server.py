@@ -38,6 +38,7 @@ INFO = {
     "version": "0.1.0",
     "classes": len(NAMES),
     "takes": "class",
+    "prompt_tokens": None,
     "image_size": [SIDE, SIDE],
     "grid": [GRID, GRID],
     "stride": STRIDE,
@@ -87,7 +88,15 @@ INFO = {
             windows="Overlapping windows over a larger grid.", positions="One grid with positions in between."
         ),
     },
-    "limits": {"images": 16, "steps": 1024, "pixels": 4194304, "bytes": 16777216, "side": 768, "best_of": 8},
+    "limits": {
+        "images": 16,
+        "steps": 1024,
+        "pixels": 4194304,
+        "bytes": 16777216,
+        "side": 768,
+        "best_of": 8,
+        "prompt": 2000,
+    },
 }
 
 DEFAULTS = SamplingDefaults(guidance_by_steps=((12, 4.0), (24, 3.0)))
@@ -156,7 +165,8 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/v1/") and not self.allowed():
             return None
         if path == "/v1/arpg/info":
-            return self.send(200, {**INFO, "takes": self.fake.takes})
+            tokens = 64 if self.fake.takes == "text" else None
+            return self.send(200, {**INFO, "takes": self.fake.takes, "prompt_tokens": tokens})
         if path == "/v1/arpg/classes":
             thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
             classes = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
@@ -236,9 +246,8 @@ class Handler(BaseHTTPRequestHandler):
         settings = {**INFO["defaults"], "guidance": DEFAULTS.guidance_for(body.get("steps") or 24), **given}
         images = []
         for i, image in enumerate(finished):
-            text = json.dumps(
-                {"model": "garden", "task": task, "class": body.get("class"), "seed": seed + i, **settings}
-            )
+            asked = {name: body[name] for name in ("class", "prompt", "negative") if name in body}
+            text = json.dumps({"model": "garden", "task": task, **asked, "seed": seed + i, **settings})
             images.append({"png": png(image, text), "seed": seed + i, "width": image.width, "height": image.height})
         seconds = time.perf_counter() - began
         yield "done", {"id": "req_1", "created": 0, "seconds": seconds, "settings": settings, "images": images}

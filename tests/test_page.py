@@ -387,15 +387,3 @@ def test_history_brings_a_mask_back(page):
     again = draw(page, "inpaint")
     assert again["image"] == first["image"]
     assert (np.asarray(opened(again["mask"])) == np.asarray(opened(first["mask"]))).all()
-
-
-def test_a_model_that_takes_text_is_given_a_prompt(fake, visit):
-    fake.takes = "text"
-    page = visit(fake.url)
-    assert not page.is_visible("#class-input")
-    page.click("#go")
-    assert "Write a prompt" in page.inner_text("#notice")
-    page.fill("#prompt", 'two "red" apples')
-    body = draw(page)
-    assert body["prompt"] == 'two "red" apples'
-    assert "class" not in body

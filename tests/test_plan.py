@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arpg import InputError, Plan, SamplingSettings, make_plan
 from arpg.config import ORDERS, SCHEDULES
 from arpg.decode import SamplePlan
-from arpg.decode.order import make_order
+from arpg.decode.order import make_order, order_words
 from arpg.decode.plan import plan_sample
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.grid_picture import draw_plans
@@ -63,7 +63,7 @@ def test_an_order_visits_each_open_position_once(order, grid, seed, data):
 def full(order, grid, seed=0, steps=1):
     num_tokens = grid[0] * grid[1]
     sizes = step_sizes("linear", num_tokens, steps)
-    return make_order(order, grid, np.arange(num_tokens), sizes=sizes, seed=seed).tolist()
+    return make_order(order, grid, np.arange(num_tokens), sizes=sizes, words=order_words(grid, [seed])[0]).tolist()
 
 
 def test_the_fixed_orders():
@@ -99,7 +99,7 @@ def test_local_stays_close_to_what_is_known():
     grid = (12, 12)
     fill = np.array([p for p in range(144) if p % 12 >= 6])
     sizes = step_sizes("linear", 72, 12)
-    order = make_order("local", grid, fill, sizes=sizes, seed=0)
+    order = make_order("local", grid, fill, sizes=sizes, words=order_words(grid, [0])[0])
     assert max(p % 12 for p in order[:12]) <= 8
     assert min(p % 12 for p in order[-6:]) >= 9
 

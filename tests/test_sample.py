@@ -14,7 +14,6 @@ from PIL import Image
 
 from arpg import InputError, Pipeline, cli
 from arpg.data.images import open_images
-from arpg.evaluation import sampling
 from arpg.evaluation.sampling import Share, balanced_labels, count_classes, labels_like, sample_images
 
 SETTINGS = {"steps": 3, "guidance": 2.0}
@@ -111,7 +110,7 @@ def test_interrupted_and_continued_with_another_batch_size(pipeline, tmp_path, m
     assert seen[-1] == (11, 11)
 
     calls = []
-    monkeypatch.setattr(sampling, "decode", lambda *a: calls.append(a))
+    monkeypatch.setattr(pipeline.engine, "decode", lambda *a: calls.append(a))
     assert write(pipeline, tmp_path / "cut.npz", batch_size=3) == whole  # nothing to do
     assert not calls
     with pytest.raises(InputError, match=r"made with other settings.*num 11, not 12"):

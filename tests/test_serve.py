@@ -157,8 +157,9 @@ def test_info_and_classes(client, pipeline):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({}, "class", "class or a prompt"),
-        ({"class": 1, "prompt": "class 1"}, "class", "not both"),
+        ({}, "class", "no class is given"),
+        ({"prompt": "class 1"}, "prompt", "prompt is 'class 1', but the model takes classes"),
+        ({"class": 1, "negative": "x" * 99}, "negative", "the model takes classes"),
         ({"class": "clas 3"}, "class", "did you mean 'class 3'"),
         ({"class": 99}, "class", "0 to 4"),
         ({"class": 1, "steps": 0}, "steps", "greater than or equal to 1"),

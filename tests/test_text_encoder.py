@@ -1,6 +1,8 @@
 """Encoders: MiniLM and a tiny T5 behind one interface; cutting, odd prompts, and states that are kept."""
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from arpg.text import Prompts, open_encoder
 from arpg.text.encoder import readable
 from arpg.text.minilm import PACKAGE
 from arpg.text.t5 import load_t5
+from conftest import FakeEncoder
 
 transformers = pytest.importorskip("transformers")
 WORDS = ["a", "red", "green", "apple", "banana", "on", "left", "of", "background"]
@@ -157,15 +160,38 @@ def test_states_are_kept_in_memory_and_on_disk(t5, tmp_path):
 
 
 def test_memory_is_bounded(t5, monkeypatch):
-    monkeypatch.setattr("arpg.text.prompts.IN_MEMORY", 2)
     prompts = Prompts(TextConfig("tiny", 16, 6), load=lambda: t5)
     a = prompts.states("a")
+    monkeypatch.setattr("arpg.text.prompts.IN_MEMORY", 2 * a.nbytes)
     prompts.states("red")
     assert prompts.states("a") is a  # used again, so it stays
     prompts.states("apple")
     assert prompts.states("a") is a
     assert prompts.states("red") is not None
     assert len(prompts._known) == 2
+
+
+def test_threads_share_prompts():
+    """A prompt is read once, and one prompt at a time, whoever asks: tokenizers are not made for more."""
+
+    class Careful(FakeEncoder):
+        inside = 0
+
+        def states(self, prompts, **options):
+            self.inside += 1
+            assert self.inside == 1
+            time.sleep(0.001)  # the others get their chance
+            made = super().states(prompts, **options)
+            self.inside -= 1
+            return made
+
+    loaded = []
+    shared = Prompts(TextConfig("fake", 12, 7), load=lambda: loaded.append(Careful()) or loaded[-1])
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(shared.states, [f"prompt {i % 6}" for i in range(48)]))
+    assert len(loaded) == 1
+    assert loaded[0].asked == 6
+    assert all(found[i] is found[i % 6] for i in range(48))
 
 
 def test_bad_encoders_are_one_line(t5_folder, tmp_path):

@@ -17,6 +17,7 @@ ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate",
 SCHEDULES = ("arccos", "cosine", "linear")
 GUIDANCE_SCHEDULES = ("linear", "constant", "none")
 ATTENTIONS = ("block", "causal")
+ENGINES = ("auto", "eager", "compiled", "graph")  # see decode/execution.py
 DECODES = ("steps", "exact", "speculative")
 WAYS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
 POSITIONS = ("rope", "cosine")

@@ -17,7 +17,7 @@ from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folde
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import WAYS, SamplingDefaults, SamplingSettings
 from arpg.control.picture import Control, Controls, checked
-from arpg.decode import Request, Step, decode, make_plan
+from arpg.decode import Engine, Request, Step, make_plan
 from arpg.device import choose_device as choose_device
 from arpg.device import choose_dtype
 from arpg.drawing import Drawing, Wanted
@@ -53,8 +53,12 @@ class Pipeline:
         classes: ClassNames | None = None,
         license: str = "unknown",
         prompts: Prompts | None = None,
+        engine: str = "auto",
     ) -> None:
-        """`prompts`: where the states of prompts come from; by default, the encoder that the model names."""
+        """`prompts`: where the states of prompts come from; by default, the encoder that the model names.
+
+        `engine`: how the loop is executed, see `decode/execution.py`.
+        """
         require(
             model.config.vocab_size == tokenizer.config.codebook_size,
             f"the model speaks {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
@@ -63,6 +67,7 @@ class Pipeline:
         patch, stride = model.config.control and model.config.control.patch, tokenizer.config.stride
         require(patch in (None, stride), f"model.control.patch is {patch}; the tokenizer has {stride} pixels per token")
         self.model = model
+        self.engine = Engine(model, engine)
         self.tokenizer = tokenizer
         self.sampling = sampling or SamplingDefaults()
         self.classes = classes or numbered_classes(model.config.num_classes)
@@ -72,7 +77,12 @@ class Pipeline:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+        cls,
+        name: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        engine: str = "auto",
     ) -> Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
@@ -84,7 +94,10 @@ class Pipeline:
         on = choose_device(device)
         model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
-        prepare(model, tokenizer)
+        if on.type == "cpu":  # faster, and the weights stay what they are
+            pack_linears(model)
+            if model.dtype == torch.bfloat16:
+                tokenizer.decode_in(torch.bfloat16)
         text = model.config.text
         prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
         return cls(
@@ -94,6 +107,7 @@ class Pipeline:
             classes=config.classes,
             license=config.license,
             prompts=prompts,
+            engine=engine,
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -315,7 +329,7 @@ class Pipeline:
     def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
         """Plan a request and put it through the loop."""
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        return decode(self.model, request, plan, settings)
+        return self.engine.decode(request, plan, settings)
 
     def _wanted(
         self,
@@ -385,11 +399,3 @@ class Pipeline:
 def _number(num_images: int) -> int:
     require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
     return num_images
-
-
-def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
-    """What makes them faster where they are, for inference. The weights stay what they are."""
-    if model.device.type == "cpu":
-        pack_linears(model)
-        if model.dtype == torch.bfloat16:
-            tokenizer.decode_in(torch.bfloat16)

@@ -78,10 +78,12 @@ def square(tokens: int) -> tuple[int, int]:
     return side, side
 
 
-def open_pipeline(name: str, *, random: bool, device: str = "auto", dtype: str = "auto") -> Pipeline:
+def open_pipeline(
+    name: str, *, random: bool, device: str = "auto", dtype: str = "auto", engine: str = "auto"
+) -> Pipeline:
     """A model with its weights, or with random ones: speed does not depend on them, and nothing is fetched."""
     if not random:
-        return Pipeline.from_pretrained(name, device=device, dtype=dtype)
+        return Pipeline.from_pretrained(name, device=device, dtype=dtype, engine=engine)
     on = choose_device(device)
     model_config, tokenizer_config, sampling = _configs(name)
     model = ARPG(model_config).init_weights(seed=0)
@@ -89,7 +91,7 @@ def open_pipeline(name: str, *, random: bool, device: str = "auto", dtype: str =
     tokenizer = VQTokenizer(tokenizer_config).eval().to(on)
     model = model.to(device=on, dtype=choose_dtype(dtype, on)).eval()
     prepare(model, tokenizer)
-    return Pipeline(model, tokenizer, sampling=sampling, license="none: random weights")
+    return Pipeline(model, tokenizer, sampling=sampling, license="none: random weights", engine=engine)
 
 
 def _configs(name: str) -> tuple[ModelConfig, TokenizerConfig, SamplingDefaults]:

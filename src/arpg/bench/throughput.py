@@ -21,7 +21,6 @@ from arpg.bench.case import Case
 from arpg.bench.roofline import Limits, pixel_work, token_floor
 from arpg.bench.split import split_time
 from arpg.config import to_dict
-from arpg.decode import decode
 from arpg.errors import require
 from arpg.pipeline import Pipeline
 
@@ -93,7 +92,7 @@ def generate(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> t
     wait = _waiter(pipe.model.device)
     began = time.perf_counter()
     request, plan = case.request(pipe.model, seed)
-    for step in decode(pipe.model, request, plan, case.settings):
+    for step in pipe.engine.decode(request, plan, case.settings):
         ids_BN = step.ids_BN
     wait()
     middle = time.perf_counter()

@@ -6,7 +6,7 @@ Shapes: B batch, N grid tokens, S tokens of a turn, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,8 @@ from arpg.decode.planned import Planned
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
 from arpg.decode.speculative import Speculative
-from arpg.decode.state import State, start
+from arpg.decode.start import Inputs, begin, read
+from arpg.decode.state import State
 from arpg.decode.way import Way
 from arpg.errors import require
 from arpg.model import ARPG
@@ -51,14 +52,15 @@ def decode(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings
     A request in which everything is known yields one step that is the request itself.
     """
     check(model, request, plan)
-    return _loop(model, request, plan, settings)
+    way = choose_way(request, plan, settings, model.device)
+    return run(model, read(model, request, guided=plan.guided, ragged=way.ragged), way, settings)
 
 
 @torch.no_grad()
-def _loop(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
+def run(model: ARPG, inputs: Inputs, way: Way, settings: SamplingSettings) -> Generator[Step]:
+    """The loop itself."""
     causal = settings.attention == "causal"
-    way = choose_way(request, plan, settings, model.device)
-    state = start(model, request, guided=plan.guided, causal=causal, tokens=way.tokens, ragged=way.ragged)
+    state = begin(model, inputs, causal=causal, tokens=way.tokens, ragged=way.ragged)
     index = 0
     while advance(model, state, way, settings):
         yield Step(index, way.num_steps, *state.image())

@@ -18,6 +18,7 @@ Those that depend on the seed:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,25 +28,26 @@ from arpg.decode.noise import Stream, random_words, seed_keys
 
 Grid = tuple[int, int]
 Positions = NDArray[np.int64]
+Words = NDArray[np.int64]
 
 
-def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...], seed: int) -> Positions:
+def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...], words: Words) -> Positions:
     """The positions `fill` (rising raster positions) in the named order; `sizes` matters to `local` alone."""
     if name == "local":
-        return _local(grid, fill, sizes, _random_words(grid, seed))
+        return _local(grid, fill, sizes, words)
     if name == "random":
-        full: Positions = np.argsort(_random_words(grid, seed), kind="stable")
+        full: Positions = np.argsort(words, kind="stable")
     elif name == "halton":
-        full = _halton(grid, _random_words(grid, seed))
+        full = _halton(grid, words)
     else:
         full = _FIXED[name](*grid)
-    return full[np.isin(full, fill)]
+    return full if len(fill) == len(full) else full[np.isin(full, fill)]
 
 
-def _random_words(grid: Grid, seed: int) -> NDArray[np.int64]:
-    """A random word for each position of the grid."""
-    positions = torch.arange(grid[0] * grid[1])[None]
-    words: NDArray[np.int64] = random_words(seed_keys([seed]), Stream.ORDER, positions, 1)[0, :, 0].numpy()
+def order_words(grid: Grid, seeds: Sequence[int]) -> Words:
+    """`[seeds, N]`: what an order has of its seed, a random word for each position of the grid."""
+    positions = torch.arange(grid[0] * grid[1]).expand(len(seeds), -1)
+    words: Words = random_words(seed_keys(seeds), Stream.ORDER, positions, 1)[..., 0].numpy()
     return words
 
 
@@ -100,7 +102,7 @@ def _radical_inverse(index: Positions, base: int) -> NDArray[np.float64]:
     return result
 
 
-def _halton(grid: Grid, words: NDArray[np.int64]) -> Positions:
+def _halton(grid: Grid, words: Words) -> Positions:
     """Cells in the order in which the sequence first falls into them."""
     height, width = grid
     # Every cell contains an elementary box of side 1/2^a x 1/3^b, so it is hit among the first 2^a 3^b points.
@@ -115,7 +117,7 @@ def _halton(grid: Grid, words: NDArray[np.int64]) -> Positions:
     return order
 
 
-def _local(grid: Grid, fill: Positions, sizes: tuple[int, ...], words: NDArray[np.int64]) -> Positions:
+def _local(grid: Grid, fill: Positions, sizes: tuple[int, ...], words: Words) -> Positions:
     """Greedy: the next position is the one closest to what is known, and crowding its own step costs.
 
     The cost of a neighbour in the same step falls off with the distance: a Gaussian, one cell wide. Where that

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from arpg.config import SamplingSettings
-from arpg.decode.order import make_order
+from arpg.decode.order import make_order, order_words
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.errors import require
 
@@ -47,16 +49,25 @@ class Plan:
         return any(scale != 1.0 for sample in self.samples for scale in sample.scales)
 
 
-def plan_sample(grid: tuple[int, int], known_N: Sequence[bool], seed: int, settings: SamplingSettings) -> SamplePlan:
-    fill = np.flatnonzero(~np.asarray(known_N, dtype=bool))
-    one_by_one = settings.decode != "steps"
-    sizes = (1,) * len(fill) if one_by_one else step_sizes(settings.schedule, len(fill), settings.steps)
-    order = make_order(settings.order, grid, fill, sizes=sizes, seed=seed)
-    scales = guidance_scales(settings.guidance_schedule, settings.guidance, sizes)
-    return SamplePlan(tuple(order.tolist()), sizes, scales)
-
-
 def make_plan(grid: tuple[int, int], known_BN: Tensor, seeds: Sequence[int], settings: SamplingSettings) -> Plan:
     """The same settings for every sample, each with its own mask and its own order from its seed."""
-    rows = known_BN.tolist()
-    return Plan(tuple(plan_sample(grid, row, seed, settings) for row, seed in zip(rows, seeds, strict=True)))
+    samples = []
+    for known_N, words_N in zip(known_BN.numpy(), order_words(grid, seeds), strict=True):
+        fill = np.flatnonzero(~known_N)
+        sizes, scales = _steps(len(fill), settings)
+        order = make_order(settings.order, grid, fill, sizes=sizes, words=words_N)
+        samples.append(SamplePlan(tuple(order.tolist()), sizes, scales))
+    return Plan(tuple(samples))
+
+
+def plan_sample(grid: tuple[int, int], known_N: Sequence[bool], seed: int, settings: SamplingSettings) -> SamplePlan:
+    """The plan of one sample."""
+    return make_plan(grid, torch.tensor([list(known_N)], dtype=torch.bool), [seed], settings).samples[0]
+
+
+@lru_cache(maxsize=256)
+def _steps(num_tokens: int, settings: SamplingSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The sizes of the steps, and their guidance."""
+    one_by_one = settings.decode != "steps"
+    sizes = (1,) * num_tokens if one_by_one else step_sizes(settings.schedule, num_tokens, settings.steps)
+    return sizes, guidance_scales(settings.guidance_schedule, settings.guidance, sizes)

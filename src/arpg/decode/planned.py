@@ -1,43 +1,56 @@
 """The planned way: a step fills as many positions as the plan says, all at once. Nothing waits for the device.
 
-Shapes: B batch, S tokens of a step, V vocabulary.
+Shapes: B batch, S tokens of a step, T tokens of all steps, K steps, V vocabulary.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
 
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
-from arpg.decode.state import Ask, State, Write, known_positions, pad
+from arpg.decode.start import known_positions
+from arpg.decode.state import Ask, State, Write
 from arpg.decode.way import Turn
 
 
 class Planned:
-    """Every index is on the device before the loop starts."""
+    """Every index is on the device before the loop starts: what the turns hold are parts of three tensors."""
 
     def __init__(self, request: Request, plan: Plan, device: torch.device) -> None:
         known = known_positions(request)
-        steps = [[_part(p.order, p.sizes, s) for p in plan.samples] for s in range(plan.num_steps)]
-        self.ragged = any(len({len(row) for row in rows}) > 1 for rows in (known, *steps))
+        steps = range(plan.num_steps)
+        sizes = [[*p.sizes, *[0] * (len(steps) - len(p.sizes))] for p in plan.samples]
+        self.widths = [max(row[s] for row in sizes) for s in steps]
+        self.ragged = any(len(set(column)) > 1 for column in ([len(row) for row in known], *zip(*sizes, strict=True)))
         self.num_steps: int | None = len(steps)
-        self.tokens = max(len(row) for row in known)
-        self._turns: list[Turn] = []
+        rows = [
+            _padded(p.order, row, self.widths, request.num_tokens) for p, row in zip(plan.samples, sizes, strict=True)
+        ]
+        scales = [[*p.scales, *[1.0] * (len(steps) - len(p.scales))] for p in plan.samples]
+        self.position_BT = torch.tensor(rows, dtype=torch.long).to(device)
+        self.scale_BK = torch.tensor(scales).to(device) if plan.guided else None
+        self.count_BK = torch.tensor(sizes).to(device) if self.ragged else None
+        self.lengths = [max(map(len, known))]  # of the longest row, at first and after each step
+        for s in steps:
+            self.lengths.append(max(len(row) + sum(done[: s + 1]) for row, done in zip(known, sizes, strict=True)))
+        # The last step's tokens are never looked at.
+        self.tokens = max(self.lengths[0], *(self.lengths[s] + self.widths[s] for s in steps[:-1]), 0)
+        self._turns = self._make_turns()
         self._next = 0
 
-        lengths = [len(row) for row in known]
+    def _make_turns(self) -> list[Turn]:
+        turns: list[Turn] = []
         write: Write | None = None
-        for s, rows in enumerate(steps):
-            position_BS = pad(rows, request.num_tokens, device=device)
-            scales = [p.scales[s] if s < len(p.scales) else 1.0 for p in plan.samples]
-            scale_B1 = torch.tensor(scales, device=device)[:, None] if plan.guided else None
-            self._turns.append(Turn(write, Ask(position_BS, scale_B1)))
-            if s + 1 < len(steps):  # the last step's tokens are never looked at
-                self.tokens = max(self.tokens, max(lengths) + position_BS.shape[1])
-            lengths = [length + len(row) for length, row in zip(lengths, rows, strict=True)]
-            count_B = torch.tensor([len(row) for row in rows], device=device) if self.ragged else None
-            write = Write(position_BS, count_B, max(lengths))
+        for s, position_BS in enumerate(torch.split(self.position_BT, self.widths, dim=1)):
+            scale_B1 = None if self.scale_BK is None else self.scale_BK[:, s : s + 1]
+            turns.append(Turn(write, Ask(position_BS, scale_B1)))
+            count_B = None if self.count_BK is None else self.count_BK[:, s]
+            write = Write(position_BS, count_B, self.lengths[s + 1])
+        return turns
 
     def turn(self, state: State) -> Turn | None:
         """The step before enters the cache, and the next one is asked for."""
@@ -50,7 +63,10 @@ class Planned:
         return drawn_BS, None
 
 
-def _part(order: tuple[int, ...], sizes: tuple[int, ...], step: int) -> list[int]:
-    """The positions of one step; none once the sample is done."""
-    start = sum(sizes[:step])
-    return list(order[start : start + sizes[step]]) if step < len(sizes) else []
+def _padded(order: tuple[int, ...], sizes: list[int], widths: list[int], padding: int) -> list[int]:
+    """The positions of all steps, each filled up to its width."""
+    if sizes == widths:
+        return list(order)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    parts = [order[a:b] for a, b in itertools.pairwise(ends)]
+    return [x for part, width in zip(parts, widths, strict=True) for x in (*part, *[padding] * (width - len(part)))]

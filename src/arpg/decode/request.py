@@ -68,6 +68,18 @@ class Request:
             first.place_N2,
         )
 
+    def rows(self, rows: Sequence[int]) -> Request:
+        """Some of its samples, also several times."""
+        index = torch.tensor(list(rows))
+        return Request(
+            self.condition.rows(index),
+            self.grid,
+            self.ids_BN[index.to(self.ids_BN.device)],
+            self.known_BN[index],
+            tuple(self.seeds[row] for row in rows),
+            self.place_N2,
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.known_BN.shape[1]

@@ -18,7 +18,8 @@ from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan, SamplePlan
 from arpg.decode.request import Request
 from arpg.decode.speculative import Speculative
-from arpg.decode.state import Ask, State, Write, gather, known_positions, pad, start
+from arpg.decode.start import known_positions, pad, start
+from arpg.decode.state import Ask, State, Write, gather
 from arpg.decode.way import Turn
 from arpg.model import ARPG
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.decode.order import make_order
+from arpg.decode.order import make_order, order_words
 from arpg.decode.request import Request
 from arpg.model import ARPG, Condition
 
@@ -24,7 +24,8 @@ def make_orders(name: str, grid: tuple[int, int], seeds: range) -> Tensor:
     """`[len(seeds), N]`: whole-image orders. (`local` is taken one token at a time.)"""
     num_tokens = grid[0] * grid[1]
     everything, ones = np.arange(num_tokens), (1,) * num_tokens
-    return torch.from_numpy(np.stack([make_order(name, grid, everything, sizes=ones, seed=seed) for seed in seeds]))
+    orders = [make_order(name, grid, everything, sizes=ones, words=words) for words in order_words(grid, seeds)]
+    return torch.from_numpy(np.stack(orders))
 
 
 @torch.no_grad()

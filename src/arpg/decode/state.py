@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from arpg.decode.noise import seed_keys
-from arpg.decode.request import Request
-from arpg.model import ARPG, Cache, Condition
+from arpg.model import ARPG, Cache
 
 
 @dataclass(frozen=True)
@@ -115,52 +112,6 @@ class State:
         return x_B if self.copies == 1 else torch.cat((x_B,) * self.copies)
 
 
-def pad(rows: Sequence[Sequence[int]], padding: int, *, device: torch.device) -> Tensor:
-    """`[B, S]`: rows of positions, filled up to the longest of them."""
-    longest = max(len(row) for row in rows)
-    padded = [[*row, *[padding] * (longest - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), longest)
-
-
-def known_positions(request: Request) -> list[list[int]]:
-    """Of each sample, in raster order."""
-    return [np.flatnonzero(row).tolist() for row in request.known_BN.numpy()]
-
-
-def start(model: ARPG, request: Request, *, guided: bool, causal: bool, tokens: int, ragged: bool) -> State:
-    """The state of a request before its first step: the condition and the known tokens are in the cache.
-
-    `tokens`: how many image tokens the cache must hold, padding included; `ragged`: rows may differ in length.
-    """
-    device, batch = model.device, len(request.seeds)
-    condition = request.condition
-    lengths = condition.lengths(guided=guided)
-    num_prefix, uniform = max(lengths), len(set(lengths)) == 1
-    prefix_RPD = torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)) if guided else condition.prefix_BPD
-    prefix_R = None if uniform else torch.tensor(lengths, device=device)
-    ragged = ragged or not uniform
-    place_N2 = torch.cat((request.places(), torch.zeros(1, 2))).to(device)
-    state = State(
-        ids_BN=torch.cat((request.ids_BN.to(device), torch.zeros(batch, 1, dtype=torch.long, device=device)), 1),
-        known_BN=torch.cat((request.known_BN, torch.ones(batch, 1, dtype=torch.bool)), 1).to(device),
-        place_BN2=place_N2.expand(batch, -1, -1),
-        key_B2=seed_keys(request.seeds, device=device),
-        query_RND=_queries(model, condition, guided=guided),
-        cache=model.allocate_cache(len(prefix_RPD), num_prefix + tokens, ragged=ragged),
-        num_prefix=num_prefix,
-        prefix_R1=None if prefix_R is None else prefix_R[:, None],
-    )
-    place_RP2 = state._rows(condition.place_BP2)[:, :num_prefix]
-    model.encode(prefix_RPD[:, :num_prefix], place_RP2, state.cache, causal=True, count_B=prefix_R)
-    known = known_positions(request)
-    counts = [len(row) for row in known]
-    if any(counts):
-        count_B = torch.tensor(counts, device=device) if ragged else None
-        write = Write(pad(known, request.num_tokens, device=device), count_B, max(counts))
-        state.encode(model, write, causal=causal)
-    return state
-
-
 def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> State:
     """Some rows of some states as one, with room for so many image tokens: this is how rows join and leave.
 
@@ -191,14 +142,3 @@ def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> Stat
         num_prefix=num_prefix,
         prefix_R1=prefix_R1,
     )
-
-
-def _queries(model: ARPG, condition: Condition, *, guided: bool) -> Tensor | None:
-    """`[R, N + 1, D]`: the condition's queries; plain [MASK] for the unconditional rows and for padding."""
-    query_BND = condition.query_BND
-    if query_BND is None:
-        return None
-    mask_D = model.embedding.weight[model.config.mask_id]
-    if guided:
-        query_BND = torch.cat((query_BND, mask_D.expand_as(query_BND)))
-    return torch.cat((query_BND, mask_D.expand(len(query_BND), 1, -1)), dim=1)

@@ -26,7 +26,7 @@ from torch import Tensor
 from arpg import tasks
 from arpg.config import SamplingSettings, to_dict
 from arpg.data.images import ImageSet
-from arpg.decode import Plan, Request, decode, make_plan
+from arpg.decode import Plan, Request, make_plan
 from arpg.errors import InputError, require
 from arpg.evaluation.results import plain
 from arpg.files import write_whole
@@ -113,7 +113,7 @@ class PixelBatches:
         ahead = self._plan(0)
         for start in starts:
             request, plan = ahead
-            for step in decode(model, request, plan, settings):
+            for step in self.pipe.engine.decode(request, plan, settings):
                 ids_BN = step.ids_BN
             pixels_BHW3 = self._pixels(ids_BN, request.grid)
             if start != starts[-1]:

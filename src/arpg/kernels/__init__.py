@@ -7,7 +7,6 @@ import importlib.util
 import torch
 from torch import Tensor
 
-FUSED_DECODING = False  # attention over the cache and writing into it: until they are measured on a GPU
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
@@ -23,4 +22,4 @@ def usable(x: Tensor) -> bool:
 
 def decoding(x: Tensor) -> bool:
     """Whether the kernels without a gradient may take it, too."""
-    return FUSED_DECODING and usable(x) and not torch.is_grad_enabled()
+    return usable(x) and not torch.is_grad_enabled()

@@ -1,5 +1,6 @@
 """Attention of a handful of queries over a short cache: each query sees the first slots of its row. Forward only.
 
+New slots bring their own keys and values; they go into the cache on the way, so that a layer of Pass 1 is one kernel.
 Shapes: B rows, S queries, T slots, H heads, K head channels.
 """
 
@@ -15,44 +16,65 @@ from torch import Tensor
 from arpg.kernels.rotary import _turned
 
 _SLOTS = 64  # at a time
+_WARPS, _STAGES = 4, 2
+
+Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
 
 def attend(
-    q_BSHK: Tensor,
-    key_BTHK: Tensor,
-    value_BTHK: Tensor,
-    limit_BS: Tensor | None,
-    rotation: tuple[Tensor, Tensor] | None = None,
+    q_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: Tensor, limit_BS: Tensor | None, rotation: Rotation | None = None
 ) -> Tensor:
     """`[B, S, H, K]`. `limit_BS`: how many slots each query sees, one or more; None: all.
 
     With a rotation (`[B, S, K]` each) the queries are turned on their way in.
     """
-    batch, queries, heads, channels = q_BSHK.shape
-    slots = key_BTHK.shape[1]
-    out = torch.empty((batch, queries, heads, channels), dtype=q_BSHK.dtype, device=q_BSHK.device)
-    limit = q_BSHK if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
-    cos, sin = (q_BSHK, q_BSHK) if rotation is None else (x.contiguous() for x in rotation)
+    return _launch((q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK), limit_BS, rotation, key_BTHK.shape[1], new=False)
+
+
+def attend_and_store(
+    qkv_BS3HK: Tensor, cache: tuple[Tensor, Tensor], limit_BS: Tensor | None, rotation: Rotation, first: int | Tensor
+) -> Tensor:
+    """Queries and keys are turned; keys and values go to the cache, from slot `first` (of each row) on. `[B, S, H, K]`.
+
+    `limit_BS` counts slots of the cache, the new ones among them.
+    """
+    q, k, v = qkv_BS3HK.unbind(2)
+    return _launch((q, k, v), cache, limit_BS, rotation, first, new=True)
+
+
+def _launch(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    limit_BS: Tensor | None,
+    rotation: Rotation | None,
+    first: int | Tensor,
+    *,
+    new: bool,
+) -> Tensor:
+    q, k, v = qkv
+    batch, queries, heads, channels = q.shape
+    out = torch.empty((batch, queries, heads, channels), dtype=q.dtype, device=q.device)
+    limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
+    cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
+    ragged = isinstance(first, Tensor)
     rows = max(16, min(64, triton.next_power_of_2(queries)))
-    turns = triton.cdiv(slots, _SLOTS)
-    turns = turns if turns <= 8 else 8 * triton.cdiv(turns, 8)  # few kernels for many lengths
     _attend[(triton.cdiv(queries, rows), batch * heads)](
-        q_BSHK, key_BTHK, value_BTHK, limit, cos, sin, out,
-        *q_BSHK.stride()[:3], *key_BTHK.stride()[:3], *value_BTHK.stride()[:3], *limit.stride()[:2], *out.stride()[:3],
-        queries, slots, heads, math.log2(math.e) / math.sqrt(channels), channels,
-        limit_BS is not None, rotation is not None, rows, _SLOTS, max(16, triton.next_power_of_2(channels)), turns,
-        num_warps=4, num_stages=3,
+        q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
+        *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
+        limit_BS is not None, rotation is not None, new, ragged, rows, _SLOTS,
+        max(16, triton.next_power_of_2(channels)), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "first"])
 def _attend(  # type: ignore[no-untyped-def]
-    q, key, value, limit, cos, sin, out,
-    qb, qs, qh, kb, kt, kh, vb, vt, vh, lb, ls, ob, os, oh,
-    S, T, H, scale, K: tl.constexpr,
-    LIMITED: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
-    TURNS: tl.constexpr,
+    q, k, v, key, value, limit, cos, sin, lengths, out,
+    qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt, kh, vb, vt, vh, lb, ls,
+    S, first, H, scale, K: tl.constexpr,
+    LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head of one row; softmax on the fly, in base 2."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
@@ -61,28 +83,61 @@ def _attend(  # type: ignore[no-untyped-def]
     there = (query[:, None] < S) & (channel[None, :] < K)
     x = tl.load(q + batch * qb + query[:, None] * qs + head * qh + channel[None, :], there, other=0.0)
     if TURN:
-        even = 2 * tl.arange(0, CHANNELS // 2)[None, :]
-        pair, real = (batch * S + query[:, None]) * K + even, (query[:, None] < S) & (even < K)
-        c, n = tl.load(cos + pair, real, other=0.0), tl.load(sin + pair, real, other=0.0)
-        x = _turned(x, c, n, ROWS, CHANNELS).to(x.dtype)
-    sees = tl.full((ROWS,), T, tl.int64)
+        x = _turn_rows(x, cos, sin, batch, query, S, K, ROWS, CHANNELS)
+    end = first
+    if RAGGED:
+        end = tl.load(lengths + batch).to(tl.int32)
     if LIMITED:
-        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int64)
+        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for turn in range(TURNS):
-        slot = turn * SLOTS + tl.arange(0, SLOTS)
-        stored = (slot[:, None] < T) & (channel[None, :] < K)
-        k = tl.load(key + batch * kb + slot[:, None] * kt + head * kh + channel[None, :], stored, other=0.0)
-        score = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where((slot[None, :] < sees[:, None]) & (slot[None, :] < T), score, float("-inf"))
-        higher = tl.maximum(most, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        fade = tl.exp2(most - higher)
-        v = tl.load(value + batch * vb + slot[:, None] * vt + head * vh + channel[None, :], stored, other=0.0)
-        total = total * fade + tl.sum(weight, 1)
-        mean = mean * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        most = higher
+    for start in range(0, end, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        stored = (slot[:, None] < end) & (channel[None, :] < K)
+        keys = tl.load(key + batch * kb + slot[:, None] * kt + head * kh + channel[None, :], stored, other=0.0)
+        values = tl.load(value + batch * vb + slot[:, None] * vt + head * vh + channel[None, :], stored, other=0.0)
+        visible = (slot < end)[None, :]
+        if LIMITED:
+            visible = visible & (slot[None, :] < sees[:, None])
+        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
+    if NEW:
+        for start in range(0, S, ROWS):
+            new = start + tl.arange(0, ROWS)
+            real = (new[:, None] < S) & (channel[None, :] < K)
+            keys = tl.load(k + batch * nb + new[:, None] * ns + head * nh + channel[None, :], real, other=0.0)
+            values = tl.load(v + batch * ub + new[:, None] * us + head * uh + channel[None, :], real, other=0.0)
+            keys = _turn_rows(keys, cos, sin, batch, new, S, K, ROWS, CHANNELS)
+            if tl.program_id(0) == 0:
+                slot = end + new
+                tl.store(key + batch * kb + slot[:, None] * kt + head * kh + channel[None, :], keys, real)
+                tl.store(value + batch * vb + slot[:, None] * vt + head * vh + channel[None, :], values, real)
+            visible = (new < S)[None, :]
+            if LIMITED:
+                visible = visible & ((end + new)[None, :] < sees[:, None])
+            most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
     result = (mean / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + batch * ob + query[:, None] * os + head * oh + channel[None, :], result, there)
+    tl.store(out + ((batch * S + query[:, None]) * H + head) * K + channel[None, :], result, there)
+
+
+@triton.jit
+def _look(x, keys, values, visible, scale, most, total, mean):  # type: ignore[no-untyped-def]
+    """Some more slots enter the softmax. A query may see none of them, as long as it has seen one before."""
+    score = tl.dot(x, tl.trans(keys), input_precision="ieee") * scale
+    score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(most, tl.max(score, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - safe[:, None])
+    fade = tl.exp2(most - safe)
+    total = total * fade + tl.sum(weight, 1)
+    mean = mean * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    return higher, total, mean
+
+
+@triton.jit
+def _turn_rows(x, cos, sin, batch, slot, S, K: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of one head, turned by the angles of their slots."""
+    even = 2 * tl.arange(0, CHANNELS // 2)[None, :]
+    pair, real = (batch * S + slot[:, None]) * K + even, (slot[:, None] < S) & (even < K)
+    c, n = tl.load(cos + pair, real, other=0.0), tl.load(sin + pair, real, other=0.0)
+    return _turned(x, c, n, ROWS, CHANNELS).to(x.dtype)

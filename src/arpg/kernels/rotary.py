@@ -6,6 +6,7 @@ Shapes: B batch, S slots, H heads, K head channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,24 +42,18 @@ def turn(x_BSHK: Tensor, cos_BSK: Tensor, sin_BSK: Tensor, back: bool = False) -
 
 
 def store_turned(
-    parts: tuple[Tensor, ...],
+    key_BSHK: Tensor,
+    value_BSHK: Tensor,
     cos_BSK: Tensor,
     sin_BSK: Tensor,
     *,
     key_BTHK: Tensor,
     value_BTHK: Tensor,
     first: int | Tensor,
-) -> Tensor:
-    """Keys, turned, and values go into a cache, from slot `first` (of each row) on. No gradient.
-
-    Three parts: the first are queries, which are returned, turned.
-    """
-    if len(parts) == 2:
-        _launch((parts[0], *parts), (key_BTHK, key_BTHK, value_BTHK), cos_BSK, sin_BSK, sets=2, first=first)
-        return key_BTHK
-    q = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    _launch(parts, (q, key_BTHK, value_BTHK), cos_BSK, sin_BSK, sets=3, first=first)
-    return q
+) -> None:
+    """Keys, turned, and values go into a cache, from slot `first` (of each row) on. No gradient."""
+    sources, targets = (key_BSHK, key_BSHK, value_BSHK), (key_BTHK, key_BTHK, value_BTHK)
+    _launch(sources, targets, cos_BSK, sin_BSK, sets=2, first=first)
 
 
 def _launch(
@@ -85,7 +80,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "first"])
 def _turn_kernel(  # type: ignore[no-untyped-def]
     x0, x1, x2, y0, y1, y2, cos, sin, lengths, S, H,
     xb0, xs0, xh0, xb1, xs1, xh1, xb2, xs2, xh2, yb0, ys0, yh0, yb1, ys1, yh1, yb2, ys2, yh2, first,
@@ -114,6 +109,29 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
 def _turned(x, cos, sin, HEADS: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
     even, odd = tl.split(tl.reshape(x.to(tl.float32), (HEADS, K // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (HEADS, K))
+
+
+def angles(place_BS2: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """`model/rope.py::rotation` in one pass: cosines and sines `[B, S, K]`."""
+    place_BS2 = place_BS2.contiguous()
+    cos, sin = (torch.empty((*place_BS2.shape[:2], head_dim), device=place_BS2.device) for _ in range(2))
+    _angles[(place_BS2.numel() // 2,)](
+        place_BS2, cos, sin, math.log2(base), head_dim, triton.next_power_of_2(head_dim), num_warps=1
+    )
+    return cos, sin
+
+
+@triton.jit
+def _angles(place, cos, sin, log_base, K: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One slot. The first half of the channels turns by the row, the second by the column, in pairs."""
+    slot = tl.program_id(0).to(tl.int64)
+    row, column = tl.load(place + 2 * slot), tl.load(place + 2 * slot + 1)
+    channel = tl.arange(0, CHANNELS)
+    exponent = ((channel % (K // 2)) // 2).to(tl.float32) / (K // 4)
+    angle = tl.where(channel < K // 2, row, column) * tl.exp2(-log_base * exponent)
+    somewhere = (row >= 0).to(tl.float32)
+    tl.store(cos + slot * K + channel, tl.cos(angle) * somewhere, channel < K)
+    tl.store(sin + slot * K + channel, tl.sin(angle) * somewhere, channel < K)
 
 
 @split_turned.register_fake

@@ -54,13 +54,16 @@ class ARPG(nn.Module):
             self.control.init_weights()
         return self
 
-    def compile_parts(self) -> None:
-        """Compile the parts that repeat, each on its own: seconds, where the whole network takes a minute."""
+    def compile_parts(self, *, dynamic: bool | None = None) -> None:
+        """Compile the parts that repeat, each on its own: seconds, where the whole network takes a minute.
+
+        `dynamic`: whether for sizes that differ from call to call; None: as they come.
+        """
         parts = [self.token_dropout, self.memory_norm, self.norm, *self.pass1, *self.memory_kv, *self.pass2]
         if self.control is not None and isinstance(self.control.encoder, PatchEncoder):
             parts += self.control.encoder.blocks
         for part in parts:
-            part.compile()
+            part.compile(dynamic=dynamic)
 
     @property
     def device(self) -> torch.device:
@@ -205,8 +208,8 @@ class ARPG(nn.Module):
         dropout_key_B: Tensor | None = None,
     ) -> Tensor:
         """The normed output of the last layer: what the head turns into logits."""
-        if query_BSD is None:
-            query_BSD = self.embedding.weight[self.config.mask_id].expand(*place_BS2.shape[:-1], -1)
+        if query_BSD is None:  # one and the same for all: the first layer turns it into one query, too
+            query_BSD = _stream(self.embedding.weight[self.config.mask_id]).expand(*place_BS2.shape[:-1], -1)
         by = self._rotation(place_BS2)
         x, delta = _stream(self._at(query_BSD, place_BS2)), None
         mask = sees(limit, memories[0][0].shape[1], x)

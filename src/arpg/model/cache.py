@@ -25,7 +25,7 @@ class Slots:
     key_BTHK: Tensor
     value_BTHK: Tensor
     first: int | Tensor  # the first new slot, of all rows or of each
-    slot_BS: Tensor
+    num_new: int
     stop: int  # where the last row ends with them
 
     def write(self, key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
@@ -34,8 +34,9 @@ class Slots:
             part = slice(self.first, self.stop)
             self.key_BTHK[:, part], self.value_BTHK[:, part] = key_BSHK, value_BSHK
         else:
-            row_B1 = torch.arange(len(self.slot_BS), device=self.slot_BS.device)[:, None]
-            self.key_BTHK[row_B1, self.slot_BS], self.value_BTHK[row_B1, self.slot_BS] = key_BSHK, value_BSHK
+            row_B1 = torch.arange(len(self.first), device=self.first.device)[:, None]
+            slot_BS = self.first[:, None] + torch.arange(self.num_new, device=self.first.device)
+            self.key_BTHK[row_B1, slot_BS], self.value_BTHK[row_B1, slot_BS] = key_BSHK, value_BSHK
         return self.all()
 
     def all(self) -> KeyValue:
@@ -64,9 +65,10 @@ class Cache:
         dtype: torch.dtype,
     ) -> None:
         shape = (num_layers, rows, slots, num_heads, head_dim)
-        # Zeros, not empty: a masked slot still enters 0 * value, and garbage may be NaN.
-        self.key_LBTHK = torch.zeros(shape, device=device, dtype=dtype)
-        self.value_LBTHK = torch.zeros(shape, device=device, dtype=dtype)
+        # Ragged: zeros, since a masked slot still enters 0 * value, and garbage may be NaN.
+        make = torch.zeros if ragged else torch.empty
+        self.key_LBTHK = make(shape, device=device, dtype=dtype)
+        self.value_LBTHK = make(shape, device=device, dtype=dtype)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=device) if ragged else None
         self.end = 0
 
@@ -133,20 +135,21 @@ class Writer:
         self.cache = cache
         self.num_new = num_new
         self.stop = cache.end + num_new
-        new_S = torch.arange(num_new, device=cache.key_LBTHK.device)
-        self.slot_BS = new_S + (cache.end if cache.length_B is None else cache.length_B[:, None])
-        self.slot_BS = self.slot_BS.reshape(-1, num_new)
 
     def limit(self, *, causal: bool, count_B: Tensor | None) -> Limit:
         """What the new slots see: everything before them, and each other (block-wise) or only backwards."""
-        if causal:
-            return "causal" if self.cache.length_B is None and self.cache.end == 0 else self.slot_BS + 1
-        if self.cache.length_B is None:
+        end, length_B = self.cache.end, self.cache.length_B
+        if causal and self.num_new > 1:
+            if length_B is None and end == 0:
+                return "causal"
+            new_S = torch.arange(1, self.num_new + 1, device=self.cache.key_LBTHK.device)[None]
+            return new_S + (end if length_B is None else length_B[:, None])
+        if length_B is None:
             return None
         new: int | Tensor = self.num_new if count_B is None else count_B
-        return (self.cache.length_B + new)[:, None]
+        return (length_B + new)[:, None]
 
     def slots(self, layer: int) -> Slots:
         cache = self.cache
         first = cache.end if cache.length_B is None else cache.length_B
-        return Slots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.slot_BS, self.stop)
+        return Slots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.num_new, self.stop)

@@ -36,11 +36,14 @@ class Condition:
     def __len__(self) -> int:
         return self.prefix_BPD.shape[0]
 
-    def rows(self, rows: slice) -> Condition:
-        """The condition of some of the samples."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        some: dict[str, Any] = {name: None if part is None else part[rows] for name, part in parts.items()}
-        return Condition(**some)
+    def rows(self, rows: slice | Tensor) -> Condition:
+        """The condition of some of the samples: a slice, or their indices."""
+
+        def some(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[rows.to(part.device) if isinstance(rows, Tensor) else rows]
+
+        parts: dict[str, Any] = {field.name: some(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return Condition(**parts)
 
     def lengths(self, *, guided: bool) -> list[int]:
         """Real prefix slots of each row: the conditional ones, then (guided) the unconditional."""

@@ -5,6 +5,7 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -38,7 +39,7 @@ class ResidualNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The stream, and the stream normed. No delta: there was no layer before."""
         if delta_BSD is None:
-            return x_BSD, self._norm(x_BSD)
+            return x_BSD, once(self._norm, x_BSD)
         p = self.dropout.p if self.training else 0.0
         keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
         if usable(x_BSD) and (p == 0 or keys is not None):
@@ -51,6 +52,8 @@ class ResidualNorm(nn.Module):
         return x_BSD, self._norm(x_BSD)
 
     def _norm(self, x: Tensor) -> Tensor:
+        if decoding(x):
+            return F.rms_norm(x, x.shape[-1:], eps=self.EPS) * self.weight
         x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.EPS)
         return normed.type_as(x) * self.weight
@@ -99,12 +102,11 @@ def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
     return rotate(q, by), rotate(k, by), v
 
 
-def store_turned(parts: tuple[Tensor, ...], by: Rotation, slots: Slots) -> Tensor:
-    """Keys and values straight into the cache; the queries, if they come first, are returned, turned."""
-    from arpg.kernels.rotary import store_turned as fused
-
-    q: Tensor = fused(parts, *by, key_BTHK=slots.key_BTHK, value_BTHK=slots.value_BTHK, first=slots.first)
-    return q
+def once(function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+    """A function of the channels; where all slots of all rows are one and the same (expanded), it is called for one."""
+    if not decoding(x_BSD) or x_BSD.stride()[:2] != (0, 0):
+        return function(x_BSD)
+    return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
 
 
 def sees(limit: Limit, num_slots: int, x: Tensor) -> Mask:
@@ -143,12 +145,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, slots: Slots | None) -> Tensor:
         qkv_BS3HK = self.qkv(x_BSD).unflatten(-1, (3, self.num_heads, -1))
-        if slots is not None and by is not None and decoding(qkv_BS3HK):
-            q, kv = store_turned(qkv_BS3HK.unbind(2), by, slots), slots.all()
+        if slots is not None and by is not None and not isinstance(mask, str) and decoding(qkv_BS3HK):
+            from arpg.kernels.attention import attend_and_store
+
+            seen = attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
         else:
             q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
-            kv = (k, v) if slots is None else slots.write(k, v)
-        out: Tensor = self.out(attend(q, kv, mask))
+            seen = attend(q, (k, v) if slots is None else slots.write(k, v), mask)
+        out: Tensor = self.out(seen)
         return out
 
 
@@ -162,7 +166,8 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
-        q_BSHK = self.q(x_BSD).unflatten(-1, (self.num_heads, -1))
+        q_BSD = once(self.q, x_BSD)
+        q_BSHK = q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1)
         out: Tensor = self.out(attend(q_BSHK, memory, mask, by))
         return out
 
@@ -178,7 +183,9 @@ class MemoryProjection(nn.Linear):
         kv_BSE = super().forward(x_BSD)
         key, value = kv_BSE.unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
         if slots is not None and by is not None and decoding(key):
-            store_turned((key, value), by, slots)
+            from arpg.kernels.rotary import store_turned
+
+            store_turned(key, value, *by, key_BTHK=slots.key_BTHK, value_BTHK=slots.value_BTHK, first=slots.first)
             return slots.all()
         key = key if by is None else turn(key, by)
         return (key, value) if slots is None else slots.write(key, value)

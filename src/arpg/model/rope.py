@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from arpg.kernels import fusible
+
 BASE = 10000.0
 NOWHERE = -1.0
 
@@ -44,6 +46,10 @@ def unturned(*shape: int, device: torch.device | str = "cpu") -> Tensor:
 
 def rotation(place_BS2: Tensor, head_dim: int) -> Rotation:
     """The first half of a head's channels turns by the row, the second by the column (float32)."""
+    if fusible(place_BS2) and not torch.is_grad_enabled():
+        from arpg.kernels.rotary import angles as fused
+
+        return Rotation(*fused(place_BS2, head_dim, BASE))
     angles, somewhere = _angles(place_BS2, head_dim // 4)
     angles = angles.flatten(-2).repeat_interleave(2, dim=-1)
     return Rotation(angles.cos() * somewhere, angles.sin() * somewhere)

@@ -53,12 +53,11 @@ class Ticket:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Rows with the same key can be drawn together."""
+        """Rows with the same key can be drawn together, however long their prompts are."""
         s, request, condition = self.settings, self.request, self.request.condition
         place = None if request.place_N2 is None else request.place_N2.numpy().tobytes()
-        prefix = (condition.prefix_BPD.shape[1], condition.query_BND is None)
         drawn = (s.attention, s.temperature, s.top_k, s.top_p, s.decode, s.draft)
-        return (request.grid, place, prefix, self.plan.guided, drawn)
+        return (request.grid, place, condition.query_BND is None, self.plan.guided, drawn)
 
 
 Place = tuple[Ticket, int]  # a row of a ticket

@@ -27,6 +27,7 @@ class Limits:
     candidates: int = 32  # images times best_of
     steps: int = 1024
     side: int = 768  # pixels of a result, along its longer side
+    prompt: int = 2000  # characters
     pixels: int = 1 << 22  # of a picture that is sent
     bytes: int = 1 << 24  # of a request
 
@@ -47,6 +48,15 @@ class Limits:
                 f"{num} images, each the best of {best_of}, are {num * best_of} drawings; at most "
                 f"{self.candidates} are made for one request",
                 param="best_of",
+            )
+
+    def check_text(self, text: str, *, param: str) -> None:
+        if len(text) > self.prompt:
+            raise Problem(
+                400,
+                f"{param} has {len(text)} characters; at most {self.prompt} are taken, make it shorter",
+                param=param,
+                code="too_long",
             )
 
     def check_size(self, size: tuple[int, int], *, param: str) -> None:

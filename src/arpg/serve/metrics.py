@@ -28,6 +28,9 @@ class Metrics:
             "arpg_batch_rows", "Images that were drawn together in a step", buckets=_ROWS, registry=registry
         )
         self.step = Histogram("arpg_step_seconds", "Time of a step of a batch", buckets=_SECONDS, registry=registry)
+        self.prompt = Histogram(
+            "arpg_prompt_seconds", "Time to read a prompt that is not kept", buckets=_SECONDS, registry=registry
+        )
         self.cancelled = Counter("arpg_cancelled", "Requests whose client went away", registry=registry)
         self.failures = Counter("arpg_failures", "Batches that failed on the server", registry=registry)
         self.rejected = Counter("arpg_rejected", "Requests that found the queue full", registry=registry)

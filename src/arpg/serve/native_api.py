@@ -90,7 +90,8 @@ def native_routes(house: House) -> APIRouter:
             "model": house.name,
             "version": arpg.__version__,
             "classes": config.num_classes,
-            "takes": "class",
+            "takes": house.studies.takes,
+            "prompt_tokens": None if config.text is None else config.text.max_tokens,
             "image_size": (config.grid[1] * stride, config.grid[0] * stride),
             "grid": config.grid,
             "stride": stride,
@@ -102,7 +103,7 @@ def native_routes(house: House) -> APIRouter:
 
     @router.get("/classes", response_model=Classes, responses={k: ERRORS[k] for k in (401, 503)})
     async def classes() -> dict[str, Any]:
-        """All classes by id."""
+        """All classes by id; none where the model takes text."""
         names = house.pipeline.classes
         has = thumbnails_file(house) is not None
         return {
@@ -124,7 +125,7 @@ def native_routes(house: House) -> APIRouter:
 
     @router.post("/generate", responses=DRAWS)
     async def generate(request: Request, body: Generate) -> Response:
-        """Images of a class."""
+        """Images of a class or a prompt."""
         return await draw(request, body, house.studies.generate)
 
     @router.post("/inpaint", responses=DRAWS)
@@ -134,7 +135,7 @@ def native_routes(house: House) -> APIRouter:
 
     @router.post("/edit", responses=DRAWS)
     async def edit(request: Request, body: Edit) -> Response:
-        """Put another class into a box."""
+        """Put another class or prompt into a box."""
         return await draw(request, body, house.studies.edit)
 
     @router.post("/outpaint", responses=DRAWS)

@@ -23,7 +23,7 @@ from arpg.serve.limits import read_picture
 from arpg.serve.native_api import ERRORS, event_schema
 from arpg.serve.orders import Ordered, alpha_mask
 from arpg.serve.problem import Problem
-from arpg.serve.schemas import MOST, Error, Sampling, Seed
+from arpg.serve.schemas import MOST, Error, Sampling, Seed, Text
 
 QUALITIES = {"low": 0.5, "medium": 1.0, "standard": 1.0, "auto": 1.0, "high": 2.0, "hd": 2.0}  # times the model's steps
 KINDS = ("image_generation", "image_edit")
@@ -33,7 +33,8 @@ ENCODINGS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
 class Images(Sampling):
     """What both routes take: the API's own fields, and ours."""
 
-    prompt: Annotated[str, Field(min_length=1, max_length=32000, description="The name of a class, or its id.")]
+    prompt: Annotated[str, Field(min_length=1, max_length=32000, description="Text, or the name or id of a class.")]
+    negative: Text | None = Field(None, description="Ours: a prompt that guidance leads away from.")
     model: Annotated[str, Field(max_length=200)] | None = Field(None, description="As in /v1/models.")
     n: Annotated[int, Field(ge=1, le=MOST.images)] | None = None
     size: Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] | None = Field(
@@ -53,7 +54,7 @@ class Images(Sampling):
 
 class Generations(Images):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "3", "n": 2, "seed": 7, "steps": 12}]})
-    moderation: Literal["auto", "low"] | None = Field(None, description="Not used: the classes are all there is.")
+    moderation: Literal["auto", "low"] | None = Field(None, description="Not used.")
     style: Literal["vivid", "natural"] | None = Field(None, description="Not used.")
 
 
@@ -159,32 +160,32 @@ def openai_routes(house: House) -> APIRouter:
 
     @router.post("/images/generations", responses=DRAWS)
     async def generations(request: Request, body: Generations) -> Response:
-        """Images of the class that the prompt names."""
+        """Images of the prompt, or of the class that it names."""
 
         def order() -> Ordered:
             studies, options = house.studies, _options(house, body)
-            label, size = studies.find(body.prompt, param="prompt"), _size(house, body)
+            subject, size = studies.named(body.prompt, body.negative), _size(house, body)
             if size is not None:
-                return studies.enlarge(None, label, size, way=WAYS[0], options=options)
-            return studies.generate_label(label, options)
+                return studies.enlarge(None, subject, size, way=WAYS[0], options=options)
+            return studies.draw(subject, options)
 
         return await draw(request, body, order, "image_generation")
 
     @router.post("/images/edits", responses=DRAWS, openapi_extra=_form_schema())
     async def edits(request: Request) -> Response:
-        """Put the class that the prompt names where the mask is transparent."""
+        """Put the prompt, or the class that it names, where the mask is transparent."""
         body, files = await _form(request, house)
 
         def order() -> Ordered:
-            options = _options(house, body)
+            studies, options = house.studies, _options(house, body)
+            subject = studies.named(body.prompt, body.negative)
             image = read_picture(files["image"], house.limits, param="image", alpha=True)
             mask = alpha_mask(read_picture(files.get("mask", files["image"]), house.limits, param="mask", alpha=True))
             if mask.getextrema() == (0, 0):
                 raise Problem(400, "nothing is transparent in the mask; that is what is edited", param="mask")
             if _size(house, body, image.size) is not None:
                 raise Problem(400, f"size is {body.size}; an edit is as large as its image", param="size")
-            picture = image.convert("RGB")
-            return house.studies.fill(picture, mask, body.prompt, feather=body.feather, options=options, param="prompt")
+            return studies.fill(image.convert("RGB"), mask, subject, feather=body.feather, options=options)
 
         return await draw(request, body, order, "image_edit")
 

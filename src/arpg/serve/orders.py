@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -19,38 +20,48 @@ from arpg.serve.schemas import Common, Edit, Expand, Generate, Inpaint, Outpaint
 Ordered = tuple[Drawing, dict[str, Any]]  # and what to tell about it, with the settings
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What a picture shall show: a class or texts, whichever the model takes. Nothing at all: what fits."""
+
+    class_: int | None = None
+    prompt: str | None = None
+    negative: str | None = None
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What the pipeline is given besides a class."""
+        given = {"prompt": self.prompt, "negative": self.negative}
+        return {name: text for name, text in given.items() if text is not None}
+
+
 class Studies:
-    """Orders for one model. Its methods decode pictures and run the tokenizer: not for the event loop's thread."""
+    """Orders for one model. Its methods read pictures and prompts with networks: not for the event loop's thread."""
 
     def __init__(self, pipeline: Pipeline, name: str, limits: Limits) -> None:
         self.pipeline, self.name, self.limits = pipeline, name, limits
 
     def generate(self, body: Generate) -> Ordered:
-        class_ = body.class_ if body.class_ is not None else body.prompt
-        if class_ is None or (body.class_ is not None and body.prompt is not None):
-            raise Problem(400, "expected a class or a prompt, and not both", param="class")
-        label = self.find(class_, param="prompt" if body.class_ is None else "class")
-        return self.generate_label(label, self._options(body))
+        return self.draw(self._subject(body, needed=True), self._options(body))
 
-    def generate_label(self, label: int, options: dict[str, Any]) -> Ordered:
-        return self._told("generate", label, self.pipeline.generation(label, **options))
+    def draw(self, subject: Subject, options: dict[str, Any]) -> Ordered:
+        return self._told("generate", subject, self.pipeline.generation(subject.class_, **subject.texts, **options))
 
     def inpaint(self, body: Inpaint) -> Ordered:
+        subject = self._subject(body)
         image, mask = self._picture(body.image, "image"), self._picture(body.mask, "mask")
-        return self.fill(image, mask, body.class_, feather=body.feather, options=self._options(body))
+        return self.fill(image, mask, subject, feather=body.feather, options=self._options(body))
 
     def fill(
         self,
         image: Image.Image,
         mask: Image.Image,
-        class_: str | int | None,
+        subject: Subject,
         *,
         feather: int,
         options: dict[str, Any],
-        param: str = "class",
     ) -> Ordered:
         """White of the mask is filled."""
-        label = None if class_ is None else self.find(class_, param=param)
         if mask.size != image.size:
             raise Problem(
                 400,
@@ -58,46 +69,54 @@ class Studies:
                 "the same size",
                 param="mask",
             )
-        drawing = self.pipeline.inpainting(image, mask, label, feather=feather, **options)
-        return self._told("inpaint", label, drawing)
+        drawing = self.pipeline.inpainting(image, mask, subject.class_, feather=feather, **subject.texts, **options)
+        return self._told("inpaint", subject, drawing)
 
     def edit(self, body: Edit) -> Ordered:
-        label, image = self.find(body.class_), self._picture(body.image, "image")
+        subject, image = self._subject(body, needed=True), self._picture(body.image, "image")
+        options = self._options(body)
         left, top, right, bottom = body.box
         box = (left, top, right, bottom)
-        options = self._options(body)
-        return self._told(
-            "edit", label, self.pipeline.editing(image, box, label, feather=body.feather, **options), box=body.box
-        )
+        drawing = self.pipeline.editing(image, box, subject.class_, feather=body.feather, **subject.texts, **options)
+        return self._told("edit", subject, drawing, box=body.box)
 
     def outpaint(self, body: Outpaint) -> Ordered:
-        label = None if body.class_ is None else self.find(body.class_)
-        image = self._picture(body.image, "image")
+        subject, image = self._subject(body), self._picture(body.image, "image")
         sides = {"left": body.left, "top": body.top, "right": body.right, "bottom": body.bottom}
         width, height = image.width + body.left + body.right, image.height + body.top + body.bottom
         if width * height > self.limits.pixels:
             raise Problem(400, f"the result would have {width}x{height} pixels; at most {self.limits.pixels} are made")
-        drawing = self.pipeline.outpainting(image, label, **sides, **self._options(body))
-        return self._told("outpaint", label, drawing, **sides)
+        drawing = self.pipeline.outpainting(image, subject.class_, **sides, **subject.texts, **self._options(body))
+        return self._told("outpaint", subject, drawing, **sides)
 
     def expand(self, body: Expand) -> Ordered:
-        label = None if body.class_ is None else self.find(body.class_)
+        subject, way = self._subject(body, needed=body.image is None), body.way or WAYS[0]
         image = None if body.image is None else self._picture(body.image, "image")
-        way = body.way or WAYS[0]
-        return self.enlarge(image, label, (body.size[0], body.size[1]), way=way, options=self._options(body))
+        return self.enlarge(image, subject, (body.size[0], body.size[1]), way=way, options=self._options(body))
 
     def enlarge(
         self,
         image: Image.Image | None,
-        label: int | None,
+        subject: Subject,
         size: tuple[int, int],
         *,
         way: str,
         options: dict[str, Any],
     ) -> Ordered:
         self.limits.check_size(size, param="size")
-        drawing = self.pipeline.expansion(image, label, size=size, way=way, **options)
-        return self._told("expand", label, drawing, size=list(size), way=way)
+        drawing = self.pipeline.expansion(image, subject.class_, size=size, way=way, **subject.texts, **options)
+        return self._told("expand", subject, drawing, size=list(size), way=way)
+
+    @property
+    def takes(self) -> Literal["class", "text"]:
+        return "class" if self.pipeline.prompts is None else "text"
+
+    def named(self, prompt: str, negative: str | None) -> Subject:
+        """What the prompt of the OpenAI API asks for: a class by its name, where the model takes classes."""
+        if self.takes == "text":
+            return self._texts(prompt, negative)
+        self._refuse("negative", negative)
+        return Subject(self.find(prompt, param="prompt"))
 
     def find(self, class_: str | int, *, param: str = "class") -> int:
         """The id of a class; an unknown one is a problem with the names that are nearest to it."""
@@ -120,13 +139,44 @@ class Studies:
         chosen = secrets.randbelow(2**32) if seed is None else seed
         return {"num_images": num, "seed": chosen, "best_of": best_of, "batch_size": num * best_of, **given}
 
+    def _subject(self, body: Common, *, needed: bool = False) -> Subject:
+        if self.takes == "text":
+            self._refuse("class", body.class_)
+            subject, missing, name = self._texts(body.prompt, body.negative), body.prompt is None, "prompt"
+        else:
+            self._refuse("prompt", body.prompt)
+            self._refuse("negative", body.negative)
+            subject, missing, name = Subject(), body.class_ is None, "class"
+            if body.class_ is not None:
+                subject = Subject(self.find(body.class_))
+        if needed and missing:
+            raise Problem(400, f"no {name} is given; the model takes one, so there is nothing to draw", param=name)
+        return subject
+
+    def _texts(self, prompt: str | None, negative: str | None) -> Subject:
+        subject = Subject(None, prompt, negative)
+        for name, text in subject.texts.items():
+            self.limits.check_text(text, param=name)
+        return subject
+
+    def _refuse(self, name: str, value: str | int | None) -> None:
+        """Whatever belongs to the other kind of model."""
+        if value is not None:
+            shown = repr(value if isinstance(value, int) or len(value) <= 40 else value[:40] + "...")
+            other = (
+                "prompts; give a prompt instead" if self.takes == "text" else "classes; give one of /v1/arpg/classes"
+            )
+            raise Problem(
+                400, f"{name} is {shown}, but the model takes {other}", param=name, code=f"takes_{self.takes}"
+            )
+
     def _options(self, body: Common) -> dict[str, Any]:
         return self.options(body, num=body.num, seed=body.seed, best_of=body.best_of)
 
     def _picture(self, text: str, param: str) -> Image.Image:
         return read_picture(decode_base64(text, param=param), self.limits, param=param)
 
-    def _told(self, task: str, label: int | None, drawing: Drawing, **more: Any) -> Ordered:
+    def _told(self, task: str, subject: Subject, drawing: Drawing, **more: Any) -> Ordered:
         """Checks that the drawing is not too much work, and says what it is."""
         tokens = max(stage.grid[0] * stage.grid[1] for stage in drawing.stages)
         most = (self.limits.side // self.pipeline.tokenizer.config.stride) ** 2
@@ -134,7 +184,8 @@ class Studies:
             raise Problem(
                 400, f"the result would have {tokens} tokens; at most {most} are drawn, ask for a smaller size"
             )
-        return drawing, {"model": self.name, "task": task, "class": label, **more}
+        shown = {"prompt": subject.prompt, **subject.texts} if self.takes == "text" else {"class": subject.class_}
+        return drawing, {"model": self.name, "task": task, **shown, **more}
 
 
 def alpha_mask(mask: Image.Image) -> Image.Image:

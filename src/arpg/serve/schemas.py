@@ -24,6 +24,7 @@ Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_len
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 ClassName = Annotated[str, Field(max_length=200)] | int
 ClassField = Annotated[ClassName | None, Field(alias="class", description="Name or id of a class; names ignore case.")]
+Text = Annotated[str, Field(max_length=MOST.prompt)]
 Base64 = Annotated[str, Field(min_length=1, max_length=MOST.bytes, description="A PNG, JPEG or WebP file in base64.")]
 Feather = Annotated[int, Field(ge=0, le=256, description="Blend this many pixels inside the seam.")]
 Side = Annotated[int, Field(ge=0, le=MOST.side, description="Pixels to add on this side.")]
@@ -57,6 +58,9 @@ class Sampling(Strict):
 
 
 class Common(Sampling):
+    class_: ClassField = None
+    prompt: Text | None = Field(None, description="Instead of a class, where the model takes text.")
+    negative: Text | None = Field(None, description="A prompt that guidance leads away from.")
     num: int = Field(1, ge=1, le=MOST.images, description="How many images.")
     seed: Seed | None = Field(0, description="Image i has seed + i * best_of; null: a random one, told in the answer.")
     best_of: int = Field(1, ge=1, le=MOST.best_of, description="Draw so many of each, keep the most likely.")
@@ -71,8 +75,6 @@ class Generate(Common):
     """Images of a class, or of a prompt where the model takes text."""
 
     model_config = _example({"class": 3, "num": 2, "steps": 12, "seed": 7}, {"class": 0, "stream": True})
-    class_: ClassField = None
-    prompt: str | None = Field(None, max_length=2000, description="Text; a class name where the model knows classes.")
 
 
 class Inpaint(Common):
@@ -81,17 +83,15 @@ class Inpaint(Common):
     model_config = _example({"image": TINY_PNG, "mask": TINY_PNG, "class": 3, "steps": 8})
     image: Base64
     mask: Base64
-    class_: ClassField = None
     feather: Feather = 0
 
 
 class Edit(Common):
-    """The box is replaced by another class."""
+    """The box is replaced by another class or prompt."""
 
     model_config = _example({"image": TINY_PNG, "box": [4, 4, 12, 12], "class": 3, "steps": 8})
     image: Base64
     box: Annotated[list[int], Field(min_length=4, max_length=4, description="Left, top, right, bottom in pixels.")]
-    class_: Annotated[ClassName, Field(alias="class")]
     feather: Feather = 0
 
 
@@ -104,18 +104,16 @@ class Outpaint(Common):
     top: Side = 0
     right: Side = 0
     bottom: Side = 0
-    class_: ClassField = None
 
 
 class Expand(Common):
-    """A picture, or one of the class that is drawn first, at a larger size."""
+    """A picture, or one of the class or prompt that is drawn first, at a larger size."""
 
     model_config = _example({"size": [128, 128], "class": 3, "way": "windows", "steps": 8})
     image: Base64 | None = None
     size: Annotated[
         list[Annotated[int, Field(ge=1, le=MOST.side)]], Field(min_length=2, max_length=2, description="Width, height.")
     ]
-    class_: ClassField = None
     way: WayName | None = Field(None, description="How the larger grid is filled.")
 
 
@@ -172,6 +170,7 @@ class Info(BaseModel):
     version: str
     classes: int
     takes: Literal["class", "text"]
+    prompt_tokens: int | None = Field(description="What is beyond so many tokens of a prompt is cut; null: classes.")
     image_size: tuple[int, int]
     grid: tuple[int, int]
     stride: int

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from arpg.serve.jobs import Job, Preview, Result
 from arpg.serve.metrics import Metrics
 from arpg.serve.pixels import SharedTokenizer
 from arpg.serve.problem import Problem, failed, wrong
+from arpg.serve.prompts import shared_prompts
 from arpg.tokenizer import VQTokenizer
 
 log = logging.getLogger(__name__)
@@ -56,11 +57,14 @@ class Studio:
             sampling=pipeline.sampling,
             classes=pipeline.classes,
             license=pipeline.license,
+            prompts=shared_prompts(pipeline, self.metrics),
         )
         self.batcher = Batcher(
             pipeline.model, max_batch=max_batch, max_wait=max_wait, threads=threads, metrics=self.metrics
         )
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="arpg-studio")
+        # New jobs have threads of their own: while pictures and prompts are read, previews go on.
+        self._preparing = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
+        self._painting = ThreadPoolExecutor(4, thread_name_prefix="arpg-paint")
         self._closed = False
         self.seconds_per_image = 1.0  # of late, for Retry-After
 
@@ -70,15 +74,20 @@ class Studio:
 
     def start(self, job: Job, build: Build) -> None:
         """Draw what `build` makes; it is called in another thread."""
-        self._do(job, lambda: _Sitting(self, job, *build()).next_request())
+        self._do(self._preparing, job, lambda: _JobRun(self, job, *build()).next_request())
+
+    def paint(self, job: Job, work: Callable[[], None]) -> None:
+        """Make pictures of what a job has so far, in another thread."""
+        self._do(self._painting, job, work)
 
     def close(self) -> None:
         self._closed = True
         self.batcher.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._preparing, self._painting):
+            pool.shutdown(wait=True, cancel_futures=True)
         self.tokenizer.close()
 
-    def _do(self, job: Job, work: Callable[[], None]) -> None:
+    def _do(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
         """In another thread, as a part of the job: whatever goes wrong there is how the job ends."""
 
         def guarded() -> None:
@@ -95,7 +104,7 @@ class Studio:
                 self.lose(job, error)
 
         try:
-            self._pool.submit(guarded)
+            pool.submit(guarded)
         except RuntimeError:  # the pool is closed
             job.end(failed())
 
@@ -104,8 +113,8 @@ class Studio:
         job.end(failed())
 
 
-class _Sitting:
-    """One job in the studio."""
+class _JobRun:
+    """The way of one job through the studio: its requests to the batcher, its steps to previews, its end to files."""
 
     def __init__(self, studio: Studio, job: Job, drawing: Drawing, about: dict[str, Any]) -> None:
         self.studio, self.job, self.drawing, self.about = studio, job, drawing, about
@@ -174,7 +183,7 @@ class _Sitting:
                     self.painting = False
             self._paint()
 
-        self.studio._do(self.job, run)
+        self.studio.paint(self.job, run)
 
     def take(self, step: Step) -> None:
         self.drawing.take(step)

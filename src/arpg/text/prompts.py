@@ -6,6 +6,7 @@ The encoder is only loaded for a prompt that nobody has asked for before.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from arpg.text.encoder import TextEncoder
 from arpg.text.minilm import load_minilm
 from arpg.text.t5 import load_t5
 
-IN_MEMORY = 4096
+IN_MEMORY = 1 << 28  # bytes of states
 
 
 def load_encoder(name: str, *, max_tokens: int, device: torch.device | str = "cpu") -> TextEncoder:
@@ -42,7 +43,7 @@ def open_encoder(config: TextConfig, *, device: torch.device | str = "cpu") -> T
 
 
 class Prompts:
-    """States by prompt."""
+    """States by prompt. Any thread may ask: prompts that are kept are there at once, new ones are made one by one."""
 
     def __init__(
         self,
@@ -56,7 +57,9 @@ class Prompts:
         self.config, self.folder = config, folder
         self._load = load or (lambda: open_encoder(config, device=device))
         self._encoder: TextEncoder | None = None
-        self._known: OrderedDict[str, Tensor] = OrderedDict()
+        self._known: OrderedDict[str, Tensor] = OrderedDict()  # the one that was asked for last is last
+        self._bytes = 0
+        self._keeping, self._making = threading.Lock(), threading.Lock()
 
     @property
     def encoder(self) -> TextEncoder:
@@ -66,16 +69,33 @@ class Prompts:
 
     def states(self, prompt: str) -> Tensor:
         """`[T, E]`, on the CPU. One prompt at a time, so that its states depend on nothing else."""
-        found = self._known.pop(prompt, None)
-        if found is None:
-            found = self._from_disk(prompt)
-        if found is None:
-            found = self.encoder.states([prompt])[0]
-            self._to_disk(prompt, found)
-        self._known[prompt] = found
-        while len(self._known) > IN_MEMORY:
-            self._known.popitem(last=False)
+        found = self._kept(prompt)
+        if found is not None:
+            return found
+        with self._making:
+            found = self._kept(prompt)  # somebody else may have asked for it meanwhile
+            if found is None:
+                found = self._from_disk(prompt)
+                if found is None:
+                    found = self.encoder.states([prompt])[0]
+                    self._to_disk(prompt, found)
+                self._keep(prompt, found)
         return found
+
+    def _kept(self, prompt: str) -> Tensor | None:
+        with self._keeping:
+            found = self._known.get(prompt)
+            if found is not None:
+                self._known.move_to_end(prompt)
+            return found
+
+    def _keep(self, prompt: str, states: Tensor) -> None:
+        """Those that nobody has asked for the longest make room."""
+        with self._keeping:
+            self._known[prompt] = states
+            self._bytes += states.nbytes
+            while self._bytes > IN_MEMORY and len(self._known) > 1:
+                self._bytes -= self._known.popitem(last=False)[1].nbytes
 
     def _path(self, prompt: str) -> Path | None:
         if self.folder is None or Path(self.config.encoder).is_dir():  # a folder may change

@@ -260,7 +260,7 @@ async function restore({ task, body, answer, map, label, about }) {
 }
 
 function setSubject(body) {
-  if (info.takes === "text") byId("prompt").value = body.prompt ?? "";
+  if (info.takes === "text") form.texts = body;
   else if (body.class != null) picker.choose(picker.find(body.class)?.name ?? String(body.class));
 }
 
@@ -285,7 +285,7 @@ async function openFile(file) {
     settings.restore({ ...made.settings, ...Object.fromEntries(NAMES.map((name) => [name, made.settings?.[name] ?? made[name]])) });
     setSubject(made);
     if (Number.isInteger(made.seed)) form.setSeed(made.seed, true);
-    notices.show("info", "The picture says how it was made: its class, seed and settings are set.");
+    notices.show("info", `The picture says how it was made: its ${info.takes === "text" ? "prompt" : "class"}, seed and settings are set.`);
   } else if (scaled) {
     notices.show("info", `The picture was scaled from ${scaled.join(" × ")} to ${size}, the most this server takes.`);
   }
@@ -297,7 +297,7 @@ async function openFile(file) {
 
 // What went wrong, and what to do.
 
-const FIELDS = { class: "class-input", prompt: "prompt", mask: "board", box: "box-l", size: "size-w", num: "num", seed: "seed", feather: "feather" };
+const FIELDS = { class: "class-input", prompt: "prompt", negative: "negative", mask: "board", box: "box-l", size: "size-w", num: "num", seed: "seed", feather: "feather" };
 
 function fail(error, again = () => {}) {
   if (error instanceof api.Gone) {
@@ -311,7 +311,9 @@ function fail(error, again = () => {}) {
   notices.show("error", error.message, [...nearest, ...retry]);
   const field = byId(error instanceof NotYet ? error.field : FIELDS[error.param] || `set-${error.param}`);
   if (!field) return;
-  if (error.param && field.matches("input")) field.setAttribute("aria-invalid", "true");
+  if (error.param && field.matches("input, textarea")) field.setAttribute("aria-invalid", "true");
+  const fold = field.closest("details");
+  if (fold) fold.open = true;
   field.focus();
 }
 

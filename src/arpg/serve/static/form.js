@@ -19,13 +19,10 @@ export class Form {
   constructor(info, onchange) {
     Object.assign(this, { info, onchange, locked: false });
     this.#number("num", 1, info.limits.images);
-    byId("prompt-field").hidden = info.takes !== "text";
-    byId("class-field").hidden = info.takes === "text";
-    if (info.takes === "text") byId("from-class").nextElementSibling.textContent = "From the prompt";
+    this.#subject(info);
     document.querySelectorAll("input[name=task]").forEach((input) => input.addEventListener("change", () => this.#task()));
     document.querySelectorAll("input[name=from]").forEach((input) => input.addEventListener("change", () => this.#task()));
     byId("fits").addEventListener("change", () => this.#task());
-    byId("prompt").addEventListener("input", () => onchange("subject"));
     for (const corner of CORNERS) byId(`box-${corner}`).addEventListener("input", () => onchange("box"));
     for (const side of SIDES) {
       byId(`side-${side}`).step = info.stride;
@@ -40,6 +37,13 @@ export class Form {
 
   get task() {
     return radio("task");
+  }
+
+  /** What was asked for in the past; nothing is an empty field. */
+  set texts({ prompt, negative }) {
+    byId("prompt").value = prompt ?? "";
+    byId("negative").value = negative ?? "";
+    byId("negative-field").open = Boolean(negative);
   }
 
   set task(name) {
@@ -84,6 +88,7 @@ export class Form {
       takes: this.info.takes,
       from: radio("from"),
       fits: byId("fits").checked,
+      negative: byId("negative").value.trim(),
       seed: this.seed,
       num: Math.max(1, number("num")),
       feather: number("feather"),
@@ -183,9 +188,26 @@ export class Form {
     byId("box-fill").hidden = form.task !== "inpaint";
     byId("fits-field").hidden = !canFit(form);
     const free = canFit(form) && form.fits;
-    byId("class-input").disabled = byId("prompt").disabled = free;
+    byId("class-input").disabled = byId("prompt").disabled = byId("negative").disabled = free;
     byId("class-chips").hidden = free || form.task !== "generate";
     this.onchange("task");
+  }
+
+  /** A model takes classes or prompts; the page shows the field of the one. */
+  #subject(info) {
+    const text = info.takes === "text";
+    byId("prompt-field").hidden = !text;
+    byId("class-field").hidden = text;
+    if (!text) return;
+    byId("from-class").nextElementSibling.textContent = "From the prompt";
+    byId("prompt-about").textContent = `The first ${info.prompt_tokens} tokens count; a word is one or two.`;
+    for (const id of ["prompt", "negative"]) {
+      byId(id).maxLength = info.limits.prompt;
+      byId(id).addEventListener("input", () => {
+        byId(id).removeAttribute("aria-invalid");
+        this.onchange("subject");
+      });
+    }
   }
 
   #number(id, min, max) {

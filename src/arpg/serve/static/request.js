@@ -19,6 +19,7 @@ export function makeBody(form) {
   if (task === "outpaint") Object.assign(body, form.sides);
   if (task === "expand") Object.assign(body, { size: form.size, ...(form.way ? { way: form.way } : {}) });
   body[takes === "text" ? "prompt" : "class"] = subject;
+  if (takes === "text" && subject !== null && form.negative) body.negative = form.negative;
   if ((task === "inpaint" || task === "edit") && form.feather) body.feather = form.feather;
   const given = { ...settings };
   if (given.top_k === 0) delete given.top_k;

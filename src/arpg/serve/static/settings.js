@@ -4,7 +4,7 @@ import { byId, icon, make, paintSlider, radio, setRadio } from "./dom.js";
 
 const NUMBERS = [
   ["steps", "Steps", "Rounds of drawing. Fewer is faster: each then fills more tokens at once."],
-  ["guidance", "Guidance", "How closely the class is followed. 1 turns it off."],
+  ["guidance", "Guidance", "How closely what was asked for is followed. 1 turns it off."],
   ["temperature", "Temperature", "How freely tokens are drawn. 0 always takes the likeliest."],
   ["order", "Order", ""],
   ["schedule", "Schedule", ""],

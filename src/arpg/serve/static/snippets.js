@@ -8,7 +8,6 @@ const NAMES = { inpaint: "filled", edit: "edited", outpaint: "wide", expand: "la
 
 const slug = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40);
 const target = ({ task, body }) => NAMES[task] || slug(body.class ?? body.prompt) || "out";
-const subject = ({ body }) => body.prompt ?? body.class ?? null;
 
 /** In single quotes where a shell would read something into it. */
 export const shellQuote = (text) =>
@@ -24,6 +23,7 @@ export function commandLine({ task, body, model }) {
   if (body.size) add("size", body.size.join("x"));
   if (body.way) add("way", body.way);
   if (body.prompt != null) add("prompt", body.prompt);
+  if (body.negative != null) add("negative", body.negative);
   if (body.class != null) add("class", body.class);
   if (body.feather) add("feather", body.feather);
   if (model !== "garden") add("model", model);
@@ -34,14 +34,13 @@ export function commandLine({ task, body, model }) {
 
 export function python({ task, body, model }) {
   const literal = (value) => (Array.isArray(value) ? `(${value.join(", ")}${value.length === 1 ? "," : ""})` : JSON.stringify(value));
-  const given = subject({ body });
   const positional = [];
   const named = [];
   if (body.image != null) positional.push('Image.open("picture.png")');
   if (task === "inpaint") positional.push('Image.open("mask.png")');
   if (task === "edit") named.push(`box=${literal(body.box)}`);
-  if (task === "generate") positional.push(literal(given));
-  else if (given !== null) named.push(`class_=${literal(given)}`);
+  if (body.class != null) task === "generate" ? positional.push(literal(body.class)) : named.push(`class_=${literal(body.class)}`);
+  for (const name of ["prompt", "negative"]) if (body[name] != null) named.push(`${name}=${literal(body[name])}`);
   for (const side of ["left", "top", "right", "bottom"]) if (body[side]) named.push(`${side}=${body[side]}`);
   if (body.size) named.push(`size=${literal(body.size)}`);
   if (body.way) named.push(`way=${literal(body.way)}`);
