@@ -13,7 +13,7 @@ from PIL import Image
 
 from arpg import stages
 from arpg.canvas import Box, Canvas, box_mask
-from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import WAYS, SamplingDefaults, SamplingSettings
 from arpg.control.picture import Control, Controls, checked
@@ -26,7 +26,6 @@ from arpg.hub import home, resolve
 from arpg.image import to_rgb
 from arpg.likelihood import picture_bits
 from arpg.model import ARPG
-from arpg.packed import pack_linears
 from arpg.tasks import Label, Prompt
 from arpg.text import Prompts
 from arpg.tokenizer import VQTokenizer
@@ -94,10 +93,7 @@ class Pipeline:
         on = choose_device(device)
         model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
-        if on.type == "cpu":  # faster, and the weights stay what they are
-            pack_linears(model)
-            if model.dtype == torch.bfloat16:
-                tokenizer.decode_in(torch.bfloat16)
+        prepare(model, tokenizer)
         text = model.config.text
         prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
         return cls(
