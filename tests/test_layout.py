@@ -15,7 +15,7 @@ LAYERS = [
     {"checkpoint"},
     {"convert"},
     {"hub"},
-    {"decode"},
+    {"decode", "control"},
     {"tasks", "grid_picture", "windows"},
     {"stages"},
     {"drawing"},

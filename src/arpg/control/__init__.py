@@ -1,0 +1,1 @@
+"""Condition images: what is drawn from a picture to steer another."""
