@@ -9,7 +9,7 @@ from PIL import Image
 
 from arpg import InputError
 from arpg.control.depth import FastDepth, TransformersDepth, open_depth
-from arpg.control.extract import KINDS, depth_picture, extract, ready_made, soft_edges, stretched
+from arpg.control.extract import KINDS, depth_map, extract, ready_made, soft_edges, stretched
 from conftest import noise
 
 # ONNX is protobuf: a tag (field number and type), then the value. Enough of it for one node.
@@ -157,9 +157,9 @@ def test_grey_from_depth():
     assert (stretched(np.full((2, 2), 7.0)) == 128).all()
     with pytest.raises(InputError, match="not numbers"):
         stretched(np.array([[np.nan]]))
-    assert depth_picture(np.array([[0.0, 1.0, 0.2]])).tolist() == [[255, 0, 204]]
+    assert depth_map(np.array([[0.0, 1.0, 0.2]])).tolist() == [[255, 0, 204]]
     with pytest.raises(InputError, match="outside of 0 to 1"):
-        depth_picture(np.array([[1.5]]))
+        depth_map(np.array([[1.5]]))
 
 
 def test_ready_made_conditions_stay():

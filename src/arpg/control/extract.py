@@ -81,7 +81,7 @@ def stretched(near_HW: NDArray[np.floating[Any]]) -> Pixels:
     return np.round(255 * (near_HW - low) / (high - low)).astype(np.uint8)
 
 
-def depth_picture(depth_HW: NDArray[np.floating[Any]]) -> Pixels:
+def depth_map(depth_HW: NDArray[np.floating[Any]]) -> Pixels:
     """Depth that is known, from 0 (near) to 1 (far), as grey: composed scenes have it. Nothing is stretched."""
     good = bool(np.isfinite(depth_HW).all()) and float(depth_HW.min()) >= 0 and float(depth_HW.max()) <= 1
     require(good, "the depth has values outside of 0 to 1; expected 0 (near) to 1 (far)")
