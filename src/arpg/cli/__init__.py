@@ -14,6 +14,7 @@ from arpg.cli import (
     attention,
     bench,
     captions,
+    control_score,
     convert,
     evaluate,
     generate,
@@ -47,6 +48,8 @@ app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command("evaluate-text")(text_score.evaluate_text)
 app.command("train-detector")(text_score.train_detector)
+app.command("evaluate-control")(control_score.evaluate_control)
+app.command("train-depth")(control_score.train_depth)
 app.command()(train.tokenize)
 app.command()(captions.compose)
 app.command()(captions.embed)

@@ -51,10 +51,16 @@ def draw_scenes(
 
 def through_tokenizer(scenes: Scenes, name: str, *, device: torch.device, batch_size: int = 256) -> Scenes:
     """Every other scene as a tokenizer gives it back: that is how a model's pictures look."""
-    tokenizer = load_tokenizer(resolve(name), device=device, dtype=torch.float32)
-    pixels = scenes.pixels_nHW3.copy()
-    pixels[::2] = tokenized(pixels[::2], tokenizer, batch_size=batch_size)
+    pixels = half_tokenized(scenes.pixels_nHW3, name, device=device, batch_size=batch_size)
     return dataclasses.replace(scenes, pixels_nHW3=pixels)
+
+
+def half_tokenized(pixels_nHW3: Pixels, name: str, *, device: torch.device, batch_size: int = 256) -> Pixels:
+    """Every other image as the tokenizer of a model gives it back."""
+    tokenizer = load_tokenizer(resolve(name), device=device, dtype=torch.float32)
+    pixels = pixels_nHW3.copy()
+    pixels[::2] = tokenized(pixels[::2], tokenizer, batch_size=batch_size)
+    return pixels
 
 
 @torch.inference_mode()
