@@ -15,6 +15,7 @@ from arpg.data.images import open_images
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from arpg.evaluation.control_images import choose_evenly, draw, nearest_depth
 from arpg.evaluation.control_score import (
+    BASE,
     CEILING,
     CONTROL,
     NEAREST,
@@ -224,12 +225,12 @@ def test_rows_of_edges(classes, tmp_path):
             training=train,
             tokenizer=small_tokenizer(),
             judges=judges,
-            base={"base model": Painter()},
+            base=Painter(),
         )
-    assert list(rows) == [CONTROL, PLAIN, "base model", NEAREST, CEILING]
+    assert list(rows) == [CONTROL, PLAIN, BASE, NEAREST, CEILING]
     assert rows[CONTROL]["f1"] > 0.9  # both sides of a line are edges, one pixel from it
     assert rows[CONTROL]["f1"] > 2 * rows[PLAIN]["f1"]
-    assert rows[PLAIN] == rows["base model"]
+    assert rows[PLAIN] == rows[BASE]
     assert rows[PLAIN]["f1"] < rows[NEAREST]["f1"] <= 1
     assert rows[CONTROL]["accuracy"] == 0.5
     low, high = rows[PLAIN]["f1 interval"]
@@ -240,6 +241,8 @@ def test_rows_of_edges(classes, tmp_path):
     assert len(text) == 6
     compared = compare({"canny": rows})
     assert compared[f"f1, control by {PLAIN}"] == rows[CONTROL]["f1"] / rows[PLAIN]["f1"]
+    rows[BASE]["accuracy"] = 0.75
+    assert compare({"canny": rows})[f"accuracy, control less {BASE}"] == -0.25
 
 
 def test_rows_have_fid_where_there_is_a_reference(classes):
@@ -409,11 +412,9 @@ def test_evaluate_control(run, drawer, classes, sets, tmp_path):  # noqa: F811
     arguments += ["--test", classes[1], "--train", classes[0], "-n", 6, "--no-fid", "--base", drawer]
     code, text, err = run(*arguments, "--json", tmp_path / "r.json")
     assert code == 0, err
-    assert all(
-        name in text for name in (CONTROL, PLAIN, "base model", NEAREST, CEILING, "strength 0 is no control: yes")
-    )
+    assert all(name in text for name in (CONTROL, PLAIN, BASE, NEAREST, CEILING, "strength 0 is no control: yes"))
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["canny"][PLAIN] == report["canny"]["base model"]
+    assert report["canny"][PLAIN] == report["canny"][BASE]
     assert report["canny"][CONTROL]["f1"] > report["canny"][PLAIN]["f1"]
     assert report["compared"][f"f1, control by {PLAIN}"] > 1
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}

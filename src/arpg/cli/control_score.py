@@ -147,7 +147,7 @@ def evaluate_control(
                 training=training,
                 tokenizer=pipe.tokenizer,
                 judges=Judges(judged_by, network, real),
-                base={} if base is None else {"base model": plain(_load(sampling, base), settings)},
+                base=None if base is None else plain(_load(sampling, base), settings),
                 seed=sampling.seed,
                 batch_size=batch_size,
                 device=device,
@@ -181,7 +181,9 @@ def evaluate_control(
         out.print(f"{name}: {value:.3f}", markup=False)
     out.print(f"strength 0 is no control: {'yes' if same else 'NO'}")
     if json_ is not None:
-        text = json.dumps(about | {"model": sampling.model} | report, indent=1) + "\n"
+        judges = {"classifier": classifier, "depth_judge": depth_judge, "inception": inception}
+        about |= {"model": sampling.model} | {name: path and str(path) for name, path in judges.items()}
+        text = json.dumps(about | report, indent=1) + "\n"
         write_whole(json_, lambda path: path.write_text(text, encoding="utf-8"))
         out.print(f"wrote {json_}")
 

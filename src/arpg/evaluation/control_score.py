@@ -45,7 +45,8 @@ from arpg.evaluation.report import evaluate
 from arpg.image import Pixels
 from arpg.tokenizer import VQTokenizer
 
-CONTROL, PLAIN, NEAREST, CEILING = "control", "no control", "nearest in training", "tokenizer"
+CONTROL, PLAIN, BASE = "control", "no control", "base model"
+NEAREST, CEILING = "nearest in training", "tokenizer"
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 Row = dict[str, Any]
 
@@ -70,7 +71,7 @@ def edge_score(
     training: ImageSet | None = None,
     tokenizer: VQTokenizer | None = None,
     judges: Judges | None = None,
-    base: Mapping[str, Generate] | None = None,
+    base: Generate | None = None,
     seed: int = 0,
     batch_size: int = 64,
     device: torch.device | str = "cpu",
@@ -78,8 +79,8 @@ def edge_score(
 ) -> dict[str, Row]:
     """Draw the edges of `num` images again, and measure how far the edges of what is drawn agree with them.
 
-    `class_ids`: the model's class of each class of the set. `base`: other models to draw the same classes without
-    control. Rows: control, no control, those of `base`, the nearest training image, the tokenizer's reconstruction.
+    `class_ids`: the model's class of each class of the set. `base`: another model, which draws the same classes without
+    control. Rows: control, no control, that of `base`, the nearest training image, the tokenizer's reconstruction.
     """
     numbers = choose_evenly(images.labels, num)
     labels = np.array([class_ids[images.labels[i]] for i in numbers], np.int64)
@@ -90,7 +91,8 @@ def edge_score(
     keep(conditions, place / "condition")
     rows: dict[str, Pixels] = {}
     asked = {CONTROL: (generate, 1.0), PLAIN: (generate, 0.0)}
-    asked |= {name: (other, 0.0) for name, other in (base or {}).items()}
+    if base is not None:
+        asked[BASE] = (base, 0.0)
     for name, (who, strength) in asked.items():
         told = _told(progress, name)
         rows[name] = draw(
@@ -192,15 +194,17 @@ def follows_nothing(generate: Generate, plain: Generate, *, size: int, kind: str
 
 
 def compare(report: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
-    """What the score is about, as one number each: how many times the F1 and what part of the RMSE without control, and
-    how far each is from what the tokenizer allows.
-    """
+    """Control against the other rows: how many times their F1, what part of their RMSE, how much more accurate."""
     found: dict[str, float] = {}
     for kind, metric in (("canny", "f1"), ("depth", "rmse")):
         rows = report.get(kind, {})
         for other in (PLAIN, NEAREST, CEILING):
             if other in rows and rows[other][metric] > 0:
                 found[f"{metric}, control by {other}"] = rows[CONTROL][metric] / rows[other][metric]
+    rows = report.get("canny", {})
+    for other in (PLAIN, BASE):
+        if "accuracy" in rows.get(other, {}):
+            found[f"accuracy, control less {other}"] = rows[CONTROL]["accuracy"] - rows[other]["accuracy"]
     return found
 
 
