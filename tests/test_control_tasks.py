@@ -2,7 +2,6 @@
 
 import json
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 from PIL import Image
 
 from arpg import Control, InputError, Pipeline, cli
+from arpg.control import picture
 from arpg.control.picture import WHOLE, depth_map
 from arpg.drawing import Drawing
 from conftest import controlled_model, noise, small_tokenizer
@@ -25,9 +25,9 @@ def pipe():
 @pytest.fixture
 def extractor(monkeypatch):
     """Instead of the real one: what is brighter than the middle."""
-    module = types.ModuleType("arpg.control.extract")
-    module.extract = lambda kind, image: image.convert("L").point(lambda v: 255 * (v > 127))
-    monkeypatch.setitem(sys.modules, "arpg.control.extract", module)
+    monkeypatch.setattr(
+        picture, "extract", lambda kind, image, **_: image.convert("L").point(lambda v: 255 * (v > 127))
+    )
 
 
 def grey(width=8, height=8, seed=0):

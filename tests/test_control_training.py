@@ -1,8 +1,6 @@
 """Training on condition images: what is stored, how sets are joined, what a batch holds, and that a run learns it."""
 
 import json
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from arpg import InputError, Pipeline
 from arpg.checkpoint import FolderConfig, write_folder
+from arpg.control import picture
 from arpg.data.compose import compose_tokens
 from arpg.data.control_maps import ControlMaps, pack_maps, shard_images, unpack_maps
 from arpg.data.images import open_images
@@ -26,15 +25,13 @@ from scene_sets import write_sets
 CPU = torch.device("cpu")
 
 
-def bright(kind, image):
+def bright(kind, image, **_):
     return image.convert("L").point(lambda v: 255 * (v > 127))
 
 
 @pytest.fixture
 def extractor(monkeypatch):
-    module = types.ModuleType("arpg.control.extract")
-    module.extract = bright
-    monkeypatch.setitem(sys.modules, "arpg.control.extract", module)
+    monkeypatch.setattr(picture, "extract", bright)
 
 
 def write(folder, *, kind, number, views, classes=(), seed=0, shard_size=7, fraction=None):

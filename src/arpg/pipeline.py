@@ -248,10 +248,12 @@ class Pipeline:
         steer = self.condition_of(image, kind, strength) if from_image else Control(image, kind, strength)
         return self.finish(self.generation(class_, control=steer, **options), on_step)
 
-    def condition_of(self, picture: Image.Image, kind: str = "canny", strength: float = 1.0) -> Control:
-        """What a picture shows of a kind, at the size that the model was trained with: its middle."""
+    def condition_of(
+        self, picture: Image.Image, kind: str = "canny", strength: float = 1.0, *, depth: str | None = None
+    ) -> Control:
+        """What a picture shows of a kind, at the size that the model was trained with; `depth`: see `open_depth`."""
         high, wide = (side * self.tokenizer.config.stride for side in self.model.config.grid)
-        return Control.of(picture, kind, strength, size=(wide, high))
+        return Control.of(picture, kind, strength, size=(wide, high), depth=depth)
 
     def generate(
         self, classes: str | int | Sequence[str | int] | None = None, *, on_step: OnStep = None, **options: Any

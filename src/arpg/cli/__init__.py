@@ -15,6 +15,7 @@ from arpg.cli import (
     bench,
     captions,
     control,
+    control_score,
     convert,
     evaluate,
     generate,
@@ -49,6 +50,8 @@ app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command("evaluate-text")(text_score.evaluate_text)
 app.command("train-detector")(text_score.train_detector)
+app.command("evaluate-control")(control_score.evaluate_control)
+app.command("train-depth")(control_score.train_depth)
 app.command()(train.tokenize)
 app.command()(captions.compose)
 app.command()(captions.embed)

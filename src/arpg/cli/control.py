@@ -21,6 +21,9 @@ def control(
     from_image: Annotated[
         bool, typer.Option("--from-image", help="Take the condition from the picture: its edges or its depth.")
     ] = False,
+    depth_model: Annotated[
+        str | None, typer.Option(help="What estimates depth: an .onnx file, or a model of transformers. [FastDepth]")
+    ] = None,
     class_: ClassOption = None,
     prompt: PromptOption = None,
     negative: NegativeOption = None,
@@ -38,7 +41,7 @@ def control(
     picture = None if image is None else open_image(image)
     pipe = sampling.load()
     if picture is not None and from_image:
-        given = pipe.condition_of(picture, output.kind, output.strength)
+        given = pipe.condition_of(picture, output.kind, output.strength, depth=depth_model)
     elif picture is not None:
         given = Control(picture, output.kind, output.strength)
     drawing = pipe.generation(

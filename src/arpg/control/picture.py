@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from arpg.config import CONTROLS, ControlConfig, one_of
+from arpg.control.extract import extract, ready_made
 from arpg.errors import present, require
 from arpg.image import adm_crop, to_rgb
 
@@ -39,20 +40,27 @@ class Control:
 
     @classmethod
     def of(
-        cls, picture: Image.Image, kind: str = "canny", strength: float = 1.0, *, size: tuple[int, int] | None = None
+        cls,
+        picture: Image.Image,
+        kind: str = "canny",
+        strength: float = 1.0,
+        *,
+        size: tuple[int, int] | None = None,
+        depth: str | None = None,
     ) -> Control:
-        """What a picture shows of the kind: its edges or its depth. With a (width, height), its middle at that size."""
-        from arpg.control.extract import extract
+        """What a picture shows of the kind: its edges or its depth. With a (width, height), its middle at that size.
 
+        `depth`: what estimates it, see `open_depth`.
+        """
         one_of("kind", kind, CONTROLS)
         rgb = to_rgb(picture)
         if size is not None:  # a square is cut as the training images were
             rgb = adm_crop(rgb, size[0]) if size[0] == size[1] else ImageOps.fit(rgb, size)
-        return cls(extract(kind, rgb), kind, strength)
+        return cls(extract(kind, rgb, depth=depth), kind, strength)
 
     def fit(self, size: tuple[int, int], part: Part | None = None) -> Image.Image:
         """The image at (width, height), grey: a part of it, or without one the middle that has the size's shape."""
-        grey = to_rgb(self.image).convert("L")
+        grey = ready_made(self.image)
         left, top, right, bottom = _middle(grey.size, size) if part is None else part
         box = (left * grey.width, top * grey.height, right * grey.width, bottom * grey.height)
         if grey.size == size and box == (0, 0, *size):
