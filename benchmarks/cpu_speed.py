@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from arpg.bench.agreement import agreement, generate, on_context
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment
 from arpg.bench.split import split_time
 from arpg.config import MODELS
 from arpg.cpu import has_bfloat16, set_threads
-from arpg.decode import decode
-from arpg.decode.planned import Planned
-from arpg.decode.sampling import guide, sample
+from arpg.decode.sampling import sample
 from arpg.decode.start import start
 from arpg.files import write_whole
 from arpg.model import ARPG
@@ -132,30 +131,6 @@ def multinomial(logits_BSV: Tensor, position_BS: Tensor) -> Tensor:
     return torch.multinomial(logits_BSV.softmax(-1).flatten(0, 1), 1).reshape(position_BS.shape)
 
 
-@torch.no_grad()
-def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Guided logits and draws of each step, given that the steps before have drawn `ids_BN`."""
-    request, plan = case.request(model, 0)
-    way = Planned(request, plan, model.device)
-    state = start(model, request, guided=plan.guided, causal=False, tokens=way.tokens, ragged=way.ragged)
-    found = []
-    while (turn := way.turn(state)) is not None:
-        if turn.write is not None:
-            state.encode(model, turn.write, causal=False)
-        position_BS = turn.ask.position_BS
-        logits = guide(state.predict(model, turn.ask), turn.ask.scale_BS)
-        found.append((logits, sample(logits, case.settings, state.key_B2, position_BS)))
-        state.put(position_BS, ids_BN.gather(1, position_BS), None)
-    return found
-
-
-def generate(model: ARPG, case: Case) -> Tensor:
-    request, plan = case.request(model, 0)
-    for step in decode(model, request, plan, case.settings):
-        ids_BN = step.ids_BN
-    return ids_BN
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="arpg-l", help="a preset (random weights), garden or a folder")
@@ -192,13 +167,8 @@ def main() -> None:
     assert error < 1e-3, f"the plain loop has other logits: {error}"
     about = {"same tokens": True, "logit error": float(f"{error:.2g}")}
     if "bfloat16" in pipes:
-        half = on_context(pipes["bfloat16"].model, case, ids)
-        errors = [float((a - b).norm() / b.norm()) for (a, _), (b, _) in zip(half, context, strict=True)]
-        equal = torch.cat([(a == b).flatten() for (_, a), (_, b) in zip(half, context, strict=True)])
-        about |= {
-            "bfloat16 logit error": round(statistics.mean(errors), 4),
-            "bfloat16 equal draws": round(float(equal.float().mean()), 3),
-        }
+        half = agreement(on_context(pipes["bfloat16"].model, case, ids), context)
+        about |= {f"bfloat16 {name}": value for name, value in half.items()}
 
     runs: dict[str, Callable[[], object]] = {"plain": lambda: plain.run(labels, order, sizes, scales, multinomial)}
     runs["float32, not packed"] = lambda: generate(loose, case)

@@ -390,7 +390,7 @@ def test_the_command_lets_sizes_grow(folder, tmp_path):
     [
         (["--steps", "few"], "steps is 'few'"),
         (["--batch", "0"], "batch is 0"),
-        (["--dtype", "float8"], "dtype is 'float8'"),
+        (["--dtype", "float8"], "precision is 'float8'"),
         (["--order", "zigzag"], "order is 'zigzag'"),
         (["--tokens", "50"], "tokens is 50"),
         (["--model", ""], "model is ''"),

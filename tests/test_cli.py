@@ -106,7 +106,7 @@ def test_explicit_steps_and_causal(run, folder, tmp_path):
         (["--class", "0", "-n", "0"], ["images is 0"]),
         (["--class", "0", "--batch-size", "0"], ["batch_size is 0"]),
         (["--class", "0", "--device", "tpu9"], ["device is 'tpu9'"]),
-        (["--class", "0", "--dtype", "int3"], ["dtype is 'int3'"]),
+        (["--class", "0", "--dtype", "int3"], ["precision is 'int3'"]),
         (["--class", "0", "--frobnicate"], ["--frobnicate"]),
         ([], ["--class"]),
     ],

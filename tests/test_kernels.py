@@ -11,7 +11,7 @@ GPU = torch.cuda.is_available()
 from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
-from arpg.kernels import residual  # noqa: E402
+from arpg.kernels import few_rows, residual  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
@@ -125,7 +125,7 @@ def test_attention_over_a_cache(queries, slots, channels, turned):
         torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 24), (16, 128, 32)])
+@pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 32), (20, 128, 24)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_attention_that_stores(queries, held, channels, ragged):
     """New keys and values are seen and stored: what rotation, a write and attention do one after the other."""
@@ -145,10 +145,11 @@ def test_attention_that_stores(queries, held, channels, ragged):
         torch.testing.assert_close(*caches)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
     "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
 )
-def test_decoding_through_the_kernels(settings, monkeypatch):
+def test_decoding_through_the_kernels(settings, few, monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them."""
     from arpg import SamplingSettings, decode, kernels, make_plan, tasks
     from arpg.decode import sampling
@@ -166,6 +167,7 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     monkeypatch.setattr(layers, "usable", lambda x: True)
     monkeypatch.setattr(sampling, "fusible", lambda x: True)
     monkeypatch.setattr(layers, "decoding", lambda x: not calls.append(x) and not torch.is_grad_enabled())
+    monkeypatch.setattr(layers, "few", lambda x: few and x.shape[0] * x.shape[1] <= 64)
     *_, fused = decode(model, request, plan, resolved)
     assert fused.ids_BN.tolist() == plain.ids_BN.tolist()
     assert calls
@@ -241,3 +243,22 @@ def test_training_with_and_without_kernels(monkeypatch):
     plain = gradient(half=True)
     errors = [float((x - exact).norm() / exact.norm()) for x in (fused, plain)]
     assert errors[0] < 1.2 * errors[1] < 0.05
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 16, 16), (5, 48, 24), (20, 512, 40), (64, 600, 96)])
+def test_a_linear_layer_of_few_rows(rows, inputs, outputs, monkeypatch):
+    """With the norm before it, SwiGLU or a sum after it; in one part of the inputs and in several."""
+    for config in few_rows._CONFIG:
+        monkeypatch.setitem(few_rows._CONFIG, config, (16, 64, 4, 2))
+    x, weight, scale = draw(rows, inputs), draw(outputs, inputs, seed=1) / 8, draw(inputs, seed=2)
+    add = draw(rows, outputs, seed=3)
+    norm = ResidualNorm(inputs, dropout=0.0)
+    norm.weight.data = scale
+    normed = norm(x[None], None)[1][0].detach()
+    close = {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(few_rows.linear(x, weight), x @ weight.T, **close)
+    torch.testing.assert_close(few_rows.linear(x, weight, add_MN=add), x @ weight.T + add, **close)
+    torch.testing.assert_close(few_rows.linear(x, weight, norm_D=scale, eps=norm.EPS), normed @ weight.T, **close)
+    gate, up = (normed @ weight.T).chunk(2, -1)
+    fused = few_rows.linear(x, weight, norm_D=scale, eps=norm.EPS, swiglu=True)
+    torch.testing.assert_close(fused, F.silu(gate) * up, **close)

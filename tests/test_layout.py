@@ -8,11 +8,11 @@ SOURCE = Path(__file__).parent.parent / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "config", "classes", "storage", "device"},
-    {"image", "text"},
+    {"files", "config", "classes", "storage"},
+    {"device", "image", "text"},
     {"canvas", "kernels", "animation", "cpu", "packed"},
     {"tokenizer", "model"},
-    {"checkpoint"},
+    {"checkpoint", "precision"},
     {"convert"},
     {"hub"},
     {"decode", "control"},

@@ -161,8 +161,8 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
     """What makes them faster where they are, for inference. The weights stay what they are."""
     if model.device.type == "cpu":
         pack_linears(model)
-        if model.dtype == torch.bfloat16:
-            tokenizer.decode_in(torch.bfloat16)
+    if model.dtype == torch.bfloat16:
+        tokenizer.decode_in(torch.bfloat16)
 
 
 def write_difference(folder: Path, target: Path, *, base: str, form: str) -> None:

@@ -16,6 +16,7 @@ from arpg.errors import InputError, require
 ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate", "halton", "local")
 SCHEDULES = ("arccos", "cosine", "linear")
 GUIDANCE_SCHEDULES = ("linear", "constant", "none")
+PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 ATTENTIONS = ("block", "causal")
 ENGINES = ("auto", "eager", "compiled", "graph")  # see decode/execution.py
 DECODES = ("steps", "exact", "speculative")

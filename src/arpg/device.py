@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from arpg.config import PRECISIONS
 from arpg.errors import InputError, require
 
 
@@ -21,11 +23,17 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it: from ordinary memory, a copy waits for all that is still to be done."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The type that a model computes in; with weights of 8 bits, the type of everything else."""
+    if isinstance(precision, torch.dtype):
+        return precision
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    require(dtype in known, f"dtype is {dtype!r}; expected auto, {', '.join(known)}")
-    return known[dtype]
+    require(precision in PRECISIONS, f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+    return known.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -8,13 +8,14 @@ Shapes: O outputs, I inputs.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Module = TypeVar("Module", bound=nn.Module)
+Stored = TypeVar("Stored", bound="StoredLinear")
 
 _ROWS = 16  # the number of rows that the layout is chosen for; it suits all others, too
 TYPES = (torch.float32, torch.bfloat16)
@@ -34,10 +35,25 @@ def can_pack() -> bool:
     return torch.allclose(made, F.linear(x, weight_OI), atol=1e-4)
 
 
-class PackedLinear(nn.Linear):
-    """A layer without bias whose weight is packed. It is no parameter any more; `weight` unpacks a copy."""
+class StoredLinear(nn.Linear):
+    """A layer without bias whose weight is no parameter any more, but kept in another form; `weight` makes a copy."""
 
     plain: type[nn.Linear] = nn.Linear  # what it was
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """On its way to another device or type it becomes plain again."""
+        _unpack(self)
+        return self._apply(*args, **kwargs)
+
+
+class PackedLinear(StoredLinear):
     packed: Tensor
 
     @property
@@ -49,13 +65,8 @@ class PackedLinear(nn.Linear):
             return F.linear(x, self.weight)
         return _product(x, self.packed)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """On its way to another device or type it becomes plain again."""
-        _unpack(self)
-        return self._apply(*args, **kwargs)
+    def forget(self) -> None:
+        del self.packed
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "packed": self.weight}
@@ -71,19 +82,33 @@ def pack_linears(module: Module) -> Module:
     """
     if can_pack():
         for layer in module.modules():
-            if isinstance(layer, nn.Linear) and not isinstance(layer, PackedLinear) and _fits(layer):
-                packed = _pack(layer._parameters.pop("weight"))
-                layer.__class__ = _packed_class(type(layer))
-                layer.packed = packed
+            if isinstance(layer, nn.Linear) and not isinstance(layer, StoredLinear) and _fits(layer):
+                packed = _pack(layer.weight)
+                become(layer, PackedLinear).packed = packed
     return module
 
 
 def unpack_linears(module: Module) -> Module:
     """Plain layers again, in place."""
     for layer in module.modules():
-        if isinstance(layer, PackedLinear):
+        if isinstance(layer, StoredLinear):
             _unpack(layer)
     return module
+
+
+def become(layer: nn.Linear, kind: type[Stored]) -> Stored:
+    """The same layer, in place, without its weight: what its class does stays, its `super().forward` is the kind's."""
+    plain = type(layer)
+    if (plain, kind) not in _classes:
+        name = f"{kind.__name__.removesuffix('Linear')}{plain.__name__}"
+        bases = (kind,) if plain is nn.Linear else (plain, kind)
+        _classes[plain, kind] = type(name, bases, {"plain": plain})
+    del layer._parameters["weight"]
+    layer.__class__ = _classes[plain, kind]
+    return cast(Stored, layer)
+
+
+_classes: dict[tuple[type[nn.Linear], type[StoredLinear]], type[StoredLinear]] = {}
 
 
 def _fits(layer: nn.Linear) -> bool:
@@ -91,25 +116,14 @@ def _fits(layer: nn.Linear) -> bool:
     return weight.device.type == "cpu" and weight.dtype in TYPES and layer.bias is None
 
 
-def _packed_class(plain: type[nn.Linear]) -> type[PackedLinear]:
-    """The same kind of layer, but its `super().forward` is the packed product."""
-    if plain not in _classes:
-        _classes[plain] = type(f"Packed{plain.__name__}", (plain, PackedLinear), {"plain": plain})
-    return _classes[plain]
-
-
-_classes: dict[type[nn.Linear], type[PackedLinear]] = {nn.Linear: PackedLinear}
-
-
-def _unpack(layer: PackedLinear) -> None:
+def _unpack(layer: StoredLinear) -> None:
     weight = layer.weight
-    del layer.packed
+    layer.forget()
     layer.__class__ = layer.plain  # type: ignore[assignment]
-    layer.weight = nn.Parameter(weight)  # type: ignore[misc]
+    layer.weight = nn.Parameter(weight)
 
 
-def _pack(weight_OI: Tensor | None) -> Tensor:
-    assert weight_OI is not None
+def _pack(weight_OI: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
     return packed
 

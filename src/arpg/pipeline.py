@@ -19,13 +19,13 @@ from arpg.config import WAYS, SamplingDefaults, SamplingSettings
 from arpg.control.picture import Control, Controls, checked
 from arpg.decode import Engine, Request, Step, make_plan
 from arpg.device import choose_device as choose_device
-from arpg.device import choose_dtype
 from arpg.drawing import Drawing, Wanted
 from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import to_rgb
 from arpg.likelihood import picture_bits
 from arpg.model import ARPG
+from arpg.precision import Precision, to_precision
 from arpg.tasks import Label, Prompt
 from arpg.text import Prompts
 from arpg.tokenizer import VQTokenizer
@@ -80,18 +80,21 @@ class Pipeline:
         name: str | Path,
         *,
         device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
+        precision: Precision = "auto",
+        dtype: Precision | None = None,
         engine: str = "auto",
     ) -> Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
-        `device="auto"` takes a GPU if there is one; `dtype="auto"` is bfloat16 there and float32 on a CPU.
-        The tokenizer stays in float32; only where a CPU is asked for bfloat16, pixels are made in it, too.
+        `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
+        bfloat16, float16, fp8 or int8 (weights of 8 bits, `arpg.precision`), or a torch type; `dtype` is its old name.
+        The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
-        model = load_model(folder, device=on, dtype=choose_dtype(dtype, on))
+        precision = precision if dtype is None else dtype
+        model = to_precision(load_model(folder), precision, on)
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
@@ -147,11 +150,9 @@ class Pipeline:
             len(negatives) == len(items),
             f"there are {len(negatives)} negative prompts for {len(items)}; expected one each",
         )
-        if classes is None:
-            found = [self._label(None, text, no) for text, no in zip(items, negatives, strict=True)]
-        else:
-            given = None if prompt is None else str(prompt)
-            found = [self._label(name, given, no) for name, no in zip(items, negatives, strict=True)]
+        given = None if prompt is None or classes is None else str(prompt)
+        asks = [(None, item) if classes is None else (item, given) for item in items]
+        found = [self._label(name, text, no) for (name, text), no in zip(asks, negatives, strict=True)]
         labels = tuple(label for label in found for _ in range(_number(num_images)))
         resolved = self.sampling.settings(**settings)
         first, own = (seed, None) if isinstance(seed, int) else (0, tuple(seed))
@@ -241,9 +242,8 @@ class Pipeline:
         on_step: OnStep = None,
         **options: Any,
     ) -> list[Image.Image]:
-        """Images of a class or prompt (or of whatever fits) that follow a condition image; options as in `generation`.
-
-        `from_image`: the image is a picture, and what it shows of the kind is the condition.
+        """Images of a class or prompt (or of whatever fits) that follow a condition image, or with `from_image` what a
+        picture shows of the kind; options as in `generation`.
         """
         steer = self.condition_of(image, kind, strength) if from_image else Control(image, kind, strength)
         return self.finish(self.generation(class_, control=steer, **options), on_step)
@@ -343,8 +343,8 @@ class Pipeline:
         **settings: Any,
     ) -> Wanted:
         labels = (self._label(class_, prompt, negative),) * _number(num_images)
-        resolved, controls = self.sampling.settings(**settings), checked(control, self.model.config.control)
-        return Wanted(labels, resolved, seed, best_of, batch_size, controls=controls)
+        controls = checked(control, self.model.config.control)
+        return Wanted(labels, self.sampling.settings(**settings), seed, best_of, batch_size, None, controls)
 
     @property
     def _takes(self) -> str:

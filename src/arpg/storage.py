@@ -73,18 +73,25 @@ def pack(state: State, form: str) -> State:
         if tensor.dim() < 2 or key.endswith(KEEP):
             packed[key] = tensor.to(torch.float16)
             continue
-        bits = BITS[form]
-        most = 2 ** (bits - 1) - 1
-        rows = tensor.detach().float().flatten(1)
-        scale = rows.abs().amax(1).clamp_min(1e-12) / most
-        levels = (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8)
-        packed[key + SCALE] = scale.to(torch.float32)
-        if bits == 8:
-            packed[key] = levels.reshape(tensor.shape)
+        if BITS[form] == 8:
+            packed[key], packed[key + SCALE] = to_int8(tensor)
         else:
-            packed[key] = _squeeze(levels + most, bits)
-            packed[key + SHAPE] = torch.tensor([bits, *tensor.shape], dtype=torch.int32)
+            levels, packed[key + SCALE] = _rounded(tensor, BITS[form])
+            packed[key] = _squeeze(levels.flatten(1) + 2 ** (BITS[form] - 1) - 1, BITS[form])
+            packed[key + SHAPE] = torch.tensor([BITS[form], *tensor.shape], dtype=torch.int32)
     return packed
+
+
+def to_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The tensor in 8 bits and a scale for each of its rows. What was in int8 before gets its numbers back."""
+    return _rounded(tensor, 8)
+
+
+def _rounded(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    most = 2 ** (bits - 1) - 1
+    rows = tensor.detach().float().flatten(1)
+    scale = rows.abs().amax(1).clamp_min(1e-12) / most
+    return (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8).reshape(tensor.shape), scale
 
 
 def pack_difference(state: State, base: State, form: str) -> State:

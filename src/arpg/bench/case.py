@@ -13,14 +13,13 @@ from arpg import tasks
 from arpg.checkpoint import prepare, read_folder
 from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
 from arpg.decode import Plan, Request, make_plan
-from arpg.device import choose_device, choose_dtype
+from arpg.device import choose_device
 from arpg.errors import present, require
 from arpg.hub import resolve
 from arpg.model import ARPG
 from arpg.pipeline import Pipeline
+from arpg.precision import to_precision
 from arpg.tokenizer import VQTokenizer
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,13 @@ def open_pipeline(
 ) -> Pipeline:
     """A model with its weights, or with random ones: speed does not depend on them, and nothing is fetched."""
     if not random:
-        return Pipeline.from_pretrained(name, device=device, dtype=dtype, engine=engine)
+        return Pipeline.from_pretrained(name, device=device, precision=dtype, engine=engine)
     on = choose_device(device)
     model_config, tokenizer_config, sampling = _configs(name)
     model = ARPG(model_config).init_weights(seed=0)
     torch.nn.init.normal_(model.head.weight, std=0.02, generator=torch.Generator().manual_seed(1))  # it starts as zero
     tokenizer = VQTokenizer(tokenizer_config).eval().to(on)
-    model = model.to(device=on, dtype=choose_dtype(dtype, on)).eval()
+    model = to_precision(model, dtype, on).eval()
     prepare(model, tokenizer)
     return Pipeline(model, tokenizer, sampling=sampling, license="none: random weights", engine=engine)
 

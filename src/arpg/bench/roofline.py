@@ -67,6 +67,8 @@ def gpu_limits(name: str, dtype: torch.dtype) -> Limits | None:
     peak = peak_flops(name)
     if found is None or peak is None:
         return None
+    if dtype == torch.float8_e4m3fn:  # twice as many, where there is any
+        return Limits(2 * peak, found[1])
     return Limits(found[0] if dtype == torch.float32 else peak, found[1])
 
 
@@ -93,8 +95,10 @@ def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
     return Limits(2 * 1024 * 2048**2 / product, size / reading, measured=True)
 
 
-def passes(config: ModelConfig, case: Case, dtype: torch.dtype) -> list[tuple[Work, Work]]:
-    """The work of Pass 1 and of Pass 2 in each step of a batch."""
+def passes(
+    config: ModelConfig, case: Case, dtype: torch.dtype, *, weight_size: int | None = None
+) -> list[tuple[Work, Work]]:
+    """The work of Pass 1 and of Pass 2 in each step of a batch. `weight_size`: bytes, where not those of the type."""
     plan = plan_sample(case.grid, [False] * case.tokens, 0, case.settings)
     rows = case.batch * (2 if any(scale != 1.0 for scale in plan.scales) else 1)
     size, width, hidden = dtype.itemsize, config.width, config.ffn_width
@@ -104,7 +108,7 @@ def passes(config: ModelConfig, case: Case, dtype: torch.dtype) -> list[tuple[Wo
 
     def work(weights: int, layers: int, slots: int, visible: int) -> Work:
         flops = rows * slots * (2 * weights + layers * 4 * visible * width)
-        return Work(flops, size * (weights + layers * rows * visible * 2 * width))
+        return Work(flops, (weight_size or size) * weights + size * layers * rows * visible * 2 * width)
 
     steps, visible, new = [], 0, 1  # the class enters first; the last step's tokens never do
     for slots in plan.sizes:
@@ -116,9 +120,12 @@ def passes(config: ModelConfig, case: Case, dtype: torch.dtype) -> list[tuple[Wo
     return steps
 
 
-def token_floor(config: ModelConfig, case: Case, dtype: torch.dtype, limits: Limits) -> float:
+def token_floor(
+    config: ModelConfig, case: Case, dtype: torch.dtype, limits: Limits, *, weight_size: int | None = None
+) -> float:
     """Seconds that the tokens of a batch take at least."""
-    return sum(limits.seconds(work) for step in passes(config, case, dtype) for work in step)
+    steps = passes(config, case, dtype, weight_size=weight_size)
+    return sum(limits.seconds(work) for step in steps for work in step)
 
 
 @cache

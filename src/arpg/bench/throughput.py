@@ -23,6 +23,7 @@ from arpg.bench.split import split_time
 from arpg.config import to_dict
 from arpg.errors import require
 from arpg.pipeline import Pipeline
+from arpg.precision import precision_of
 
 PERCENTILES = (50, 95, 99)
 
@@ -73,8 +74,10 @@ def _roofline(
 ) -> dict[str, float]:
     """Images per second that the hardware allows, and the share of it that the tokens have reached."""
     found: dict[str, float] = {}
-    if (of_tokens := limits(pipe.model.dtype)) is not None:
-        floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens)
+    weights = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(precision_of(pipe.model), pipe.model.dtype)
+    # Weight-only int8 multiplies in the model's own type.
+    if (of_tokens := limits(weights if weights.is_floating_point else pipe.model.dtype)) is not None:
+        floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens, weight_size=weights.itemsize)
         found |= {"roofline token images/s": _digits(case.batch / floor), "roofline share": speed * floor / case.batch}
         found["roofline share"] = _digits(found["roofline share"], 3)
     # A GPU could make pixels in 16 bits, whatever it does.
@@ -109,8 +112,7 @@ def describe(pipe: Pipeline, case: Case) -> dict[str, Any]:
     names = ["steps", "guidance", "order", "schedule", "attention", "decode"]
     if case.settings.decode != "steps":
         names.append("draft")
-    dtype = str(pipe.model.dtype).removeprefix("torch.")
-    own = {"model": case.model, "batch": case.batch, "tokens": case.tokens, "dtype": dtype}
+    own = {"model": case.model, "batch": case.batch, "tokens": case.tokens, "dtype": precision_of(pipe.model)}
     return {**own, **{name: settings[name] for name in names}}
 
 

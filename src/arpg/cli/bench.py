@@ -26,7 +26,10 @@ def bench(
     random: Annotated[bool, typer.Option("--random", help="Random weights: of a preset nothing is fetched.")] = False,
     batch: Annotated[str, typer.Option(help="Images at once; values to combine, like 1,8,64.")] = "",
     steps: Annotated[str, typer.Option(help="Decoding steps, like 12,24.")] = "",
-    dtype: Annotated[str, typer.Option(help="Of auto, float32, bfloat16, float16.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option("--precision", "--dtype", help=f"Of {', '.join(configs.PRECISIONS)}."),
+    ] = "auto",
     guidance: Annotated[str, typer.Option(help="Guidance scales, like 1,4; 1 turns it off.")] = "",
     order: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ORDERS)}.")] = "",
     attention: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ATTENTIONS)}.")] = "",
@@ -47,10 +50,10 @@ def bench(
     """Throughput, latency, peak memory, time split and share of the roofline, for every combination of settings."""
     if context.invoked_subcommand is not None:
         return
-    names, dtypes = parse_values("model", model, str), parse_values("dtype", dtype, str)
+    names, dtypes = parse_values("model", model, str), parse_values("precision", dtype, str)
     require(bool(names), f"model is {model!r}; expected one or more names")
     for name in dtypes:
-        configs.one_of("dtype", name, ("auto", "float32", "bfloat16", "float16"))
+        configs.one_of("precision", name, configs.PRECISIONS)
     settings: dict[str, list[Any]] = {
         "steps": parse_values("steps", steps, int),
         "guidance": parse_values("guidance", guidance, float),

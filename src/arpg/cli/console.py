@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from arpg.config import SCHEDULES
+from arpg.config import PRECISIONS, SCHEDULES
 from arpg.errors import InputError, present, require
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ ScheduleOption = Annotated[
     str | None, typer.Option(help=f"{', '.join(SCHEDULES)}, or the tokens of each step: 16,48,80.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", "--dtype", help=f"One of {', '.join(PRECISIONS)}.")]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, ScheduleOption, err, parse_schedule
+from arpg.cli.console import DeviceOption, PrecisionOption, ScheduleOption, err, parse_schedule
 
 Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
 GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
@@ -55,7 +55,7 @@ def _options(
     top_p: Annotated[float | None, typer.Option(help="Only the most likely codes that reach this share.")] = None,
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     device: DeviceOption = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: PrecisionOption = "auto",
 ) -> Sampling:
     given = {
         "steps": steps,

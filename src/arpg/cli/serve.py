@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, err
+from arpg.cli.console import DeviceOption, PrecisionOption, err
 from arpg.errors import InputError
 
 
@@ -29,7 +29,7 @@ def serve(
         int | None, typer.Option(help="CPU threads of a step; none: as many as there are cores.")
     ] = None,
     device: DeviceOption = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: PrecisionOption = "auto",
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on Ray Serve, on this machine or a cluster.")] = False,
     replicas: Annotated[int, typer.Option(help="With --ray: copies of the model to start with.")] = 1,
     gpus: Annotated[float | None, typer.Option(help="With --ray: of each copy; none: 1 if there is one.")] = None,

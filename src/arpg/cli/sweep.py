@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, err, out, parse_values
+from arpg.cli.console import DeviceOption, PrecisionOption, err, out, parse_values
 from arpg.cli.sample import LikeOption, choose_labels, image_progress
 from arpg.errors import require
 from arpg.image import check_writable
@@ -38,7 +38,7 @@ def sweep(
     batch_size: Annotated[int, typer.Option(help="Images decoded together.")] = 32,
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     device: DeviceOption = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: PrecisionOption = "auto",
 ) -> None:
     """Measure every combination of settings: FID, KID, precision, recall and images/s. Run it again to continue."""
     grid: dict[str, list[Any]] = {

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arpg.device import send
 from arpg.errors import InputError, require
 
 Array = NDArray[Any]
@@ -132,21 +133,15 @@ class ControlMaps:
             number, stored = self._stores[s]
             (here,) = np.nonzero(store_b == s)
             row_column = torch.from_numpy(np.stack((row_b[here], np.asarray(view)[here])).astype(np.int64))
-            row, column = _sent(row_column, stored.device)
+            row, column = send(row_column, stored.device)
             found.setdefault(number, []).append(stored[row, column])
             order.setdefault(number, []).append(here)
-        maps = [unpack_maps(_sent(torch.cat(parts), self.device), self.kinds[k]) for k, parts in found.items()]
+        maps = [unpack_maps(send(torch.cat(parts), self.device), self.kinds[k]) for k, parts in found.items()]
         index_b = np.concatenate([np.concatenate(parts) for parts in order.values()])
         kind_b = np.concatenate([np.full(sum(map(len, parts)), k) for k, parts in order.items()])
         back_b = np.argsort(index_b)
-        both = _sent(torch.from_numpy(np.stack((back_b, kind_b[back_b]))), self.device)
+        both = send(torch.from_numpy(np.stack((back_b, kind_b[back_b]))), self.device)
         return torch.cat(maps)[both[0]], both[1]
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
-    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-    return pinned.to(device, non_blocking=True)
 
 
 def _tensor(shard: Array) -> Tensor:

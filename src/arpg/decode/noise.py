@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arpg.device import send
+
 _WORD = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -37,7 +39,8 @@ class Stream(IntEnum):
 
 def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
     """`[B, 2]`: each 64-bit seed as two words."""
-    return torch.tensor([(seed & _WORD, seed >> 32) for seed in seeds], dtype=torch.long, device=device)
+    words = torch.tensor([(seed & _WORD, seed >> 32) for seed in seeds], dtype=torch.long)
+    return send(words, torch.device(device))
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

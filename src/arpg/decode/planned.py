@@ -15,6 +15,7 @@ from arpg.decode.request import Request
 from arpg.decode.start import known_positions
 from arpg.decode.state import Ask, State, Write
 from arpg.decode.way import Turn
+from arpg.device import send
 
 
 class Planned:
@@ -31,9 +32,9 @@ class Planned:
             _padded(p.order, row, self.widths, request.num_tokens) for p, row in zip(plan.samples, sizes, strict=True)
         ]
         scales = [[*p.scales, *[1.0] * (len(steps) - len(p.scales))] for p in plan.samples]
-        self.position_BT = torch.tensor(rows, dtype=torch.long).to(device)
-        self.scale_BK = torch.tensor(scales).to(device) if plan.guided else None
-        self.count_BK = torch.tensor(sizes).to(device) if self.ragged else None
+        self.position_BT = send(torch.tensor(rows, dtype=torch.long), device)
+        self.scale_BK = send(torch.tensor(scales), device) if plan.guided else None
+        self.count_BK = send(torch.tensor(sizes), device) if self.ragged else None
         self.lengths = [max(map(len, known))]  # of the longest row, at first and after each step
         for s in steps:
             self.lengths.append(max(len(row) + sum(done[: s + 1]) for row, done in zip(known, sizes, strict=True)))

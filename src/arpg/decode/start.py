@@ -16,6 +16,7 @@ from torch import Tensor
 from arpg.decode.noise import seed_keys
 from arpg.decode.request import Request
 from arpg.decode.state import State, Write
+from arpg.device import send
 from arpg.model import ARPG, Condition
 
 
@@ -45,17 +46,17 @@ def read(model: ARPG, request: Request, *, guided: bool, ragged: bool) -> Inputs
     known, write = known_positions(request), None
     counts = [len(row) for row in known]
     if any(counts):
-        count_B = torch.tensor(counts, device=device) if ragged or not uniform else None
+        count_B = send(torch.tensor(counts), device) if ragged or not uniform else None
         write = Write(pad(known, request.num_tokens, device=device), count_B, max(counts))
     return Inputs(
-        ids_BN=torch.cat((request.ids_BN.to(device), torch.zeros(batch, 1, dtype=torch.long, device=device)), 1),
-        known_BN=torch.cat((request.known_BN, torch.ones(batch, 1, dtype=torch.bool)), 1).to(device),
-        place_BN2=torch.cat((request.places(), torch.zeros(1, 2))).to(device).repeat(batch, 1, 1),
+        ids_BN=send(torch.cat((request.ids_BN, request.ids_BN.new_zeros(batch, 1)), 1), device),
+        known_BN=send(torch.cat((request.known_BN, request.known_BN.new_ones(batch, 1)), 1), device),
+        place_BN2=send(torch.cat((request.places(), torch.zeros(1, 2))), device).repeat(batch, 1, 1),
         key_B2=seed_keys(request.seeds, device=device),
         prefix_RPD=prefix_RPD[:, : max(lengths)],
         place_RP2=place_RP2[:, : max(lengths)],
         query_RND=_queries(model, condition, guided=guided),
-        prefix_R=None if uniform else torch.tensor(lengths, device=device),
+        prefix_R=None if uniform else send(torch.tensor(lengths), device),
         known=write,
     )
 
@@ -93,7 +94,7 @@ def pad(rows: Sequence[Sequence[int]], padding: int, *, device: torch.device) ->
     """`[B, S]`: rows of positions, filled up to the longest of them."""
     longest = max(len(row) for row in rows)
     padded = [[*row, *[padding] * (longest - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), longest)
+    return send(torch.tensor(padded, dtype=torch.long).reshape(len(rows), longest), device)
 
 
 def known_positions(request: Request) -> list[list[int]]:

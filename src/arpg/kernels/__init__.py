@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
@@ -20,6 +22,18 @@ def usable(x: Tensor) -> bool:
     return fusible(x) and x.dtype != torch.float32
 
 
+def few(x_BSD: Tensor) -> bool:
+    """Whether that is so, and there are so few rows that reading the weights takes longest."""
+    return decoding(x_BSD) and x_BSD.shape[0] * x_BSD.shape[1] <= 64
+
+
 def decoding(x: Tensor) -> bool:
     """Whether the kernels without a gradient may take it, too."""
     return usable(x) and not torch.is_grad_enabled()
+
+
+class Rows(NamedTuple):
+    """A tensor in float8, and what each of its rows is multiplied by."""
+
+    values: Tensor  # [..., C]
+    scale: Tensor  # [..., 1], float32

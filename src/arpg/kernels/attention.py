@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels.rotary import _turned
+from arpg.kernels.rotary import store_turned
 
-_SLOTS = 64  # at a time
-_WARPS, _STAGES = 4, 2
+_MOST = 64  # queries of one program
+_MANY = 512  # programs that keep a GPU busy: then each takes few slots at a time, with few warps
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
@@ -39,7 +39,13 @@ def attend_and_store(
     `limit_BS` counts slots of the cache, the new ones among them.
     """
     q, k, v = qkv_BS3HK.unbind(2)
-    return _launch((q, k, v), cache, limit_BS, rotation, first, new=True)
+    if q.shape[1] <= _MOST:
+        return _launch((q, k, v), cache, limit_BS, rotation, first, new=True)
+    store_turned(k, v, *rotation, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
+    if isinstance(first, Tensor):  # a row ends where its limits say
+        return attend(q, *cache, limit_BS, rotation)
+    key, value = (x[:, : first + q.shape[1]] for x in cache)
+    return attend(q, key, value, limit_BS, rotation)
 
 
 def _launch(
@@ -57,13 +63,15 @@ def _launch(
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
     cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
     ragged = isinstance(first, Tensor)
-    rows = max(16, min(64, triton.next_power_of_2(queries)))
+    rows = max(16, min(_MOST, triton.next_power_of_2(queries)))
+    many = batch * heads * triton.cdiv(queries, rows) >= _MANY
+    slots, warps, stages = (16, rows // 16, 3) if many else (64, 4, 2)
     _attend[(triton.cdiv(queries, rows), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
-        limit_BS is not None, rotation is not None, new, ragged, rows, _SLOTS,
-        max(16, triton.next_power_of_2(channels)), num_warps=_WARPS, num_stages=_STAGES,
+        limit_BS is not None, rotation is not None, new, ragged, rows, slots,
+        max(16, triton.next_power_of_2(channels)), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -76,53 +84,54 @@ def _attend(  # type: ignore[no-untyped-def]
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some queries of one head of one row; softmax on the fly, in base 2."""
+    """Some queries of one head of one row; softmax on the fly, in base 2. The new slots come first, then the cache."""
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)
     there = (query[:, None] < S) & (channel[None, :] < K)
-    x = tl.load(q + batch * qb + query[:, None] * qs + head * qh + channel[None, :], there, other=0.0)
+    angle = (batch * S + query[:, None]) * K + channel[None, :]
+    q += batch * qb + head * qh
     if TURN:
-        x = _turn_rows(x, cos, sin, batch, query, S, K, ROWS, CHANNELS)
+        c, n = tl.load(cos + angle, there, other=0.0), tl.load(sin + angle, there, other=0.0)
+        x = _turned(q, query[:, None] * qs, channel[None, :], c, n, there)
+    else:
+        x = tl.load(q + query[:, None] * qs + channel[None, :], there, other=0.0)
     end = first
     if RAGGED:
         end = tl.load(lengths + batch).to(tl.int32)
     if LIMITED:
         sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)
+    key += batch * kb + head * kh
+    value += batch * vb + head * vh
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, CHANNELS), tl.float32)
+    if NEW:  # as many as there are queries
+        keys = _turned(k + batch * nb + head * nh, query[:, None] * ns, channel[None, :], c, n, there)
+        values = tl.load(v + batch * ub + head * uh + query[:, None] * us + channel[None, :], there, other=0.0)
+        slot = (end + query)[:, None]
+        tl.store(key + slot * kt + channel[None, :], keys, there)
+        tl.store(value + slot * vt + channel[None, :], values, there)
+        visible = (query < S)[None, :]
+        if LIMITED:
+            visible = visible & ((end + query)[None, :] < sees[:, None])
+        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
     for start in range(0, end, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         stored = (slot[:, None] < end) & (channel[None, :] < K)
-        keys = tl.load(key + batch * kb + slot[:, None] * kt + head * kh + channel[None, :], stored, other=0.0)
-        values = tl.load(value + batch * vb + slot[:, None] * vt + head * vh + channel[None, :], stored, other=0.0)
+        keys = tl.load(key + slot[:, None] * kt + channel[None, :], stored, other=0.0)
+        values = tl.load(value + slot[:, None] * vt + channel[None, :], stored, other=0.0)
         visible = (slot < end)[None, :]
         if LIMITED:
             visible = visible & (slot[None, :] < sees[:, None])
         most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
-    if NEW:
-        for start in range(0, S, ROWS):
-            new = start + tl.arange(0, ROWS)
-            real = (new[:, None] < S) & (channel[None, :] < K)
-            keys = tl.load(k + batch * nb + new[:, None] * ns + head * nh + channel[None, :], real, other=0.0)
-            values = tl.load(v + batch * ub + new[:, None] * us + head * uh + channel[None, :], real, other=0.0)
-            keys = _turn_rows(keys, cos, sin, batch, new, S, K, ROWS, CHANNELS)
-            if tl.program_id(0) == 0:
-                slot = end + new
-                tl.store(key + batch * kb + slot[:, None] * kt + head * kh + channel[None, :], keys, real)
-                tl.store(value + batch * vb + slot[:, None] * vt + head * vh + channel[None, :], values, real)
-            visible = (new < S)[None, :]
-            if LIMITED:
-                visible = visible & ((end + new)[None, :] < sees[:, None])
-            most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
     result = (mean / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + ((batch * S + query[:, None]) * H + head) * K + channel[None, :], result, there)
 
 
 @triton.jit
 def _look(x, keys, values, visible, scale, most, total, mean):  # type: ignore[no-untyped-def]
-    """Some more slots enter the softmax. A query may see none of them, as long as it has seen one before."""
+    """Some more slots enter the softmax; a query may see none of them."""
     score = tl.dot(x, tl.trans(keys), input_precision="ieee") * scale
     score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(most, tl.max(score, 1))
@@ -135,9 +144,9 @@ def _look(x, keys, values, visible, scale, most, total, mean):  # type: ignore[n
 
 
 @triton.jit
-def _turn_rows(x, cos, sin, batch, slot, S, K: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of one head, turned by the angles of their slots."""
-    even = 2 * tl.arange(0, CHANNELS // 2)[None, :]
-    pair, real = (batch * S + slot[:, None]) * K + even, (slot[:, None] < S) & (even < K)
-    c, n = tl.load(cos + pair, real, other=0.0), tl.load(sin + pair, real, other=0.0)
-    return _turned(x, c, n, ROWS, CHANNELS).to(x.dtype)
+def _turned(at, row, channel, cos, sin, there):  # type: ignore[no-untyped-def]
+    """Rows of one head, turned. A channel's partner is read again: cheaper than to move it between threads."""
+    x = tl.load(at + row + channel, there, other=0.0)
+    partner = tl.load(at + row + (channel ^ 1), there, other=0.0).to(tl.float32)
+    partner = tl.where(channel % 2 == 0, -partner, partner)
+    return (x.to(tl.float32) * cos + partner * sin).to(x.dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from arpg.device import send
 from arpg.errors import present, require
 from arpg.model.rope import nowhere, unturned
 
@@ -83,7 +84,7 @@ def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
     if labels_B.device.type == "cpu":  # a check on an accelerator would have to wait for it
         bad = labels_B[(labels_B < 0) | (labels_B > config.num_classes)]
         require(not len(bad), f"class {bad.tolist()} does not exist; expected 0 to {config.num_classes - 1}")
-    ids_B = labels_B.to(model.device) + config.first_class_id
+    ids_B = send(labels_B, model.device) + config.first_class_id
     null_B = torch.full_like(ids_B, config.null_class_id)
     return Condition(
         prefix_BPD=model.embed(ids_B[:, None]),

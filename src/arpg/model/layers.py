@@ -6,14 +6,14 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import decoding, usable
+from arpg.kernels import Rows, decoding, few, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -28,6 +28,7 @@ class ResidualNorm(nn.Module):
     """
 
     EPS = 1e-5
+    in_rows = False  # whether those who read the norm take float8 rows (`arpg.precision` knows)
 
     def __init__(self, width: int, *, dropout: float, site: int = 0) -> None:
         super().__init__()
@@ -36,10 +37,14 @@ class ResidualNorm(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Rows]:
         """The stream, and the stream normed. No delta: there was no layer before."""
         if delta_BSD is None:
             return x_BSD, once(self._norm, x_BSD)
+        if self.in_rows and usable(x_BSD) and not torch.is_grad_enabled():
+            from arpg.kernels.quantised import norm_rows
+
+            return norm_rows(x_BSD, delta_BSD, self.weight, self.EPS)
         p = self.dropout.p if self.training else 0.0
         keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
         if usable(x_BSD) and (p == 0 or keys is not None):
@@ -60,18 +65,24 @@ class ResidualNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    in_rows = False  # whether `down` takes float8 rows
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x)))
+        out: Tensor = self.down(swiglu(self.gate_up(x), in_rows=self.in_rows))
         return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, in_rows: bool = False) -> Tensor | Rows:
     """silu(gate) * up."""
+    if in_rows and usable(gate_up) and not torch.is_grad_enabled():
+        from arpg.kernels.quantised import swiglu_rows
+
+        return swiglu_rows(gate_up)
     if usable(gate_up):
         from arpg.kernels.swiglu import swiglu as fused
 
@@ -102,9 +113,9 @@ def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
     return rotate(q, by), rotate(k, by), v
 
 
-def once(function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+def once(function: Callable[[Any], Tensor], x_BSD: Tensor | Rows) -> Tensor:
     """A function of the channels; where all slots of all rows are one and the same (expanded), it is called for one."""
-    if not decoding(x_BSD) or x_BSD.stride()[:2] != (0, 0):
+    if isinstance(x_BSD, Rows) or not decoding(x_BSD) or x_BSD.stride()[:2] != (0, 0):
         return function(x_BSD)
     return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
 
@@ -143,17 +154,19 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, slots: Slots | None) -> Tensor:
-        qkv_BS3HK = self.qkv(x_BSD).unflatten(-1, (3, self.num_heads, -1))
+    @property
+    def projection(self) -> nn.Linear:
+        return self.qkv
+
+    def forward(self, qkv_BSE: Tensor, by: Rotation | None, mask: Mask, slots: Slots | None) -> Tensor:
+        """What the heads see, `[B, S, D]`, given the projection of the slots."""
+        qkv_BS3HK = qkv_BSE.view(*qkv_BSE.shape[:2], 3, self.num_heads, -1)
         if slots is not None and by is not None and not isinstance(mask, str) and decoding(qkv_BS3HK):
             from arpg.kernels.attention import attend_and_store
 
-            seen = attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
-        else:
-            q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
-            seen = attend(q, (k, v) if slots is None else slots.write(k, v), mask)
-        out: Tensor = self.out(seen)
-        return out
+            return attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
+        q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
+        return attend(q, (k, v) if slots is None else slots.write(k, v), mask)
 
 
 class CrossAttention(nn.Module):
@@ -165,11 +178,13 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
-        q_BSD = once(self.q, x_BSD)
-        q_BSHK = q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1)
-        out: Tensor = self.out(attend(q_BSHK, memory, mask, by))
-        return out
+    @property
+    def projection(self) -> nn.Linear:
+        return self.q
+
+    def forward(self, q_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
+        """What the heads see, `[B, S, D]`, given the projection of the queries."""
+        return attend(q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1), memory, mask, by)
 
 
 class MemoryProjection(nn.Linear):
@@ -192,12 +207,15 @@ class MemoryProjection(nn.Linear):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU. What SwiGLU makes is handed on, to be added by the norm that comes next."""
+    """Pre-norm attention and SwiGLU.
 
-    def __init__(self, config: ModelConfig, attention: nn.Module) -> None:
+    What SwiGLU makes is handed on, to be added by the norm that comes next; or it is added already (None).
+    """
+
+    def __init__(self, config: ModelConfig, attention: SelfAttention | CrossAttention) -> None:
         super().__init__()
         self.attn_norm = ResidualNorm(config.width, dropout=config.dropout, site=0)
-        self.attn = attention
+        self.attn: SelfAttention | CrossAttention = attention
         self.ffn_norm = ResidualNorm(config.width, dropout=config.dropout, site=1)
         self.ffn = SwiGLU(config.width, config.ffn_width)
 
@@ -209,7 +227,21 @@ class Block(nn.Module):
         mask: Mask,
         source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
+        if delta is None and few(x) and type(self.ffn.down) is nn.Linear:
+            return self._few_rows(x, by, mask, source), None
         x, normed = self.attn_norm(x, delta, dropout_key_B)
-        x, normed = self.ffn_norm(x, self.attn(normed, by, mask, source), dropout_key_B)
+        seen = self.attn(once(self.attn.projection, normed), by, mask, source)
+        x, normed = self.ffn_norm(x, self.attn.out(seen), dropout_key_B)
         return x, self.ffn(normed)
+
+    def _few_rows(self, x_BSD: Tensor, by: Rotation | None, mask: Mask, source: Slots | KeyValue | None) -> Tensor:
+        """The same in five kernels, the sum included."""
+        from arpg.kernels.few_rows import linear
+
+        shape, x = x_BSD.shape, x_BSD.flatten(0, 1).contiguous()  # [MASK] may be one row, expanded
+        projected = linear(x, self.attn.projection.weight, norm_D=self.attn_norm.weight, eps=ResidualNorm.EPS)
+        seen = self.attn(projected.view(*shape[:2], -1), by, mask, source)
+        x = linear(seen.flatten(0, 1), self.attn.out.weight, add_MN=x)
+        hidden = linear(x, self.ffn.gate_up.weight, norm_D=self.ffn_norm.weight, eps=ResidualNorm.EPS, swiglu=True)
+        return linear(hidden, self.ffn.down.weight, add_MN=x).view(shape)

@@ -209,7 +209,18 @@ def application(
 
 def build(arguments: dict[str, str]) -> serve.Application:
     """For `serve run` and KubeRay: the options of `arpg serve` as strings; keys come from the environment."""
-    known = {"model", "device", "dtype", "replicas", "max_replicas", "gpus", "max_batch", "queue", "deadline"}
+    known = {
+        "model",
+        "device",
+        "precision",
+        "dtype",
+        "replicas",
+        "max_replicas",
+        "gpus",
+        "max_batch",
+        "queue",
+        "deadline",
+    }
     unknown = sorted(set(arguments) - known)
     require(not unknown, f"unknown argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     settings = ServeSettings(
@@ -223,7 +234,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
         keys=read_keys(None, os.environ.get("ARPG_API_KEYS")),
         settings=settings,
         device=arguments.get("device", "auto"),
-        dtype=arguments.get("dtype", "auto"),
+        dtype=arguments.get("precision", arguments.get("dtype", "auto")),
         replicas=int(arguments.get("replicas", 1)),
         max_replicas=None if most is None else int(most),
         gpus=float(arguments.get("gpus", 0)),

@@ -6,6 +6,7 @@ Shapes: B batch, C channels, HW pixels, hw latent grid, N = h * w tokens, E code
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from arpg.config import TokenizerConfig
 from arpg.errors import require
+from arpg.kernels import fusible
 
 
 class ResBlock(nn.Module):
@@ -172,6 +174,7 @@ class VQTokenizer(nn.Module):
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.z_channels, 1)
         self.decoder = Decoder(config)
         self.pixel_dtype: torch.dtype | None = None  # what images are decoded in, where that is not the weights' type
+        self._fused: tuple[nn.Module, ...] = ()  # the decoder again, as kernels run it; no part of the state
 
     @property
     def device(self) -> torch.device:
@@ -206,15 +209,37 @@ class VQTokenizer(nn.Module):
         if self.pixel_dtype is None:
             image: Tensor = self.decoder(self.post_quant_conv(codes_BEhw))
             return image
+        if fusible(codes_BEhw) and not torch.is_grad_enabled():
+            fused = self.fused or self._fuse(self.pixel_dtype)
+            image = fused(self.post_quant_conv(codes_BEhw))
+            return image.type_as(codes_BEhw)
         with torch.autocast(codes_BEhw.device.type, dtype=self.pixel_dtype):
             image = self.decoder(self.post_quant_conv(codes_BEhw))
         return image.type_as(codes_BEhw)
 
     def decode_in(self, dtype: torch.dtype) -> VQTokenizer:
-        """From now on make images in this type. The weights stay, and so do the tokens of images."""
+        """From now on make images in this type. The weights stay, and so do the tokens of images.
+
+        On a GPU with Triton, half precision takes the fused decoder, a copy of the weights as they are then.
+        """
         self.pixel_dtype = None if dtype == self.dtype else dtype
+        self._fused = ()
         self.decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return self
+
+    @property
+    def fused(self) -> nn.Module | None:
+        return self._fused[0] if self._fused else None
+
+    def _fuse(self, dtype: torch.dtype) -> nn.Module:
+        from arpg.tokenizer.fused import FusedDecoder
+
+        self._fused = (FusedDecoder(self.decoder, dtype),)
+        return self._fused[0]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._fused = ()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _norm(channels: int) -> nn.GroupNorm:

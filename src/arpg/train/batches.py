@@ -17,6 +17,7 @@ from arpg.data.control_maps import ControlMaps
 from arpg.data.text_states import TextStates
 from arpg.data.tokens import NO_CLASS, TokenSet
 from arpg.decode.noise import Stream, random_words, seed_keys
+from arpg.device import send
 from arpg.errors import require
 
 
@@ -82,29 +83,24 @@ class TokenBatches:
         labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
         dropped = random_words(on_cpu, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
         labels = torch.where(dropped | (labels == NO_CLASS), self.num_classes, labels)
-        number = self._sent(number)
+        number = send(number, self.device)
         words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
         states = length = None
         if self.text is not None:
             states, length = (torch.from_numpy(part) for part in self.text.gather(index))
-            states, length = self._sent(states), self._sent(length.masked_fill(dropped, 0))
+            states, length = send(states, self.device), send(length.masked_fill(dropped, 0), self.device)
         pixels, kind = (None, None) if self.control is None else self.control.gather(index, view)
         return Batch(
-            ids_BN=self._sent(ids),
-            labels_B=self._sent(labels),
+            ids_BN=send(ids, self.device),
+            labels_B=send(labels, self.device),
             order_BN=words[:, 1:].argsort(-1),
             dropout_key_B=words[:, 0].to(torch.int32),
             states_BTE=states,
             length_B=length,
             pixels_BHW=pixels,
             kind_B=kind,
-            dropped_B=None if pixels is None else self._sent(dropped),
+            dropped_B=None if pixels is None else send(dropped, self.device),
         )
-
-    def _sent(self, tensor: Tensor) -> Tensor:
-        """On the device, without waiting for it."""
-        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
-        return pinned.to(self.device, non_blocking=True)
 
     def _numbers(self, step: int, part: int) -> NDArray[np.int64]:
         start = step * self.batch_size + part * self.part_size

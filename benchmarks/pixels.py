@@ -1,0 +1,217 @@
+"""How fast tokens become pixels on a GPU, from the plain decoder to the fused one; and how close they stay.
+
+    python benchmarks/pixels.py --batch 64 --tokenizer vq-16 --out pixels-vq-16.json
+    python benchmarks/pixels.py --batch 64 --tokenizer garden --profile
+
+A preset has random weights (speed does not depend on them), garden or a folder its own. PSNR is that of the 8-bit
+pixels against float32's. A variant that fails is told with its error's first line, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arpg.bench.record import environment
+from arpg.bench.roofline import device_limits, pixel_work
+from arpg.checkpoint import load_tokenizer
+from arpg.config import TOKENIZERS
+from arpg.device import choose_device
+from arpg.files import write_whole
+from arpg.hub import resolve
+from arpg.image import to_uint8
+from arpg.kernels import HAS_TRITON
+from arpg.tokenizer import VQTokenizer
+
+Decode = Callable[[Tensor], Tensor]  # images [B, 3, H, W] from z
+
+
+def open_tokenizer(name: str, device: torch.device) -> VQTokenizer:
+    torch.manual_seed(0)
+    if name in TOKENIZERS:
+        return VQTokenizer(TOKENIZERS[name]).eval().to(device)
+    return load_tokenizer(resolve(name), device=device, dtype=torch.float32)
+
+
+def plain(decoder: nn.Module, *, last: bool = False, **compile: Any) -> Decode:
+    """In bfloat16."""
+    made = copy.deepcopy(decoder).bfloat16()
+    form = torch.channels_last if last else torch.contiguous_format
+    made = made.to(memory_format=form)  # type: ignore[call-overload]
+    run = torch.compile(made, **compile) if compile else made
+    return lambda z: run(z.bfloat16().contiguous(memory_format=form))
+
+
+def fused(decoder: nn.Module, **compile: Any) -> Decode:
+    from arpg.tokenizer.fused import FusedDecoder
+
+    made = FusedDecoder(decoder, torch.bfloat16)  # type: ignore[arg-type]
+    return torch.compile(made, **compile) if compile else made
+
+
+def graphed(decode: Decode, z: Tensor) -> Decode:
+    """Recorded once, for this batch; the image stays in the graph's own memory until the next replay."""
+    inside = z.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            decode(inside)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        image = decode(inside)
+
+    def replay(z: Tensor) -> Tensor:
+        inside.copy_(z)
+        graph.replay()
+        return image
+
+    return replay
+
+
+def untuned(decode: Decode) -> Decode:
+    """With cuDNN's own choice of algorithms, as outside of this benchmark."""
+
+    def run(z: Tensor) -> Tensor:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False):
+            return decode(z)
+
+    return run
+
+
+def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode]]:
+    decoder, own = tokenizer.decoder, {"dynamic": False}
+    found: dict[str, Callable[[], Decode]] = {
+        "float32": lambda: decoder,
+        "bfloat16": lambda: plain(decoder),
+        "bfloat16, channels last": lambda: plain(decoder, last=True),
+    }
+    if z.is_cuda:
+        found["bfloat16, channels last, compiled"] = lambda: plain(decoder, last=True, **own)
+        found["the same, autotuned"] = lambda: plain(decoder, last=True, mode="max-autotune", **own)
+    if z.is_cuda and HAS_TRITON:
+        found["fused"] = lambda: fused(decoder)
+        found["fused, convolutions not tuned"] = lambda: untuned(fused(decoder))
+        found["fused, CUDA graph"] = lambda: graphed(fused(decoder), z)
+        found["fused, compiled"] = lambda: fused(decoder, **own)
+        found["fused, compiled, CUDA graph"] = lambda: fused(decoder, mode="reduce-overhead", **own)
+    return found
+
+
+def seconds(decode: Decode, z: Tensor, rounds: int) -> float:
+    """Of a batch, the median."""
+    wait = torch.cuda.synchronize if z.is_cuda else lambda: None
+    times = []
+    for _ in range(rounds + 3):
+        wait()
+        began = time.perf_counter()
+        decode(z)
+        wait()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])
+
+
+def psnr(found: Tensor, exact: Tensor) -> float:
+    error = (to_uint8(found).float() - to_uint8(exact).float()).square().mean()
+    return round(float(10 * torch.log10(255**2 / error.clamp_min(1e-6))), 1)
+
+
+def profile(decode: Decode, z: Tensor, rounds: int = 3) -> list[dict[str, Any]]:
+    """The ten most expensive kernels: milliseconds and launches of a batch."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        for _ in range(rounds):
+            decode(z)
+        torch.cuda.synchronize()
+    events = [event for event in recorded.key_averages() if "cuda" in str(event.device_type).lower()]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return [
+        {
+            "ms": round(event.self_device_time_total / 1000 / rounds, 3),
+            "launches": event.count // rounds,
+            "kernel": event.key[:90],
+        }
+        for event in events[:10]
+    ]
+
+
+@torch.no_grad()
+def measure(tokenizer: VQTokenizer, z: Tensor, rounds: int) -> list[dict[str, Any]]:
+    exact = torch.cat([tokenizer.decoder(part) for part in z.split(16)])
+    rows: list[dict[str, Any]] = []
+    for name, make in variants(tokenizer, z).items():
+        row: dict[str, Any] = {"variant": name}
+        try:
+            decode = make()
+            row["PSNR dB"] = psnr(decode(z), exact)
+            took = seconds(decode, z, rounds)
+            row |= {"ms": round(1000 * took, 3), "images/s": round(len(z) / took, 1)}
+        except Exception as error:  # the others still count
+            row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or ['nothing said'])[0][:160]}"
+        rows.append(row)
+        print(line(row), flush=True)  # noqa: T201
+        decode = None  # type: ignore[assignment]
+        if z.is_cuda:
+            torch.cuda.empty_cache()
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['variant']} | {row['error']} | | |"
+    return f"| {row['variant']} | {row['ms']} | {row['images/s']} | {row['PSNR dB']} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", default="vq-16", help="vq-16, vq-8 (random weights), garden or a folder.")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--grid", type=int, default=16, help="Tokens per side.")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="Also the ten most expensive kernels of the fused one.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = choose_device(options.device)
+    torch.backends.cudnn.benchmark = True
+    tokenizer = open_tokenizer(options.tokenizer, device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(tokenizer.config.codebook_size, (options.batch, options.grid**2), generator=generator)
+    with torch.no_grad():
+        codes = tokenizer.quantize.look_up(ids.to(device)).transpose(1, 2)
+        z = tokenizer.post_quant_conv(codes.reshape(options.batch, -1, options.grid, options.grid))
+    print("| | ms | images/s | PSNR dB |\n|---|---:|---:|---:|")  # noqa: T201
+    result: dict[str, Any] = {
+        "benchmark": "pixels",
+        **{name: getattr(options, name) for name in ("tokenizer", "batch", "grid")},
+        "rows": measure(tokenizer, z, options.rounds),
+    }
+    if (limits := device_limits(device, torch.bfloat16)) is not None:
+        work = pixel_work(tokenizer.config, (options.grid, options.grid), options.batch, 2)
+        result["roofline images/s"] = round(options.batch / limits.seconds(work), 1)
+    if options.profile and device.type == "cuda":
+        with torch.no_grad():
+            decode = fused(tokenizer.decoder)
+            decode(z)
+            result["kernels"] = profile(decode, z)
+        for row in result["kernels"]:
+            print(f"{row['ms']:8.3f} ms {row['launches']:4d} x {row['kernel']}")  # noqa: T201
+    result["where"] = environment(device)
+    if options.out:
+        write_whole(options.out, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Weights of 8 bits: the products are close to the plain ones, kernels to their plain twins, bad wishes are told."""
+
+import copy
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from arpg import InputError, Pipeline, SamplingSettings, tasks
+from arpg.decode import decode, make_plan
+from arpg.kernels import FLOAT8_MAX, Rows
+from arpg.packed import StoredLinear, become, unpack_linears
+from arpg.precision import Fp8Linear, Int8Linear, check_fp8, has_int8_product, precision_of, to_precision, to_rows
+from arpg.storage import pack, to_int8, unpack
+from conftest import small_model, small_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(kind, inputs=64, outputs=48, dtype=torch.float32):
+    plain = torch.nn.Linear(inputs, outputs, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(draw(outputs, inputs))
+    made = become(copy.deepcopy(plain), kind)
+    made.keep(plain.weight.detach(), dtype)
+    return plain.requires_grad_(False), made
+
+
+def error(found, expected):
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+@pytest.fixture(params=[True, False], ids=["product", "no product"])
+def int8_product(request, monkeypatch):
+    """With and without the CPU's own product."""
+    if request.param and not has_int8_product():
+        pytest.skip("this CPU or torch has no product of 8-bit numbers")
+    monkeypatch.setattr("arpg.precision.has_int8_product", lambda: request.param)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 32, 24), (3, 7, 5), (130, 64, 100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_products_of_any_size(rows, inputs, outputs, dtype, int8_product):
+    plain, made = layer(Int8Linear, inputs, outputs, dtype)
+    x = draw(2, rows, inputs, seed=1)
+    x[0, 0] *= 1000  # a row of its own size does no harm to others
+    found = made(x.to(dtype))
+    assert found.dtype == dtype
+    assert found.shape == (2, rows, outputs)
+    expected = plain(x)
+    for part in (slice(0, 1), slice(1, 2)):
+        assert error(found[part], expected[part]) < 0.02
+    assert error(made.weight, plain.weight) < 0.01
+
+
+def test_a_row_of_zeros_stays_zero(int8_product):
+    for kind in (Int8Linear, Fp8Linear):
+        _, made = layer(kind)
+        x = torch.zeros(3, 64)
+        x[1] = 1.0
+        found = made(x)
+        assert torch.isfinite(found).all()
+        assert (found[::2] == 0).all()
+
+
+def test_float8_takes_tensors_and_rows():
+    plain, made = layer(Fp8Linear, dtype=torch.bfloat16)
+    x = draw(2, 5, 64, seed=1)
+    found = made(x)
+    assert error(found, plain(x)) < 0.05
+    assert torch.equal(made(to_rows(x)), found)
+    assert to_rows(x).values.float().abs().amax(-1).eq(FLOAT8_MAX).all()
+    with pytest.raises(InputError, match=r"7 inputs .* multiples of 16"):
+        layer(Fp8Linear, inputs=7)
+
+
+@pytest.mark.parametrize("kind", [Int8Linear, Fp8Linear])
+def test_a_quantised_layer_can_be_saved_copied_moved_and_trained_through(kind, int8_product):
+    _, made = layer(kind)
+    weight = made.weight
+    assert not list(made.parameters())
+    assert torch.equal(made.state_dict()["weight"], weight)
+    twin = copy.deepcopy(made)
+    x = draw(4, 64, seed=2).requires_grad_()
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x), made(x))
+    made(x).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1))
+    back = made.double()
+    assert type(back) is torch.nn.Linear
+    torch.testing.assert_close(back.weight.float(), weight)
+
+
+def test_an_int8_file_keeps_its_numbers():
+    weight = draw(40, 30)
+    state = pack({"weight": weight}, "int8")
+    values, scale = to_int8(unpack(state, where="here")["weight"])
+    assert torch.equal(values, state["weight"])
+    torch.testing.assert_close(scale, state["weight.scale"])
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_model_in_int8(head):
+    plain, made = small_model(), to_precision(small_model(), "int8", CPU, head=head)
+    quantised = {name for name, module in made.named_modules() if isinstance(module, StoredLinear)}
+    others = {name for name, module in made.named_modules() if type(module) is torch.nn.Linear}
+    assert others == (set() if head else {"head"})
+    assert "pass1.0.attn.qkv" in quantised
+    assert "memory_kv.0" in quantised
+    assert precision_of(made) == "int8"
+    assert precision_of(plain) == "float32"
+    assert list(made.state_dict()) == list(plain.state_dict())
+    settings = SamplingSettings(steps=5, guidance=3.0)
+    request = tasks.generate(plain, [0, 3], [1, 2])
+    plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+    a, b = ([step.ids_BN for step in decode(model, request, plan, settings)][-1] for model in (plain, made))
+    assert (a == b).float().mean() > 0.5
+    again = unpack_linears(made)
+    assert not [module for module in again.modules() if isinstance(module, StoredLinear)]
+
+
+def test_a_model_in_float8_hands_over_rows(monkeypatch):
+    """On a CPU: the plain twins compute what the GPU's kernels do."""
+    monkeypatch.setattr("arpg.precision.check_fp8", lambda device: None)
+    made = to_precision(small_model(), "fp8", CPU, head=False)
+    assert precision_of(made) == "fp8"
+    assert made.pass1[0].ffn_norm.in_rows
+    assert made.pass2[0].ffn.in_rows
+    assert made.memory_norm.in_rows
+    assert not made.norm.in_rows
+    assert not small_model().norm.in_rows
+
+
+def test_what_cannot_be_is_said(folder):
+    with pytest.raises(InputError, match=r"fp8, which needs an NVIDIA GPU, not cpu; use one of auto, .*int8"):
+        Pipeline.from_pretrained(folder, device="cpu", precision="fp8")
+    with pytest.raises(InputError, match="precision is 'int3'; expected one of auto, float32"):
+        Pipeline.from_pretrained(folder, device="cpu", precision="int3")
+
+
+def test_an_old_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(InputError, match=r"NVIDIA A100 has compute capability 8.0; expected 8.9"):
+        check_fp8(torch.device("cuda"))
+
+
+def test_a_pipeline_in_int8(folder, tmp_path):
+    pipe = Pipeline.from_pretrained(folder, device="cpu", precision="int8")
+    assert precision_of(pipe.model) == "int8"
+    assert len(pipe.generate(0, steps=2)) == 1
+    pipe.save_pretrained(tmp_path / "again")  # as plain tensors
+    assert precision_of(Pipeline.from_pretrained(tmp_path / "again", device="cpu", dtype="float32").model) == "float32"
+
+
+def test_agreement_on_the_same_context(model):
+    """By hand: logits twice as large are off by 100%; of four draws one differs."""
+    from arpg.bench.agreement import agreement, generate, on_context
+    from arpg.bench.case import Case
+
+    logits, drawn = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[1, 2]])
+    other = torch.tensor([[1, 3]])
+    found = agreement([(2 * logits, drawn), (logits, other)], [(logits, drawn), (logits, drawn)])
+    assert found == {"logit error": 0.5, "largest logit error": 1.0, "equal draws": 0.75}
+    case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
+    ids = generate(model, case)
+    exact = on_context(model, case, ids)
+    close = agreement(on_context(to_precision(small_model(), "int8", CPU), case, ids), exact)
+    assert 0 < close["logit error"] <= close["largest logit error"] < 0.2
+    assert close["equal draws"] > 0.7
+
+
+def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    import pixels
+
+    def fails():
+        raise RuntimeError("no room\nfor more")
+
+    tokenizer = small_tokenizer()
+    made = {"bad": fails, "float32": lambda: tokenizer.decoder}
+    monkeypatch.setattr(pixels, "variants", lambda tokenizer, z: made)
+    rows = pixels.measure(tokenizer, draw(2, 8, 2, 2), 1)
+    assert rows[0] == {"variant": "bad", "error": "RuntimeError: no room"}
+    assert rows[1]["PSNR dB"] > 90
+    assert "| bad | RuntimeError: no room | | |" in capsys.readouterr().out
+
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def same_rows(found, expected):
+    """Equal but for the rounding of scales, which can put a number on the other side of a border. Triton's interpreter
+    also forgets the carry where rounding up reaches the next power of two."""
+    assert isinstance(found, Rows)
+    torch.testing.assert_close(found.scale, expected.scale)
+    a, b = (rows.values.float() for rows in (found, expected))
+    wrong = ~torch.isclose(a, b, atol=0.01, rtol=0.13)
+    if DEVICE == "cpu":
+        wrong &= a != b / 2
+    assert not wrong.any()
+    assert (a != b).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (3, 5, 48), (2, 7, 100)])
+def test_kernels_that_make_rows(shape):
+    from arpg.kernels.quantised import norm_rows, quantise_rows, swiglu_rows
+    from arpg.model.layers import ResidualNorm
+
+    x, delta = draw(*shape).to(DEVICE), draw(*shape, seed=1).to(DEVICE)
+    same_rows(quantise_rows(x), to_rows(x))
+    same_rows(quantise_rows(0 * x), to_rows(0 * x))
+    gate, up = x.chunk(2, -1)
+    same_rows(swiglu_rows(x), to_rows(F.silu(gate) * up))
+    norm = ResidualNorm(shape[-1], dropout=0.0).to(DEVICE)
+    torch.nn.init.normal_(norm.weight)
+    with torch.no_grad():
+        total, rows = norm_rows(x, delta, norm.weight, norm.EPS)
+        expected, normed = norm(x, delta)
+    torch.testing.assert_close(total, expected)
+    same_rows(rows, to_rows(normed))
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 16, 8), (7, 130, 33), (64, 128, 70), (17, 300, 5)])
+def test_the_int8_kernel(rows, inputs, outputs):
+    from arpg.kernels.quantised import int8_product
+
+    values, scale = to_int8(draw(outputs, inputs))
+    x = draw(rows, inputs, seed=1)
+    found = int8_product(x.to(DEVICE), values.to(DEVICE), scale.to(DEVICE)).cpu()
+    off = 1e-3 if DEVICE == "cpu" else 0.05  # a GPU multiplies float32 with fewer digits here
+    torch.testing.assert_close(found, x @ (values.float() * scale[:, None]).T, atol=off, rtol=off)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_products_on_a_gpu(precision):
+    """Few rows and many; the plain twin is on the CPU."""
+    if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    kind = {"fp8": Fp8Linear, "int8": Int8Linear}[precision]
+    plain, made = layer(kind, 256, 512, torch.bfloat16)
+    made.keep(plain.weight.cuda(), torch.bfloat16)
+    for rows in (1, 64, 65, 300):
+        x = draw(2, rows, 256, seed=rows)
+        with torch.no_grad():
+            assert error(made(x.cuda().bfloat16()).cpu(), plain(x)) < 0.05
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+def test_rows_go_through_the_network(monkeypatch):
+    """Norms and SwiGLU hand float8 rows to every layer that takes them; only attention's output is still a tensor."""
+    from arpg.model import class_condition, layers
+    from conftest import SMALL
+
+    monkeypatch.setattr("arpg.precision.check_fp8", lambda device: None)
+    config = dataclasses.replace(SMALL, vocab_size=32)  # a multiple of 16
+    plain, made = small_model(config), to_precision(small_model(config), "fp8", CPU)
+    ids, order = torch.arange(16)[None] % 24, torch.arange(16)[None]
+    condition = class_condition(plain, torch.tensor([1]))
+    with torch.no_grad():
+        exact, alone = plain(ids, order, condition), made(ids, order, condition)
+    taken = []
+    for name, layer in made.named_modules():
+        if isinstance(layer, Fp8Linear):
+            layer.register_forward_pre_hook(lambda _, args, name=name: taken.append((name, isinstance(args[0], Rows))))
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    with torch.no_grad():
+        handed = made(ids, order, condition)
+    first = {"pass1.0.attn.qkv", "pass2.0.attn.q"}  # nothing was added before them
+    assert all(rows == (not name.endswith("attn.out") and name not in first) for name, rows in taken)
+    assert len(taken) == 2 * 4 + 1 + 2 * 4 + 1
+    assert error(alone, exact) < 0.15
+    assert error(handed, exact) < 0.3  # the interpreter rounds badly (`same_rows`)
