@@ -14,8 +14,6 @@ import io
 import json
 import logging
 import os
-import signal
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -24,8 +22,9 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from resumable import ship, train_until
 
-from arpg import InputError, Pipeline
+from arpg import Pipeline
 from arpg.checkpoint import FolderConfig, load_tokenizer, read_folder, write_folder
 from arpg.config import TextConfig
 from arpg.data.asks import draw_ask
@@ -46,7 +45,6 @@ from arpg.storage import pack as pack_weights
 from arpg.storage import read_tensors
 from arpg.text import Prompts
 from arpg.text.minilm import load_minilm, package_folder
-from arpg.train.model import train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
 
 log = logging.getLogger("garden-text")
@@ -178,17 +176,7 @@ class Run:
         else:
             log.info("done")
         if self.options.ship is not None:
-            self.ship(self.options.ship)
-
-    def ship(self, folder: Path, piece: int = 15_000_000) -> None:
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in sorted(p for p in self.results.rglob("*") if p.is_file()):
-                archive.write(path, path.relative_to(self.results).as_posix())
-        folder.mkdir(parents=True, exist_ok=True)
-        data = buffer.getvalue()
-        for number, start in enumerate(range(0, len(data), piece)):
-            (folder / f"results.zip.{number:03d}").write_bytes(data[start : start + piece])
+            ship(self.results, self.options.ship)
 
     def compose(self) -> bool:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
@@ -226,28 +214,7 @@ class Run:
         return True
 
     def train(self) -> bool:
-        folder = self.work / "train"
-        if (folder / "model" / "config.json").exists():
-            return True
-        left = self.deadline - time.monotonic()
-        if left < 60:
-            return False
-        timer = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
-        timer.start()
-        try:
-            train_model(self.recipe, folder, resume=(folder / "snapshots").exists(), device=self.options.device)
-        except InputError as error:
-            if "stopped by a signal" not in str(error):
-                raise
-            log.info("%s", error)
-            return False
-        finally:
-            timer.cancel()
-            for path in sorted(folder.glob("samples-*.png"))[-1:]:
-                (self.results / path.name).write_bytes(path.read_bytes())
-            if (folder / "metrics.jsonl").exists():
-                (self.results / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes())
-        return True
+        return train_until(self.deadline, self.recipe, self.work / "train", self.results, device=self.options.device)
 
     def score(self) -> bool:
         """The model in half precision, as it is shipped, over a few guidance scales, and what can be reached."""

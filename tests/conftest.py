@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig, VQTokenizer
-from arpg.config import TextConfig
+from arpg.config import ControlConfig, TextConfig
 from arpg.convert import model_from_published, read_published
 
 pytest_plugins = ["page_browser"]
@@ -54,6 +54,8 @@ SMALL = ModelConfig(width=32, num_heads=2, pass1_layers=2, pass2_layers=2, vocab
 
 TEXT = dataclasses.replace(SMALL, num_classes=0, text=TextConfig("minilm", width=12, max_tokens=7))
 
+CONTROL = ControlConfig(patch=2, width=16, num_heads=2, layers=2)
+
 
 def text_states(*lengths, seed=0, width=12):
     """Random encoder states of prompts of these lengths."""
@@ -82,6 +84,16 @@ def small_model(config=SMALL, seed=0):
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator) * 0.5)
     return model.eval()
+
+
+def controlled_model(config=None, seed=0):
+    """A small network that takes condition images, with an MLP that does not end in zeros."""
+    model = small_model(config or dataclasses.replace(SMALL, control=CONTROL), seed)
+    generator = torch.Generator().manual_seed(seed + 2)
+    with torch.no_grad():
+        weight = model.control.down.weight
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
+    return model
 
 
 @pytest.fixture(autouse=True)

@@ -55,11 +55,12 @@ def _layers(w, name):
     return sorted({int(key.split(".")[2]) for key in w if key.startswith(f"layers.{name}.")})
 
 
-def logits(weights, heads, content, sees, places, visible):
+def logits(weights, heads, content, sees, places, visible, queries=None):
     """Logits for each of `places`.
 
     `content`: list of (embedding row or the embedding itself, place or None); `sees[i]`: the indices that content i
-    attends to; `visible[j]`: the indices of the content that query j attends to.
+    attends to; `visible[j]`: the indices of the content that query j attends to; `queries[j]`: what it asks with
+    instead of [MASK].
     """
     w = {key: tensor.double() for key, tensor in weights.items()}
     table = w["embeddings.weight"]
@@ -79,8 +80,8 @@ def logits(weights, heads, content, sees, places, visible):
     k = [_heads_turn(w["layers.to_k.weight"] @ x, p, heads) for x, p in zip(h, where, strict=True)]
     v = [w["layers.to_v.weight"] @ x for x in h]
     result = []
-    for place, seen in zip(places, visible, strict=True):
-        x = table[vocab + MASK_OFFSET]
+    for j, (place, seen) in enumerate(zip(places, visible, strict=True)):
+        x = table[vocab + MASK_OFFSET] if queries is None else queries[j].double()
         for i in _layers(w, "cross_dec"):
             n = f"layers.cross_dec.{i}"
             q = _heads_turn(w[f"{n}.attn.to_q.weight"] @ _norm(x, w[f"{n}.attn_norm.weight"]), place, heads)
@@ -90,10 +91,11 @@ def logits(weights, heads, content, sees, places, visible):
     return torch.stack(result)
 
 
-def decoding_logits(weights, heads, *, label, ids, known, order, sizes, width, causal):
+def decoding_logits(weights, heads, *, label, ids, known, order, sizes, width, causal, queries=None):
     """The logits of every planned position, in order, when decoding arrived at `ids` (raster); one sample.
 
-    Blocks enter one after the other: the class, the known tokens, then the tokens of each step.
+    Blocks enter one after the other: the class, the known tokens, then the tokens of each step. `queries`: for
+    each position (raster), instead of [MASK].
     """
     vocab = len(weights["head.weight"])
     num_classes = len(weights["embeddings.weight"]) - vocab - 3
@@ -118,6 +120,7 @@ def decoding_logits(weights, heads, *, label, ids, known, order, sizes, width, c
         else:
             sees = [[b for b in range(count) if blocks[b] <= blocks[a]] for a in range(count)]
         places = [divmod(position, width) for position in step]
-        result.append(logits(weights, heads, content, sees, places, [range(count)] * size))
+        asked = None if queries is None else [queries[position] for position in step]
+        result.append(logits(weights, heads, content, sees, places, [range(count)] * size, asked))
         enter(step)
     return torch.cat(result)

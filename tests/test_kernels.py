@@ -220,6 +220,7 @@ def test_training_with_and_without_kernels(monkeypatch):
     from arpg import kernels
     from arpg.config import ModelConfig
     from arpg.model import ARPG
+    from arpg.train.batches import Batch
     from arpg.train.model import Objective
 
     config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)
@@ -232,7 +233,7 @@ def test_training_with_and_without_kernels(monkeypatch):
     def gradient(half):
         objective.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=half):
-            objective(ids, labels, order, key).backward()
+            objective(Batch(ids, labels, order, key)).backward()
         return torch.cat([p.grad.flatten() for p in objective.parameters()])
 
     exact, fused = gradient(half=False), gradient(half=True)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from arpg import ARPG, InputError
+from arpg.checkpoint import read_folder, shipped
 from arpg.config import MODELS, TextConfig
+from arpg.storage import pack_difference
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
@@ -62,6 +64,27 @@ def test_garden_text_fits_its_size():
     with torch.device("meta"):
         model = ARPG(recipe.model)
     assert sum(tensor.numel() for tensor in model.state_dict().values()) * 2 < 25e6
+
+
+def test_the_papers_control_fine_tune():
+    """60 K iterations from the class-conditional model, at the same constant rate from the first."""
+    recipe = read_recipe(next(p for p in RECIPES if p.stem == "imagenet-256-l-control"), ModelRecipe)
+    assert dataclasses.replace(recipe.model, control=None) == MODELS["arpg-l"]
+    assert (recipe.init_from, recipe.label_drop, recipe.model.control.patch) == ("arpg-l", 0.1, 16)
+    assert (recipe.run.steps, recipe.run.batch_size, recipe.optim.lr) == (60_000, 1024, 4e-4)
+    assert (recipe.optim.schedule, recipe.optim.warmup) == ("constant", 0.0)
+
+
+def test_garden_control_fits_its_size():
+    """`garden` with an encoder of two to three million parameters; under 25 MB as 6-bit differences."""
+    recipe = read_recipe(next(p for p in RECIPES if p.stem == "garden-control"), ModelRecipe)
+    assert dataclasses.replace(recipe.model, control=None) == read_folder(shipped("garden")).model
+    assert (recipe.init_from, recipe.optim.schedule, recipe.label_drop) == ("garden", "constant", 0.1)
+    model = ARPG(recipe.model)
+    assert 2e6 < sum(p.numel() for p in model.control.parameters()) < 3e6
+    base = {key: t for key, t in model.state_dict().items() if not key.startswith("control.")}
+    packed = pack_difference(model.state_dict(), base, "int6")
+    assert sum(t.nbytes for t in packed.values()) < 22e6
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from arpg.checkpoint import load_model, load_tokenizer
 from arpg.config import ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
+from arpg.control.picture import Control
 from arpg.decode import Plan, Request, Step, decode, make_plan
 from arpg.drawing import Drawing
 from arpg.errors import InputError
@@ -18,6 +19,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "ARPG",
+    "Control",
     "Drawing",
     "InputError",
     "ModelConfig",

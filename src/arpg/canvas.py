@@ -48,6 +48,11 @@ class Canvas:
             seen = seen.resize(self.size, Image.Resampling.BICUBIC)
         return np.asarray(seen)
 
+    def part(self) -> tuple[float, float, float, float]:
+        """The view as shares of the picture: left, top, right, bottom."""
+        (left, top, right, bottom), (width, height) = self.view, self.image.size
+        return left / width, top / height, right / width, bottom / height
+
     def known(self) -> Mask:
         """`[N]`: which tokens are known, namely those whose patch does not touch the mask."""
         left, top, right, bottom = self.view

@@ -6,7 +6,9 @@
       tokenizer.safetensors   the tokenizer
       classes.txt             one line per class: name, synonyms; none where the model takes prompts
 
-A folder may hold the network, the tokenizer or both; writing one leaves the other as it is.
+A folder may hold the network, the tokenizer or both; writing one leaves the other as it is. Instead of a tokenizer it
+may name a model in the box whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from
+those of a model in the box (`base`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
-from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, to_dict
+from arpg.config import SHIPPED, ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, one_of, to_dict
 from arpg.errors import InputError, present, require
 from arpg.files import write_together
 from arpg.model import ARPG
-from arpg.storage import State, read_tensors, unpack, write_tensors
+from arpg.packed import pack_linears
+from arpg.storage import State, add_difference, pack_difference, read_tensors, unpack, write_tensors
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
@@ -44,6 +48,13 @@ class FolderConfig:
     sampling: SamplingDefaults | None = None
     license: str = "unknown"
     classes: ClassNames | None = None
+    tokenizer_of: str | None = None  # a model in the box
+    base: str | None = None  # likewise, where the stored weights are differences from its own
+
+
+def shipped(name: str) -> Path:
+    """The folder of a model in the box."""
+    return Path(str(resources.files("arpg").joinpath("assets", name)))
 
 
 def read_folder(folder: Path) -> FolderConfig:
@@ -54,8 +65,15 @@ def read_folder(folder: Path) -> FolderConfig:
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     require(isinstance(data, dict) and data.get("format") == FORMAT, f'{path} does not say "format": "{FORMAT}"')
-    unknown = sorted(set(data) - {"format", "model", "tokenizer", "sampling", "license"})
+    unknown = sorted(set(data) - {"format", "model", "tokenizer", "tokenizer_of", "base", "sampling", "license"})
     require(not unknown, f"{path}: unknown key {', '.join(unknown)}")
+
+    for name in ("tokenizer_of", "base"):
+        if name in data:
+            one_of(f"{path}: {name}", data[name], SHIPPED)
+    require(
+        not {"tokenizer", "tokenizer_of"} <= set(data), f"{path} has a tokenizer and shares one; take one of them out"
+    )
 
     def section(name: str, cls: type[Any]) -> Any:
         return from_dict(cls, data[name], where=f"{path}: {name}") if name in data else None
@@ -75,6 +93,8 @@ def read_folder(folder: Path) -> FolderConfig:
         sampling=section("sampling", SamplingDefaults),
         license=str(data.get("license", "unknown")),
         classes=classes,
+        tokenizer_of=data.get("tokenizer_of"),
+        base=data.get("base"),
     )
 
 
@@ -86,9 +106,13 @@ def write_folder(
         old = read_folder(folder)
         kept = {
             name: getattr(old, name)
-            for name in ("model", "tokenizer", "sampling", "classes")
+            for name in ("model", "tokenizer", "sampling", "classes", "tokenizer_of")
             if getattr(config, name) is None
         }
+        if config.tokenizer is not None:  # its own, from now on
+            kept["tokenizer_of"] = None
+        if model is None:
+            kept["base"] = old.base
         if config.license == "unknown":
             kept["license"] = old.license
         config = replace(config, **kept)
@@ -102,6 +126,7 @@ def write_folder(
         writes[folder / CLASSES] = lambda path: path.write_text(text, encoding="utf-8")
     sections = {name: getattr(config, name) for name in ("model", "tokenizer", "sampling")}
     data = {"format": FORMAT, **{name: to_dict(part) for name, part in sections.items() if part is not None}}
+    data |= {name: getattr(config, name) for name in ("tokenizer_of", "base") if getattr(config, name) is not None}
     data["license"] = config.license
     writes[folder / CONFIG] = lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     write_together(writes)
@@ -109,21 +134,48 @@ def write_folder(
 
 def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ARPG:
     """The network of a folder, in eval mode; in the stored type unless one is given."""
-    config = present(read_folder(folder).model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
+    described = read_folder(folder)
+    config = present(described.model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
     with torch.device("meta"):
         model = ARPG(config)
-    return _load(model, folder / MODEL, device, dtype)
+    base = None if described.base is None else load_model(shipped(described.base)).state_dict()
+    return _load(model, folder / MODEL, device, dtype, base)
 
 
 def load_tokenizer(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> VQTokenizer:
     """The tokenizer of a folder, in eval mode; in the stored type unless one is given."""
-    described = read_folder(folder).tokenizer
-    config = present(described, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one")
+    described = read_folder(folder)
+    if described.tokenizer_of is not None:
+        return load_tokenizer(shipped(described.tokenizer_of), device=device, dtype=dtype)
+    config = present(
+        described.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
+    )
     with torch.device("meta"):
         tokenizer = VQTokenizer(config)
     return _load(tokenizer, folder / TOKENIZER, device, dtype)
+
+
+def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
+    """What makes them faster where they are, for inference. The weights stay what they are."""
+    if model.device.type == "cpu":
+        pack_linears(model)
+    if model.dtype == torch.bfloat16:
+        tokenizer.decode_in(torch.bfloat16)
+
+
+def write_difference(folder: Path, target: Path, *, base: str, form: str) -> None:
+    """A model folder again, as what differs from a model in the box, whose tokenizer it must have."""
+    one_of("base", base, SHIPPED)
+    described, other = read_folder(folder), shipped(base)
+    if described.tokenizer is not None:
+        ours, theirs = load_tokenizer(folder).state_dict(), load_tokenizer(other).state_dict()
+        same = ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t)) for key, t in ours.items())
+        require(same, f"the tokenizer of {folder} is not that of {base}; store the model whole")
+    states = [load_model(each, dtype=torch.float32).state_dict() for each in (folder, other)]
+    config = replace(described, tokenizer=None, tokenizer_of=base, base=base)
+    write_folder(target, config, model=pack_difference(states[0], states[1], form))
 
 
 def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -> None:
@@ -151,8 +203,12 @@ def _some(items: list[str], most: int = 12) -> str:
     return ", ".join(items[:most]) + more
 
 
-def _load(module: Module, path: Path, device: torch.device | str, dtype: torch.dtype | None) -> Module:
+def _load(
+    module: Module, path: Path, device: torch.device | str, dtype: torch.dtype | None, base: State | None = None
+) -> Module:
     state = unpack(read_tensors(path), where=str(path))
+    if base is not None:
+        state = add_difference(state, base)
     check_state(state, module, where=str(path))
     module.load_state_dict(state, strict=True, assign=True)
     return module.to(device=device, dtype=dtype).eval()

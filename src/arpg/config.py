@@ -22,6 +22,7 @@ ENGINES = ("auto", "eager", "compiled", "graph")  # see decode/execution.py
 DECODES = ("steps", "exact", "speculative")
 WAYS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
 POSITIONS = ("rope", "cosine")
+CONTROLS = ("canny", "soft", "depth")  # kinds of condition images
 
 T = TypeVar("T")
 
@@ -42,6 +43,43 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
+class ControlConfig:
+    """Condition images: their kinds, and the encoder that makes a query of each patch.
+
+    `encoder`: "patches", a small ViT of our own, to which width, num_heads and layers belong; or a ViT or DINOv2 of
+    `transformers`, as a hub id or a folder, which brings its own and is trained on with the rest.
+    """
+
+    kinds: tuple[str, ...] = ("canny", "depth")
+    patch: int = 16  # pixels of a condition image for each token, along each side: the tokenizer's stride
+    encoder: str = "patches"
+    width: int = 192
+    num_heads: int = 3
+    layers: int = 5
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.kinds) >= 1 and len(set(self.kinds)) == len(self.kinds),
+            f"kinds are {list(self.kinds)}; expected different ones of {', '.join(CONTROLS)}",
+        )
+        for kind in self.kinds:
+            one_of("kinds", kind, CONTROLS)
+        require(bool(self.encoder), "encoder is empty; expected patches, a hub id or a folder")
+        for name in ("patch", "width", "num_heads", "layers"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require(
+            self.width % (4 * self.num_heads) == 0,
+            f"width {self.width} does not give {self.num_heads} heads of a multiple of 4 channels, "
+            "which 2-D rotation needs; change width or num_heads",
+        )
+
+    def kind_id(self, kind: str) -> int:
+        require(kind in self.kinds, f"kind is {kind!r}; the model takes {', '.join(self.kinds)}")
+        return self.kinds.index(kind)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The two-pass decoder. The defaults are what every published model shares."""
 
@@ -56,6 +94,7 @@ class ModelConfig:
     positions: str = "rope"  # or "cosine": 2-D sinusoids added to tokens and queries
     dropout: float = 0.1
     text: TextConfig | None = None  # prompts instead of classes
+    control: ControlConfig | None = None  # condition images beside them
 
     def __post_init__(self) -> None:
         for name in ("width", "num_heads", "pass2_layers", "vocab_size"):

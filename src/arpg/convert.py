@@ -31,6 +31,10 @@ def key_map(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         f"shared_kv={str(config.shared_kv).lower()}, positions={config.positions!r} and cannot be written in it",
     )
     require(config.text is None, "the published format has no place for prompts; this model cannot be written in it")
+    require(
+        config.control is None,
+        "the published format has no place for condition images; this model cannot be written in it",
+    )
     keys: dict[str, tuple[str, ...]] = {
         "embedding.weight": ("embeddings.weight",),
         "memory_norm.weight": ("layers.norm.weight",),

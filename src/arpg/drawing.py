@@ -21,10 +21,11 @@ from torch import Tensor
 
 from arpg import tasks
 from arpg.config import SamplingSettings
+from arpg.control.picture import WHOLE, Control
 from arpg.decode import Request, Step
 from arpg.decode.score import fill_bits
 from arpg.errors import require
-from arpg.image import to_images, to_pil
+from arpg.image import sheet, to_images, to_pil
 from arpg.model import ARPG
 from arpg.stages import Stage
 from arpg.tokenizer import VQTokenizer
@@ -47,12 +48,18 @@ class Wanted:
     best_of: int = 1
     batch_size: int = 32
     seeds: tuple[int, ...] | None = None
+    controls: tuple[Control, ...] = ()  # condition images: none, one for all, or one for each picture
 
     def __post_init__(self) -> None:
         require(len(self.labels) >= 1, "the number of images is 0; expected 1 or more")
         require(self.best_of >= 1, f"best_of is {self.best_of}; expected 1 or more candidates for each image")
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; expected 1 or more")
         require(0 <= self.seed <= 2**64 - len(self), f"seed is {self.seed}; expected 0 to 2^64 - {len(self)}")
+        require(
+            len(self.controls) in (0, 1, len(self.labels)),
+            f"there are {len(self.controls)} condition images for {len(self.labels)} images; expected one for all, or "
+            "one for each",
+        )
         if self.seeds is not None:
             require(
                 len(self.seeds) == len(self.labels),
@@ -64,6 +71,9 @@ class Wanted:
     def __len__(self) -> int:
         """Candidates."""
         return len(self.labels) * self.best_of
+
+    def control_of(self, candidate: int) -> Control:
+        return self.controls[0 if len(self.controls) == 1 else candidate // self.best_of]
 
     def seed_of(self, candidate: int) -> int:
         if self.seeds is None:
@@ -144,6 +154,7 @@ class Drawing:
             known_N=self._known_Chw[part.rows, *view].flatten(1),
             grid=stage.window,
             place_N2=stage.place_N2,
+            control=self._control(part),
         )
         return self._request
 
@@ -191,6 +202,34 @@ class Drawing:
     def _view(self, part: Part) -> tuple[slice, slice]:
         (top, left), (high, wide) = part.corner, self.stages[part.stage].window
         return slice(top, top + high), slice(left, left + wide)
+
+    def beside(self, rows: Sequence[int], images: Sequence[Image.Image]) -> list[Image.Image]:
+        """The pictures of these candidates, each with its condition image at its left."""
+        require(self._steered, "there is no condition image to show beside the result; give one")
+        part = None if self.stages[-1].part is None else WHOLE
+        shown = [self.wanted.control_of(row).fit(image.size, part) for row, image in zip(rows, images, strict=True)]
+        return [sheet([seen, image], columns=2) for seen, image in zip(shown, images, strict=True)]
+
+    @property
+    def _steered(self) -> bool:
+        return bool(self.wanted.controls)
+
+    def _control(self, part: Part) -> list[tasks.Steer]:
+        """Of each candidate, what the window has of its condition image; the same object where it is the same image."""
+        stage, stride = self.stages[part.stage], self.tokenizer.config.stride
+        rows, columns = (slice(s.start * stride, s.stop * stride) for s in self._view(part))
+        cut: dict[int, tasks.Steer] = {}
+        for row in self.rows if self._steered else ():
+            control = self.wanted.control_of(row)
+            if id(control) not in cut:
+                pixels_HW = np.array(control.fit(self._size(stage), stage.part))[rows, columns]
+                cut[id(control)] = tasks.Steer(torch.from_numpy(pixels_HW), control.kind, control.strength)
+        return [cut[id(self.wanted.control_of(row))] for row in self.rows if self._steered]
+
+    def _size(self, stage: Stage) -> tuple[int, int]:
+        """Width and height of its pixels."""
+        stride = self.tokenizer.config.stride
+        return stage.grid[1] * stride, stage.grid[0] * stride
 
     @torch.no_grad()
     def _start(self, stage: Stage, batch_size: int) -> None:

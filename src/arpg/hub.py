@@ -7,10 +7,9 @@ import json
 import logging
 import os
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, write_folder
+from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, shipped, write_folder
 from arpg.classes import imagenet_classes
 from arpg.config import MODELS, SAMPLING, SHIPPED, TOKENIZERS, ModelConfig, SamplingDefaults, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
@@ -55,10 +54,6 @@ PUBLISHED = {
     "arpg-xl": _published("arpg-xl", "arpg_700m.pt"),
     "arpg-xxl": _published("arpg-xxl", "arpg_1b.pt"),
 }
-
-
-def shipped(name: str) -> Path:
-    return Path(str(resources.files("arpg").joinpath("assets", name)))
 
 
 def home() -> Path:

@@ -13,21 +13,20 @@ from PIL import Image
 
 from arpg import stages
 from arpg.canvas import Box, Canvas, box_mask
-from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import ORDERS, WAYS, SamplingDefaults, SamplingSettings, one_of
+from arpg.config import WAYS, SamplingDefaults, SamplingSettings
+from arpg.control.picture import Control, Controls, checked
 from arpg.decode import Engine, Request, Step, make_plan
-from arpg.decode.score import make_orders, token_bits
 from arpg.device import choose_device as choose_device
 from arpg.drawing import Drawing, Wanted
 from arpg.errors import require
 from arpg.hub import home, resolve
-from arpg.image import adm_crop, to_images, to_rgb
+from arpg.image import to_rgb
+from arpg.likelihood import picture_bits
 from arpg.model import ARPG
-from arpg.packed import pack_linears
 from arpg.precision import Precision, to_precision
 from arpg.tasks import Label, Prompt
-from arpg.tasks import condition as make_condition
 from arpg.text import Prompts
 from arpg.tokenizer import VQTokenizer
 
@@ -64,6 +63,8 @@ class Pipeline:
             f"the model speaks {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
             "they do not belong together",
         )
+        patch, stride = model.config.control and model.config.control.patch, tokenizer.config.stride
+        require(patch in (None, stride), f"model.control.patch is {patch}; the tokenizer has {stride} pixels per token")
         self.model = model
         self.engine = Engine(model, engine)
         self.tokenizer = tokenizer
@@ -128,6 +129,7 @@ class Pipeline:
         seed: int | Sequence[int] = 0,
         batch_size: int = 32,
         best_of: int = 1,
+        control: Controls = None,
         **settings: Any,
     ) -> Drawing:
         """`num_images` images of each class or prompt; image i has seed `seed + i`, or its own of a list.
@@ -135,28 +137,26 @@ class Pipeline:
         `negative`: what guidance leads away from, one text for all prompts or one for each.
 
         `best_of`: so many candidates are drawn for each image (with seeds that count on), and the one that the model
-        finds most likely is kept. `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k,
+        finds most likely is kept. `control`: a condition image for all of them (then the class may be left out), or a
+        list with one for each. `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k,
         top_p, attention, decode, draft; what is not given is the model's own recommendation.
         """
         asked: Any = prompt if classes is None else classes
         items: list[Any] = [asked] if asked is None or isinstance(asked, str | int) else list(asked)
-        require(asked is not None and len(items) >= 1, f"no {self._takes} is given; there is nothing to draw")
+        something = asked is not None or control is not None
+        require(something and len(items) >= 1, f"no {self._takes} is given; there is nothing to draw")
         negatives = [negative] * len(items) if negative is None or isinstance(negative, str) else list(negative)
         require(
             len(negatives) == len(items),
             f"there are {len(negatives)} negative prompts for {len(items)}; expected one each",
         )
-        if classes is None:
-            found = [self._label(None, text, no) for text, no in zip(items, negatives, strict=True)]
-        else:
-            given = None if prompt is None else str(prompt)
-            found = [self._label(name, given, no) for name, no in zip(items, negatives, strict=True)]
+        given = None if prompt is None or classes is None else str(prompt)
+        asks = [(None, item) if classes is None else (item, given) for item in items]
+        found = [self._label(name, text, no) for (name, text), no in zip(asks, negatives, strict=True)]
         labels = tuple(label for label in found for _ in range(_number(num_images)))
         resolved = self.sampling.settings(**settings)
-        if isinstance(seed, int):
-            wanted = Wanted(labels, resolved, seed, best_of, batch_size)
-        else:
-            wanted = Wanted(labels, resolved, 0, best_of, batch_size, tuple(seed))
+        first, own = (seed, None) if isinstance(seed, int) else (0, tuple(seed))
+        wanted = Wanted(labels, resolved, first, best_of, batch_size, own, checked(control, self.model.config.control))
         return Drawing(self.model, self.tokenizer, wanted, stages=[stages.from_nothing(self.model.config.grid)])
 
     def inpainting(
@@ -172,7 +172,7 @@ class Pipeline:
         are.
 
         `feather` blends that many pixels inside the mask. Options: prompt, negative, num_images and all that
-        `generation` takes.
+        `generation` takes; a condition image covers the whole picture.
         """
         wanted, picture = self._wanted(class_, **options), to_rgb(image)
         masked = np.asarray(mask.convert("L")) >= 128
@@ -200,7 +200,8 @@ class Pipeline:
     ) -> Drawing:
         """Continue a picture beyond its sides, by as many pixels as wanted; the picture itself stays as it is.
 
-        A canvas larger than the trained grid is filled window by window, each leaning on what is there already.
+        A canvas larger than the trained grid is filled window by window, each leaning on what is there already. A
+        condition image covers the whole canvas, and each window sees its part of it.
         """
         wanted, picture = self._wanted(class_, **options), to_rgb(image)
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
@@ -229,6 +230,30 @@ class Pipeline:
         first = [stages.from_nothing(grid)] if picture is None else []
         pictures = [] if picture is None else [picture]
         return Drawing(self.model, self.tokenizer, wanted, stages=[*first, stage], pictures=pictures)
+
+    def control(
+        self,
+        image: Image.Image,
+        class_: str | int | None = None,
+        *,
+        kind: str = "canny",
+        strength: float = 1.0,
+        from_image: bool = False,
+        on_step: OnStep = None,
+        **options: Any,
+    ) -> list[Image.Image]:
+        """Images of a class or prompt (or of whatever fits) that follow a condition image, or with `from_image` what a
+        picture shows of the kind; options as in `generation`.
+        """
+        steer = self.condition_of(image, kind, strength) if from_image else Control(image, kind, strength)
+        return self.finish(self.generation(class_, control=steer, **options), on_step)
+
+    def condition_of(
+        self, picture: Image.Image, kind: str = "canny", strength: float = 1.0, *, depth: str | None = None
+    ) -> Control:
+        """What a picture shows of a kind, at the size that the model was trained with; `depth`: see `open_depth`."""
+        high, wide = (side * self.tokenizer.config.stride for side in self.model.config.grid)
+        return Control.of(picture, kind, strength, size=(wide, high), depth=depth)
 
     def generate(
         self, classes: str | int | Sequence[str | int] | None = None, *, on_step: OnStep = None, **options: Any
@@ -314,10 +339,12 @@ class Pipeline:
         seed: int = 0,
         batch_size: int = 32,
         best_of: int = 1,
+        control: Controls = None,
         **settings: Any,
     ) -> Wanted:
-        label = self._label(class_, prompt, negative)
-        return Wanted((label,) * _number(num_images), self.sampling.settings(**settings), seed, best_of, batch_size)
+        labels = (self._label(class_, prompt, negative),) * _number(num_images)
+        controls = checked(control, self.model.config.control)
+        return Wanted(labels, self.sampling.settings(**settings), seed, best_of, batch_size, None, controls)
 
     @property
     def _takes(self) -> str:
@@ -351,50 +378,22 @@ class Pipeline:
 
         The image is brought to the model's size by a centre crop. No class or prompt: the unconditional likelihood.
         """
-        require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
-        one_of("order", order, ORDERS)
-        label = self._label(class_, prompt, None)
-        bits: NDArray[np.float32] = self._bits(image, [label], orders=orders, order=order, seed=seed)[0]
+        labels = [self._label(class_, prompt, None)]
+        found = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
+        bits: NDArray[np.float32] = found[0]
         return bits
 
     def classify(self, image: Image.Image, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
         """`[classes]`: bits per token of an image under each class, over the same random orders; the least is best."""
-        require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
         require(
             self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
         )
-        bits = self._bits(image, range(self.model.config.num_classes), orders=orders, order="random", seed=seed)
+        labels = range(self.model.config.num_classes)
+        bits = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
-
-    @torch.no_grad()
-    def _bits(
-        self, image: Image.Image, labels: Sequence[Label], *, orders: int, order: str, seed: int, batch_size: int = 32
-    ) -> NDArray[np.float32]:
-        """`[labels, orders, h, w]`."""
-        grid, stride = self.model.config.grid, self.tokenizer.config.stride
-        require(grid[0] == grid[1], f"the model's grid is {grid[0]}x{grid[1]}; only square ones can be scored")
-        pixels = np.asarray(adm_crop(to_rgb(image), grid[0] * stride))
-        ids_N = self.tokenizer.encode(to_images(pixels[None], self.tokenizer.device))[0]
-        order_KN = make_orders(order, grid, range(seed, seed + orders))
-        pairs = [(label, k) for label in labels for k in range(orders)]
-        parts = []
-        for i in range(0, len(pairs), batch_size):
-            chosen, ks = (list(part) for part in zip(*pairs[i : i + batch_size], strict=True))
-            condition = make_condition(self.model, chosen)
-            parts.append(token_bits(self.model, ids_N.expand(len(ks), -1), condition, order_KN[ks]).cpu())
-        bits: NDArray[np.float32] = torch.cat(parts).numpy().reshape(len(labels), orders, *grid)
-        return bits
 
 
 def _number(num_images: int) -> int:
     require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
     return num_images
-
-
-def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
-    """What makes them faster where they are, for inference. The weights stay what they are."""
-    if model.device.type == "cpu":
-        pack_linears(model)
-    if model.dtype == torch.bfloat16:
-        tokenizer.decode_in(torch.bfloat16)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arpg.canvas import Canvas, Mask
 from arpg.config import WAYS, one_of
+from arpg.control.picture import WHOLE, Part
 from arpg.errors import require
 from arpg.image import MAX_PIXELS, Pixels
 from arpg.model.rope import grid_places
@@ -37,6 +38,7 @@ class Stage:
     give: Callable[[Image.Image], Image.Image] = lambda made: made  # what becomes of the pixels that were drawn
     stand_M: Tensor | None = None  # where the picture's tokens stand on the grid; None: one for each place
     place_N2: Tensor | None = None  # as in a request; only where one window is everything
+    part: Part | None = None  # of a condition image, which the grid covers; None: the middle that has its shape
 
     def __post_init__(self) -> None:
         check_tokens(self.grid)
@@ -66,6 +68,7 @@ def fill(canvas: Canvas, *, feather: int = 0) -> Stage:
         ((0, 0),),
         see=lambda _: canvas.pixels(),
         give=lambda made: canvas.paste(made, feather=feather),
+        part=canvas.part(),
     )
 
 
@@ -80,6 +83,7 @@ def extend(canvas: Canvas, window: Grid) -> Stage:
         tuple(plan_windows(known, window)),
         see=lambda _: canvas.pixels(),
         give=canvas.paste,
+        part=WHOLE,
     )
 
 

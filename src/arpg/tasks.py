@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arpg.decode import Request
 from arpg.errors import require
-from arpg.model import ARPG, Condition, class_condition, text_condition
+from arpg.model import ARPG, Condition, class_condition, control_condition, text_condition
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,15 @@ class Prompt:
 Label = int | Prompt  # what a picture shall show
 
 
+@dataclass(frozen=True, eq=False)
+class Steer:
+    """A condition image on the grid of a request: 8 bits `[H, W]`, a patch for each token."""
+
+    pixels_HW: Tensor
+    kind: str
+    strength: float
+
+
 def condition(model: ARPG, labels: Sequence[Label]) -> Condition:
     """Of classes or of prompts, whichever the model takes."""
     prompts = [label for label in labels if isinstance(label, Prompt)]
@@ -34,6 +43,16 @@ def condition(model: ARPG, labels: Sequence[Label]) -> Condition:
         require(not classes, "there are classes and prompts; expected one or the other")
         return text_condition(model, [p.states_TE for p in prompts], [p.negative_TE for p in prompts])
     return class_condition(model, torch.tensor(classes))
+
+
+@torch.no_grad()
+def steered(model: ARPG, plain: Condition, control: Sequence[Steer]) -> Condition:
+    """The condition with an image for each sample, where there are some."""
+    if not control:
+        return plain
+    return control_condition(
+        model, plain, [c.pixels_HW for c in control], [c.kind for c in control], [c.strength for c in control]
+    )
 
 
 def fill(
@@ -45,17 +64,18 @@ def fill(
     known_N: Tensor,
     grid: tuple[int, int] | None = None,
     place_N2: Tensor | None = None,
+    control: Sequence[Steer] = (),
 ) -> Request:
     """The unknown tokens of an image, once for each seed. Label, tokens and mask are one for all or one for each.
 
-    No label: the null class, or no prompt.
+    No label: the null class, or no prompt. `control`: none, or a condition image for each seed.
     """
     if labels is None:
         labels = model.config.num_classes if model.text is None else Prompt()
     if isinstance(labels, Label):
         labels = [labels] * len(seeds)
     return Request(
-        condition(model, labels),
+        steered(model, condition(model, labels), control),
         grid or model.config.grid,
         ids_N.cpu().expand(len(seeds), -1),
         known_N.cpu().expand(len(seeds), -1),

@@ -14,6 +14,8 @@ from arpg.cli import (
     attention,
     bench,
     captions,
+    control,
+    control_score,
     convert,
     evaluate,
     generate,
@@ -34,6 +36,7 @@ app.command()(generate.inpaint)
 app.command()(generate.edit)
 app.command()(generate.outpaint)
 app.command()(generate.expand)
+app.command()(control.control)
 app.command()(models.info)
 app.command()(models.classes)
 app.command()(models.pull)
@@ -47,6 +50,8 @@ app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command("evaluate-text")(text_score.evaluate_text)
 app.command("train-detector")(text_score.train_detector)
+app.command("evaluate-control")(control_score.evaluate_control)
+app.command("train-depth")(control_score.train_depth)
 app.command()(train.tokenize)
 app.command()(captions.compose)
 app.command()(captions.embed)

@@ -25,6 +25,7 @@ def compose(
     seed: Annotated[int, typer.Option(help="Scene i has seed SEED + i.")] = 0,
     size: Annotated[int, typer.Option(help="Side of a scene in pixels.")] = 96,
     processes: Annotated[int | None, typer.Option(help="That draw; 0: this one. Not given: one for each core.")] = None,
+    depth: Annotated[bool, typer.Option("--depth", help="Also keep their exact depth as condition images.")] = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Compose captioned scenes from cut-outs, as tokens for `arpg train`; continues where it stopped."""
@@ -57,6 +58,7 @@ def compose(
             num=num,
             seed=seed,
             size=size,
+            depth=depth,
             processes=len(os.sched_getaffinity(0)) if processes is None else processes,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )

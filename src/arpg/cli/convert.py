@@ -11,8 +11,7 @@ import typer
 from arpg import config as configs
 from arpg.cli.console import GridOption, err, out, parse_grid
 from arpg.errors import require
-
-FORMATS = ("int8", "float16", "bfloat16", "float32")
+from arpg.storage import FORMATS
 
 app = typer.Typer(no_args_is_help=True, help="Published checkpoints to model folders, and back.")
 
@@ -83,6 +82,9 @@ def convert_store(
     source: Annotated[str, typer.Argument(help="A model folder, a published name or a hub id.")],
     target: Annotated[Path, typer.Argument(help="The model folder to write.")],
     form: Annotated[str, typer.Option("--as", help=f"{', '.join(FORMATS)}.")] = "int8",
+    base: Annotated[
+        str | None, typer.Option(help="A model in the box: keep only what differs from it, and share its tokenizer.")
+    ] = None,
 ) -> None:
     """Write a model folder again in another storage format, e.g. a quarter of the size as int8."""
     from arpg import checkpoint
@@ -91,9 +93,15 @@ def convert_store(
 
     configs.one_of("--as", form, FORMATS)
     _check_folder_target(target)
+    if base is not None:
+        configs.one_of("--base", base, configs.SHIPPED)
     with err.status(f"packing {source}"):
         folder = resolve(source)
-        described = checkpoint.read_folder(folder)
+        if base is not None:
+            checkpoint.write_difference(folder, target, base=base, form=form)
+            out.print(f"wrote {target}")
+            return
+        described = dataclasses.replace(checkpoint.read_folder(folder), base=None)
         parts = {}
         if described.model is not None:
             parts["model"] = pack(checkpoint.load_model(folder).state_dict(), form)

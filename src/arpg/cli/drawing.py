@@ -16,9 +16,10 @@ from PIL import Image
 from arpg.animation import Frames, save_gif
 from arpg.cli.console import out, progress_bar
 from arpg.cli.sampling import Sampling, add_options, samples
-from arpg.config import to_dict
+from arpg.config import CONTROLS, to_dict
+from arpg.control.picture import Control
 from arpg.errors import require
-from arpg.image import check_output, save, sheet
+from arpg.image import check_output, open_image, save, sheet
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Output:
     path: Path
     folder: bool
     gif: Path | None
+    beside: bool
+    kind: str  # of condition images
+    strength: float
     options: dict[str, Any]  # for the pipeline
 
     def draw(
@@ -41,21 +45,28 @@ class Output:
         columns: int = 0,
     ) -> None:
         """Draw, with a progress bar, and write everything."""
-        frames = Frames()
+        frames, wanted = Frames(), drawing.wanted
+        require(bool(wanted.controls) or not self.beside, "--beside needs a condition image; give --condition")
+
+        def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
+            return drawing.beside(rows, images) if self.beside else images
+
         with _progress(len(drawing)) as tick:
 
             def on_step(step: Any) -> None:
                 tick(step)
                 if self.gif is not None:
-                    frames.add(drawing.rows, drawing.preview(step))
+                    frames.add(drawing.rows, shown(drawing.rows, drawing.preview(step)))
 
             images = pipe.finish(drawing, on_step)
-        wanted = drawing.wanted
+        images = shown(drawing.kept, images)
         about = {"model": sampling.model, **about, **to_dict(wanted.settings)}
         if wanted.best_of > 1:
             about["best_of"] = wanted.best_of
-        shown = [_shown(label, len(pipe.classes)) for label in wanted.labels]
-        abouts = [{**about, **what, "seed": seed} for what, seed in zip(shown, drawing.seeds, strict=True)]
+        if wanted.controls:
+            about |= {"kind": wanted.controls[0].kind, "strength": wanted.controls[0].strength}
+        labels = [_shown(label, len(pipe.classes)) for label in wanted.labels]
+        abouts = [{**about, **what, "seed": seed} for what, seed in zip(labels, drawing.seeds, strict=True)]
         self._write(images, names=names, abouts=abouts, columns=columns)
         if self.gif is not None:
             save_gif(frames.sheets(drawing.kept, columns=columns or None), self.gif)
@@ -80,6 +91,12 @@ def _outputs(
         typer.Option("--output", "-o", help="An image (a sheet if there are several), or a folder (one file each)."),
     ] = Path("out.png"),
     gif: Annotated[Path | None, typer.Option(help="Also write the decoding, step by step, as a GIF.")] = None,
+    condition: Annotated[
+        Path | None, typer.Option(help="A condition image that steers the result, where a model takes it.")
+    ] = None,
+    kind: Annotated[str, typer.Option(help=f"What the condition image is: {', '.join(CONTROLS)}.")] = CONTROLS[0],
+    strength: Annotated[float, typer.Option(help="How much it steers: 0 not at all, 1 as trained.")] = 1.0,
+    beside: Annotated[bool, typer.Option("--beside", help="Show the condition image beside each result.")] = False,
     best_of: Annotated[int, typer.Option(help="Draw so many for each image and keep the most likely.")] = 1,
     batch_size: Annotated[int, typer.Option(help="Images decoded together; does not change them.")] = 32,
 ) -> Output:
@@ -88,7 +105,10 @@ def _outputs(
     if gif is not None:
         require(gif.suffix.lower() == ".gif", f"{gif} does not end in .gif; expected the name of a GIF file")
         check_output(gif, folder=False)
-    return Output(output, folder, gif, {"best_of": best_of, "batch_size": batch_size})
+    options: dict[str, Any] = {"best_of": best_of, "batch_size": batch_size}
+    if condition is not None:
+        options["control"] = Control(open_image(condition, what="condition image"), kind, strength)
+    return Output(output, folder, gif, beside, kind, strength, options)
 
 
 def draws(command: Callable[..., None]) -> Callable[..., None]:

@@ -27,6 +27,9 @@ def info(model: Annotated[str | None, typer.Argument(help="A folder, a published
     for name in ("model", "tokenizer", "sampling"):
         part = getattr(described, name)
         fields = configs.to_dict(part) if part is not None else {}
+        if name == "tokenizer" and described.tokenizer_of is not None:
+            lines.append((name, f"that of {described.tokenizer_of}"))
+            continue
         lines.append((name, ", ".join(f"{key} {_plain(value)}" for key, value in fields.items()) or "none"))
     if described.classes is not None:
         lines.append(("classes", f"{len(described.classes)}: {described.classes.name(0)}, ... (see `arpg classes`)"))
@@ -70,8 +73,8 @@ def _info_all() -> None:
     import torch
 
     import arpg
-    from arpg.checkpoint import read_folder
-    from arpg.hub import PUBLISHED, home, shipped
+    from arpg.checkpoint import read_folder, shipped
+    from arpg.hub import PUBLISHED, home
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"{'model':<10}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
@@ -102,12 +105,14 @@ def _parameters(file: Path) -> int:
 
     from safetensors import SafetensorError, safe_open
 
-    from arpg.storage import SCALE
+    from arpg.storage import SCALE, SHAPE
 
     try:
         with safe_open(file, framework="pt") as tensors:
-            keys = [key for key in tensors.keys() if not key.endswith(SCALE)]  # noqa: SIM118
-            return sum(math.prod(tensors.get_slice(key).get_shape()) for key in keys)
+            every = set(tensors.keys())
+            keys = [key for key in every if not key.endswith((SCALE, SHAPE))]
+            squeezed = {key: tensors.get_tensor(key + SHAPE).tolist()[1:] for key in keys if key + SHAPE in every}
+            return sum(math.prod(squeezed.get(key) or tensors.get_slice(key).get_shape()) for key in keys)
     except SafetensorError as error:
         raise InputError(f"{file} is not a whole safetensors file ({error}); fetch or convert it again") from None
 

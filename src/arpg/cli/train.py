@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from arpg.cli.console import DeviceOption, out, progress_bar
+from arpg.config import CONTROLS
 
 RecipeArgument = Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="The run's folder: logs, sheets, snapshots, the model.")]
@@ -54,6 +55,7 @@ def tokenize(
     folder: Annotated[Path, typer.Option("--out", "-o", help="The token folder to write.")],
     size: Annotated[int, typer.Option(help="Side of the square that is tokenized, in pixels.")],
     ten_crops: Annotated[bool, typer.Option("--ten-crops", help="Ten views of each image instead of one.")] = False,
+    control: Annotated[str, typer.Option(help=f"Also keep condition images of this kind: {', '.join(CONTROLS)}.")] = "",
     batch_size: Annotated[int, typer.Option(help="Images encoded together.")] = 64,
     device: DeviceOption = "auto",
 ) -> None:
@@ -77,6 +79,7 @@ def tokenize(
             size=size,
             ten_crops=ten_crops,
             batch_size=batch_size,
+            control=control,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     out.print(

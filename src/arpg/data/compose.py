@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from arpg.control.picture import depth_map
 from arpg.data.composer import Composer
 from arpg.data.tokenize import encode_pixels, fingerprint
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
 from arpg.tokenizer import VQTokenizer
 
-Drawn = tuple[NDArray[np.uint8], list[str]]
+Drawn = tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]  # pixels, captions, depth as condition images
 AT_ONCE = 256  # scenes that a process draws before it hands them over
 _composer: Composer | None = None  # of a worker process
 
@@ -33,10 +34,14 @@ def compose_tokens(
     processes: int = 0,
     shard_size: int = 65536,
     progress: Callable[[int, int], None] | None = None,
+    depth: bool = False,
 ) -> TokenSet:
-    """Scenes `seed` to `seed + num - 1` of the fruit and emoji sets, with captions; 0 processes: in this one."""
+    """Scenes `seed` to `seed + num - 1` of the fruit and emoji sets, with captions; 0 processes: in this one.
+
+    `depth`: with their exact depth as condition images.
+    """
     require(num >= 1, f"the number of scenes is {num}; expected 1 or more")
-    digest = hashlib.sha256(f"scenes {sets} {seed} {num} {size}".encode())
+    digest = hashlib.sha256(f"scenes {sets} {seed} {num} {size}{' depth' if depth else ''}".encode())
     about = fingerprint(tokenizer, digest)
     if (folder / TOKENS).exists():
         tokens = open_tokens(folder)
@@ -54,13 +59,16 @@ def compose_tokens(
         shard_size=shard_size,
         fingerprint=about,
         captioned=True,
+        control="depth" if depth else "",
+        control_size=(size, size) if depth else (0, 0),
     )
     starts = range(writer.num_done, num, AT_ONCE)
     ranges = [range(seed + start, seed + min(start + AT_ONCE, num)) for start in starts]
     done = writer.num_done
-    for pixels_BHW3, captions in _drawn(sets, size, ranges, processes):
+    for pixels_BHW3, captions, maps_BHW in _drawn(sets, size, ranges, processes):
         ids_BN = encode_pixels(tokenizer, pixels_BHW3)
-        writer.add(ids_BN[:, None], np.zeros(len(captions), np.int32), captions)
+        maps = maps_BHW[:, None] if depth else None
+        writer.add(ids_BN[:, None], np.zeros(len(captions), np.int32), captions, maps)
         done += len(captions)
         if progress is not None:
             progress(done, num)
@@ -92,4 +100,5 @@ def _start(fruits: str, emoji: str, size: int) -> None:
 def _draw(seeds: range) -> Drawn:
     assert _composer is not None
     scenes = [_composer.scene(seed) for seed in seeds]
-    return np.stack([scene.pixels_HW3 for scene in scenes]), [scene.caption for scene in scenes]
+    maps = np.stack([depth_map(scene.depth_HW) for scene in scenes])
+    return np.stack([scene.pixels_HW3 for scene in scenes]), [scene.caption for scene in scenes], maps

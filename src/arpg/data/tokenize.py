@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arpg.control.picture import Control
 from arpg.data.images import ImageSet
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
@@ -20,6 +21,7 @@ from arpg.image import adm_crop, ten_crop
 from arpg.tokenizer import VQTokenizer
 
 THREADS = 8
+Prepared = tuple[NDArray[np.uint8], NDArray[np.uint8] | None]  # the crops of an image, and their condition images
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +36,15 @@ def tokenize(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
     shard_size: int = 65536,
+    control: str = "",
 ) -> TokenSet:
-    """Encode the centre crop (or ten crops) of every image into a token folder; `batch_size` counts crops."""
+    """Encode the centre crop (or ten crops) of every image into a token folder; `batch_size` counts crops.
+
+    `control`: the kind of condition images to take from the crops and keep with the tokens.
+    """
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     grid, views = tokenizer.grid(size, size), 10 if ten_crops else 1
-    about = _fingerprint(tokenizer, images, size)
+    about = _fingerprint(tokenizer, images, size, control)
     if (folder / TOKENS).exists():
         tokens = open_tokens(folder)
         require(
@@ -57,23 +63,26 @@ def tokenize(
         shard_size=shard_size,
         fingerprint=about,
         captioned=images.captions is not None,
+        control=control,
+        control_size=(size, size) if control else (0, 0),
     )
     if writer.num_done:
         _log.info("%s: continuing after %d images", folder, writer.num_done)
 
-    def prepare(index: int) -> NDArray[np.uint8]:
+    def prepare(index: int) -> Prepared:
         image = images.read(index)
-        return np.stack(
-            [np.asarray(view) for view in (ten_crop(image, size) if ten_crops else [adm_crop(image, size)])]
-        )
+        crops = ten_crop(image, size) if ten_crops else [adm_crop(image, size)]
+        maps = np.stack([np.asarray(Control.of(crop, control).image) for crop in crops]) if control else None
+        return np.stack([np.asarray(crop) for crop in crops]), maps
 
     labels = np.array(images.labels, np.int32)
     per_batch = max(1, batch_size // views)
     done = writer.num_done
     for batch in _batches(prepare, range(done, len(images)), per_batch):
-        ids = encode_pixels(tokenizer, np.concatenate(batch))
+        ids = encode_pixels(tokenizer, np.concatenate([pixels for pixels, _ in batch]))
         part = slice(done, done + len(batch))
-        writer.add(ids.reshape(len(batch), views, -1), labels[part], images.captions and images.captions[part])
+        maps = np.stack([maps for _, maps in batch if maps is not None]) if control else None
+        writer.add(ids.reshape(len(batch), views, -1), labels[part], images.captions and images.captions[part], maps)
         done += len(batch)
         if progress is not None:
             progress(done, len(images))
@@ -88,11 +97,9 @@ def encode_pixels(tokenizer: VQTokenizer, pixels_BHW3: NDArray[np.uint8]) -> NDA
     return ids_BN
 
 
-def _batches(
-    prepare: Callable[[int], NDArray[np.uint8]], numbers: range, size: int
-) -> Iterator[list[NDArray[np.uint8]]]:
+def _batches(prepare: Callable[[int], Prepared], numbers: range, size: int) -> Iterator[list[Prepared]]:
     """Prepared images in order, `size` at a time, with the next two batches in preparation meanwhile."""
-    waiting: deque[Future[NDArray[np.uint8]]] = deque()
+    waiting: deque[Future[Prepared]] = deque()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize") as pool:
         try:
             for start in range(0, len(numbers), size):
@@ -104,9 +111,9 @@ def _batches(
                 future.cancel()
 
 
-def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int) -> str:
-    """What decides the ids: the weights, the images' names and labels, and the size."""
-    digest = hashlib.sha256(f"{size} {images.classes} {images.labels}".encode())
+def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int, control: str) -> str:
+    """What decides the ids: the weights, the images' names and labels, and the size; and what is kept beside them."""
+    digest = hashlib.sha256(f"{size} {images.classes} {images.labels}{control}".encode())
     digest.update("\n".join((*images.names, *(images.captions or ()))).encode())
     return fingerprint(tokenizer, digest)
 

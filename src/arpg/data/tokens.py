@@ -6,6 +6,7 @@
       labels-00000.npy    int32, [n]
       captions-00000.json a list of n texts, where the images have captions
       text.json, ...      the states of the captions, see text_states.py
+      control-00000.npy   condition images, where there are some, see control_maps.py
       unfinished.json     only while it is being written: its settings, so that nothing else continues it
 
 The published layout, CLASS_ID/NAME.npy with one image per file, is read as well.
@@ -26,12 +27,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arpg.config import from_dict, to_dict
+from arpg.config import CONTROLS, from_dict, one_of, to_dict
+from arpg.data.control_maps import MapSet, control_name, map_shape, open_maps, pack_maps, shard_images
 from arpg.errors import InputError, require
 from arpg.files import write_whole
 
 FORMAT = "arpg-tokens-1"
 TOKENS, UNFINISHED = "tokens.json", "unfinished.json"
+NO_CLASS = -1  # the label of what has none
 
 Array = NDArray[Any]
 
@@ -49,11 +52,16 @@ class TokenInfo:
     num_classes: int
     fingerprint: str = ""  # of the tokenizer and the images, where the writer knows them
     captioned: bool = False
+    control: str = ""  # the kind of the condition images, where there are some
+    control_size: tuple[int, int] = (0, 0)  # their height and width
 
     def __post_init__(self) -> None:
         for name in ("views", "vocab_size", "num_classes"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected 1 or more")
         require(min(self.grid) >= 1, f"grid is {self.grid}; expected two numbers of 1 or more")
+        if self.control:
+            one_of("control", self.control, CONTROLS)
+            map_shape(self.control, self.control_size)
         require(
             len(self.classes) in (0, self.num_classes),
             f"classes has {len(self.classes)} names; num_classes is {self.num_classes}",
@@ -82,13 +90,17 @@ class TokenSet:
         *,
         captions: Sequence[str] | None = None,
         folder: Path | None = None,
+        views_of: Array | None = None,
+        controls: Sequence[MapSet] = (),
     ) -> None:
-        self.info, self.folder = info, folder
+        """`views_of`: how many views each image has, where that differs; `controls`: the condition images."""
+        self.info, self.folder, self.controls = info, folder, tuple(controls)
         self.captions = captions
         self.views, self.grid, self.vocab_size = info.views, info.grid, info.vocab_size
         self.classes, self.num_classes = info.classes, info.num_classes
         self.labels: NDArray[np.int32] = labels.astype(np.int32, copy=False)
         self.num_images = len(labels)
+        self.views_of = np.full(len(labels), info.views) if views_of is None else views_of
         self._ids = list(ids)
         self._ends = np.cumsum([len(shard) for shard in ids])
 
@@ -100,7 +112,7 @@ class TokenSet:
         index, view = np.asarray(index), np.asarray(view)
         if index.size and not (index.min() >= 0 and index.max() < self.num_images):
             raise IndexError(f"image {index.min()} to {index.max()} of a set of {self.num_images}")
-        if view.size and not (view.min() >= 0 and view.max() < self.views):
+        if view.size and not (view.min() >= 0 and (view < self.views_of[index]).all()):
             raise IndexError(f"view {view.min()} to {view.max()} of a set with {self.views}")
         if len(self._ids) == 1:
             return self._ids[0][index, view].astype(np.int64)
@@ -127,15 +139,31 @@ class TokenWriter:
         shard_size: int = 65536,
         fingerprint: str = "",
         captioned: bool = False,
+        control: str = "",
+        control_size: tuple[int, int] = (0, 0),
     ) -> None:
+        """`control`: the kind of condition images that come with the tokens, if any, and their height and width."""
         require(shard_size >= 1, f"shard_size is {shard_size}; expected 1 or more images")
         require(not (folder / TOKENS).exists(), f"{folder} is a finished token set; delete it or choose another folder")
         self.folder, self.shard_size = folder, shard_size
-        self.info = TokenInfo(views, grid, vocab_size, tuple(classes), max(1, len(classes)), fingerprint, captioned)
+        self.info = TokenInfo(
+            views,
+            grid,
+            vocab_size,
+            tuple(classes),
+            max(1, len(classes)),
+            fingerprint,
+            captioned,
+            control,
+            control_size,
+        )
+        if control:
+            self.shard_size = min(shard_size, shard_images(control, control_size, views))
         self.shards: list[Shard] = []
         self._ids: list[Array] = []
         self._labels: list[Array] = []
         self._captions: list[str] = []
+        self._maps: list[Array] = []
         while all((folder / name).exists() for name in self._names(len(self.shards))):
             ids, labels = self._names(len(self.shards))[:2]
             count = len(_load(folder / labels))
@@ -157,10 +185,20 @@ class TokenWriter:
         return sum(shard.num_images for shard in self.shards)
 
     def _names(self, number: int) -> tuple[str, ...]:
-        return (*_shard_names(number), *([caption_name(number)] if self.info.captioned else []))
+        more = [caption_name(number)] if self.info.captioned else []
+        return (*_shard_names(number), *more, *([control_name(number)] if self.info.control else []))
 
-    def add(self, ids: Array, labels: Array, captions: Sequence[str] | None = None) -> None:
-        """Ids `[n, views, N]`, labels `[n]` and, in a captioned set, captions of the next images."""
+    def add(self, ids: Array, labels: Array, captions: Sequence[str] | None = None, maps: Array | None = None) -> None:
+        """Ids `[n, views, N]`, labels `[n]` and, where the set has them, captions and condition images
+        `[n, views, H, W]` of the next images.
+        """
+        if (maps is not None) != bool(self.info.control):
+            raise ValueError(f"control is {self.info.control!r}, but the maps are {maps if maps is None else 'given'}")
+        if maps is not None:
+            expected = (len(labels), self.info.views, *self.info.control_size)
+            if maps.shape != expected:
+                raise ValueError(f"maps are {maps.shape}, not {expected}")
+            self._maps.append(pack_maps(maps, self.info.control))
         if (len(captions) if captions is not None else 0) != (len(labels) if self.info.captioned else 0):
             raise ValueError(
                 f"{len(captions or ())} captions for {len(labels)} images, captioned={self.info.captioned}"
@@ -194,6 +232,10 @@ class TokenWriter:
         if self.info.captioned:  # the labels come last: with them the shard is whole
             _write_json(self.folder / caption_name(number), self._captions[:size])
             self._captions = self._captions[size:]
+        if self.info.control:
+            maps = np.concatenate(self._maps)
+            self._maps = [maps[size:]]
+            _write_array(self.folder / control_name(number), maps[:size])
         _write_array(self.folder / names[0], ids[:size])
         _write_array(self.folder / names[1], labels[:size])
         self.shards.append(Shard(*names, size))
@@ -237,7 +279,10 @@ def _open_shards(folder: Path) -> TokenSet:
         [text for i, shard in enumerate(shards) for text in _captions(folder, i, shard)] if info.captioned else None
     )
     labels = np.concatenate([labels for _, labels in arrays])
-    return TokenSet(info, [ids for ids, _ in arrays], labels, captions=captions, folder=folder)
+    counts = [shard.num_images for shard in shards]
+    controls = [open_maps(folder, info.control, info.control_size, counts, info.views)] if info.control else []
+    ids = [part for part, _ in arrays]
+    return TokenSet(info, ids, labels, captions=captions, folder=folder, controls=controls)
 
 
 def _open_shard(folder: Path, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:

@@ -42,6 +42,12 @@ class Request:
             len(self.condition) == len(self.seeds),
             f"the condition is for {len(self.condition)} samples; there are {len(self.seeds)} seeds",
         )
+        query_BND = self.condition.query_BND
+        require(
+            query_BND is None or query_BND.shape[1] == shape[1],
+            f"the condition image has {0 if query_BND is None else query_BND.shape[1]} patches; a grid of "
+            f"{self.grid[0]}x{self.grid[1]} needs {shape[1]}",
+        )
 
     @classmethod
     def from_nothing(cls, condition: Condition, grid: tuple[int, int], seeds: tuple[int, ...]) -> Request:

@@ -6,7 +6,6 @@ Shapes: B batch, N grid tokens, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -56,7 +55,7 @@ def fill_bits(model: ARPG, request: Request, ids_BN: Tensor) -> Tensor:
     parts = []
     for i in range(0, len(ids_BN), size):
         rows = slice(i, i + size)
-        some = dataclasses.replace(condition.rows(rows), query_BND=None)
+        some = condition.rows(rows)
         bits_BN = token_bits(model, ids_BN[rows], some, order_BN[rows], grid=request.grid, place_N2=request.place_N2)
         parts.append((bits_BN.cpu() * open_BN[rows]).sum(1))
     return torch.cat(parts)

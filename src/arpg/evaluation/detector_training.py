@@ -161,19 +161,24 @@ def _centres(box_BO4: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _augment(image: Tensor, box: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Half of the images mirrored, a little colour jitter, some blurred, some noisy."""
-    batch, _, _, width = image.shape
-
-    def draw() -> Tensor:
-        return torch.rand(batch, 1, 1, 1, generator=generator, device=image.device)
-
-    flip = draw() < 0.5
+    """Half of the images mirrored, and spoiled a little."""
+    width = image.shape[3]
+    flip = torch.rand(len(image), 1, 1, 1, generator=generator, device=image.device) < 0.5
     image = torch.where(flip, image.flip(3), image)
     mirrored = torch.stack((width - box[..., 2], box[..., 1], width - box[..., 0], box[..., 3]), -1)
-    box = torch.where(flip[:, 0], mirrored, box)
+    return spoil(image, generator), torch.where(flip[:, 0], mirrored, box)
+
+
+def spoil(image_B3HW: Tensor, generator: torch.Generator) -> Tensor:
+    """A little colour jitter, some blurred, some noisy: a judge shall not mind what models do to pixels."""
+    image = image_B3HW
+
+    def draw() -> Tensor:
+        return torch.rand(len(image), 1, 1, 1, generator=generator, device=image.device)
+
     mean = image.mean((2, 3), keepdim=True)
     image = image + 0.2 * (draw() - 0.5) * (image - mean) + 0.12 * (draw() - 0.5)
     soft = F.avg_pool2d(F.pad(image, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     image = torch.lerp(image, soft, (2 * draw() - 1).clamp_min(0))
     noise = torch.randn(image.shape, generator=generator, device=image.device)
-    return (image + 0.08 * (2 * draw() - 1).clamp_min(0) * noise).clamp(-1, 1), box
+    return (image + 0.08 * (2 * draw() - 1).clamp_min(0) * noise).clamp(-1, 1)

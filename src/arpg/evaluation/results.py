@@ -28,17 +28,7 @@ class Results:
     def __init__(self, folder: Path, about: Mapping[str, Any], *, process: int = 0) -> None:
         self.folder = folder
         self.path = folder / (f"results-{process}.jsonl" if process else RESULTS)
-        wanted = json.loads(json.dumps(about))
-        path = folder / ABOUT
-        if path.exists():
-            found = read_about(folder)
-            other = [
-                f"{key} {found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]
-            ]
-            require(not other, f"{folder} holds results of something else ({'; '.join(other)}); choose another folder")
-        else:
-            text = json.dumps(wanted, indent=1) + "\n"
-            write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        claim(folder, about)
         self.own = _read(self.path)
         self.lines = read_lines(folder)
 
@@ -56,6 +46,19 @@ class Results:
         write_whole(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.lines = read_lines(self.folder)
         return entry
+
+
+def claim(folder: Path, about: Mapping[str, Any]) -> None:
+    """Say what a folder's results are of; an error where it holds those of something else."""
+    wanted = json.loads(json.dumps(about))
+    path = folder / ABOUT
+    if path.exists():
+        found = read_about(folder)
+        other = [f"{key} {found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
+        require(not other, f"{folder} holds results of something else ({'; '.join(other)}); choose another folder")
+        return
+    text = json.dumps(wanted, indent=1) + "\n"
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_about(folder: Path) -> dict[str, Any]:

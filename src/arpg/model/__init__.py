@@ -2,6 +2,6 @@
 
 from arpg.model.arpg import ARPG
 from arpg.model.cache import Cache
-from arpg.model.condition import Condition, class_condition, text_condition
+from arpg.model.condition import Condition, class_condition, control_condition, text_condition
 
-__all__ = ["ARPG", "Cache", "Condition", "class_condition", "text_condition"]
+__all__ = ["ARPG", "Cache", "Condition", "class_condition", "control_condition", "text_condition"]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from arpg.config import ModelConfig
 from arpg.model.cache import Cache, KeyValue, Limit, Writer
 from arpg.model.condition import Condition
+from arpg.model.control import ControlQueries, PatchEncoder
 from arpg.model.dropout import Dropout, fold
 from arpg.model.layers import Block, CrossAttention, MemoryProjection, ResidualNorm, SelfAttention, sees
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
@@ -35,6 +36,7 @@ class ARPG(nn.Module):
         self.norm = ResidualNorm(width, dropout=config.dropout)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.text = None if config.text is None else TextPrefix(config.text, width)
+        self.control = None if config.control is None else ControlQueries(config.control, width)
 
     def init_weights(self, *, seed: int, std: float = 0.02) -> ARPG:
         """The published initialisation: normal weights, a head of zeros. The same for a seed on every device."""
@@ -48,6 +50,8 @@ class ARPG(nn.Module):
             self.head.weight.zero_()
         if self.text is not None:
             self.text.init_null(generator)
+        if self.control is not None:
+            self.control.init_weights()
         return self
 
     def compile_parts(self, *, dynamic: bool | None = None) -> None:
@@ -55,7 +59,9 @@ class ARPG(nn.Module):
 
         `dynamic`: whether for sizes that differ from call to call; None: as they come.
         """
-        parts = (self.token_dropout, self.memory_norm, self.norm, *self.pass1, *self.memory_kv, *self.pass2)
+        parts = [self.token_dropout, self.memory_norm, self.norm, *self.pass1, *self.memory_kv, *self.pass2]
+        if self.control is not None and isinstance(self.control.encoder, PatchEncoder):
+            parts += self.control.encoder.blocks
         for part in parts:
             part.compile(dynamic=dynamic)
 

@@ -1,11 +1,12 @@
 """What an image is asked to be: the slots that stand before its tokens, and what Pass 2 asks with.
 
-Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states.
+Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states, H W pixels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -132,3 +133,43 @@ def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Con
         place_BP2=unturned(*prefix_BPD.shape[:2], device=model.device),
         length_B=torch.where(length_B == 0, len(text.null_TE), length_B),
     )
+
+
+def control_condition(
+    model: ARPG, condition: Condition, images: Sequence[Tensor], kinds: Sequence[str], strengths: Sequence[float]
+) -> Condition:
+    """The condition with a condition image for each sample: 8 bits, `[H, W]`, a patch for each token of the grid.
+
+    A strength of 1 is what was trained, one of 0 is plain [MASK]: nothing but the rest of the condition. Where guidance
+    drops the class or prompt, it drops the image, too.
+    """
+    control = present(model.control, "the model takes no condition images; choose one that was trained with them")
+    assert len(images) == len(kinds) == len(strengths) == len(condition)
+    for strength in strengths:
+        require(
+            math.isfinite(strength) and strength >= 0,
+            f"strength is {strength}; expected 0 (no control) or more (1 is what the model was trained with)",
+        )
+    ids = [control.config.kind_id(kind) for kind in kinds]
+    if not any(strengths):
+        return condition
+    mask_D = model.embedding.weight[model.config.mask_id]
+    made: dict[tuple[int, int], Tensor] = {}  # each image once, and alone: so that it is the same in every batch
+    rows = []
+    for image, kind, strength in zip(images, ids, strengths, strict=True):
+        key = (id(image), kind)
+        if key not in made:
+            kind_B = torch.tensor([kind], device=model.device)
+            made[key] = control(image[None].to(model.device), kind_B)[0]
+        rows.append(mask_D + strength * made[key] if strength else mask_D.expand_as(made[key]))
+    return dataclasses.replace(condition, query_BND=torch.stack(rows))
+
+
+def training_control(
+    model: ARPG, condition: Condition, pixels_BHW: Tensor, kind_B: Tensor, dropped_B: Tensor
+) -> Condition:
+    """The condition of a training batch with its condition images; plain [MASK] where they are dropped."""
+    control = present(model.control, "the model takes no condition images; set [model.control] to train with them")
+    mask_D = model.embedding.weight[model.config.mask_id]
+    added_BND = control(pixels_BHW, kind_B).masked_fill(dropped_B[:, None, None], 0.0)
+    return dataclasses.replace(condition, query_BND=mask_D + added_BND)

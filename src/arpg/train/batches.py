@@ -1,7 +1,7 @@
 """What a step trains on: a pure function of (seed, step), whatever the number of processes.
 
 Sample number = step * batch size + place in the batch; everything about a sample follows from it.
-Shapes: B local batch, N grid tokens, T most tokens of a caption, E width of the text states.
+Shapes: B local batch, N grid tokens, T most tokens of a caption, E width of the text states, H W pixels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arpg.data.control_maps import ControlMaps
 from arpg.data.text_states import TextStates
-from arpg.data.tokens import TokenSet
+from arpg.data.tokens import NO_CLASS, TokenSet
 from arpg.decode.noise import Stream, random_words, seed_keys
 from arpg.device import send
 from arpg.errors import require
@@ -28,6 +29,9 @@ class Batch:
     dropout_key_B: Tensor
     states_BTE: Tensor | None = None  # of the captions, where the model takes prompts
     length_B: Tensor | None = None  # tokens of each caption; 0 where it is dropped
+    pixels_BHW: Tensor | None = None  # condition images, where the model takes them
+    kind_B: Tensor | None = None
+    dropped_B: Tensor | None = None
 
 
 class TokenBatches:
@@ -44,16 +48,18 @@ class TokenBatches:
         seed: int,
         device: torch.device,
         text: TextStates | None = None,
+        control: ControlMaps | None = None,
     ) -> None:
         """`parts`: into how many equal parts a batch is cut (processes times accumulation).
 
-        `text`: the states of the captions, which then take the place of the labels.
+        `text`: the states of the captions, which then take the place of the labels; `control`: condition images.
         """
         require(
             batch_size % parts == 0,
             f"run.batch_size {batch_size} cannot be cut into {parts} equal parts (processes x run.accumulate)",
         )
-        self.tokens, self.batch_size, self.part_size, self.text = tokens, batch_size, batch_size // parts, text
+        self.tokens, self.batch_size, self.part_size = tokens, batch_size, batch_size // parts
+        self.text, self.control = text, control
         self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
         self.key = seed_keys([seed], device=device)
         self._epoch = -1
@@ -72,17 +78,18 @@ class TokenBatches:
         index = self.indices(step, part)
         number = torch.from_numpy(self._numbers(step, part))[None]
         on_cpu = seed_keys([self.seed])
-        view = (random_words(on_cpu, Stream.VIEW, number, 1)[0, :, 0] % self.tokens.views).numpy()
+        view = random_words(on_cpu, Stream.VIEW, number, 1)[0, :, 0].numpy() % self.tokens.views_of[index]
         ids = torch.from_numpy(self.tokens.gather(index, view))
         labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
         dropped = random_words(on_cpu, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
-        labels = torch.where(dropped, self.num_classes, labels)
+        labels = torch.where(dropped | (labels == NO_CLASS), self.num_classes, labels)
         number = send(number, self.device)
         words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
         states = length = None
         if self.text is not None:
             states, length = (torch.from_numpy(part) for part in self.text.gather(index))
             states, length = send(states, self.device), send(length.masked_fill(dropped, 0), self.device)
+        pixels, kind = (None, None) if self.control is None else self.control.gather(index, view)
         return Batch(
             ids_BN=send(ids, self.device),
             labels_B=send(labels, self.device),
@@ -90,6 +97,9 @@ class TokenBatches:
             dropout_key_B=words[:, 0].to(torch.int32),
             states_BTE=states,
             length_B=length,
+            pixels_BHW=pixels,
+            kind_B=kind,
+            dropped_B=None if pixels is None else send(dropped, self.device),
         )
 
     def _numbers(self, step: int, part: int) -> NDArray[np.int64]:

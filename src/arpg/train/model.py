@@ -1,17 +1,15 @@
 """`arpg train`: the network learns from tokens.
 
-Shapes: B local batch, N grid tokens, D width, T tokens of a caption, E width of the text states.
+Shapes: B local batch, N grid tokens, D width, T tokens of a caption, E width of the text states, H W pixels.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,24 +21,26 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from arpg import tasks
 from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ModelConfig
+from arpg.data.control_maps import ControlMaps
+from arpg.data.join import join_tokens
 from arpg.data.text_states import TextStates, open_text_states
 from arpg.data.tokens import TokenSet, open_tokens
-from arpg.decode import Request, decode, make_plan
-from arpg.errors import present, require
+from arpg.decode import decode, make_plan
+from arpg.errors import require
 from arpg.hub import resolve
-from arpg.image import sheet, to_pil
-from arpg.model import ARPG, class_condition, text_condition
-from arpg.model.condition import training_condition
+from arpg.image import to_pil
+from arpg.model import ARPG, class_condition
+from arpg.model.condition import training_condition, training_control
 from arpg.train.batches import Batch, TokenBatches
 from arpg.train.cross_entropy import linear_cross_entropy
 from arpg.train.distributed import World, mean_over_ranks, parallelize, start, stop
 from arpg.train.loop import run_training
 from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe
+from arpg.train.samples import Samples, of_captions, of_classes, of_conditions
 from arpg.train.snapshot import Snapshots
 from arpg.train.warm_start import warm_start
 
@@ -55,21 +55,16 @@ class Objective(nn.Module):
         self.model = model
         self.grid = grid
 
-    def forward(
-        self,
-        ids_BN: Tensor,
-        labels_B: Tensor,
-        order_BN: Tensor,
-        dropout_key_B: Tensor | None,
-        states_BTE: Tensor | None = None,
-        length_B: Tensor | None = None,
-    ) -> Tensor:
-        """Of classes, or of captions where their states are given."""
-        if states_BTE is None or length_B is None:
-            condition = class_condition(self.model, labels_B)
+    def forward(self, batch: Batch) -> Tensor:
+        """Of classes, or of captions where their states are given; steered where there are condition images."""
+        ids_BN, order_BN = batch.ids_BN, batch.order_BN
+        if batch.states_BTE is None or batch.length_B is None:
+            condition = class_condition(self.model, batch.labels_B)
         else:
-            condition = training_condition(self.model, states_BTE, length_B)
-        x_BND = self.model.hidden(ids_BN, order_BN, condition, grid=self.grid, dropout_key_B=dropout_key_B)
+            condition = training_condition(self.model, batch.states_BTE, batch.length_B)
+        if batch.pixels_BHW is not None and batch.kind_B is not None and batch.dropped_B is not None:
+            condition = training_control(self.model, condition, batch.pixels_BHW, batch.kind_B, batch.dropped_B)
+        x_BND = self.model.hidden(ids_BN, order_BN, condition, grid=self.grid, dropout_key_B=batch.dropout_key_B)
         targets = ids_BN.gather(1, order_BN)
         return linear_cross_entropy(x_BND.flatten(0, 1), self.model.head.weight, targets.flatten())
 
@@ -80,12 +75,13 @@ class ModelTraining:
     def __init__(self, recipe: ModelRecipe, folder: Path, world: World) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
         run = recipe.run
-        self.tokens = open_tokens(recipe.data.train, vocab_size=recipe.model.vocab_size)
+        self.tokens = _open(recipe.data.train, recipe.model)
         self.validation = None
         if recipe.data.validation is not None:
-            self.validation = open_tokens(recipe.data.validation, vocab_size=recipe.model.vocab_size)
-        _check(recipe.model, self.tokens)
-        self.text, self.validation_text = (_text(recipe.model, tokens) for tokens in (self.tokens, self.validation))
+            self.validation = _open(recipe.data.validation, recipe.model)
+        both = (self.tokens, self.validation)
+        self.text, self.validation_text = (_text(recipe.model, tokens) for tokens in both)
+        self.control, self.validation_control = (_control(recipe.model, tokens, world.device) for tokens in both)
 
         model = ARPG(recipe.model).init_weights(seed=recipe.seed)
         if recipe.init_from is not None:
@@ -99,10 +95,16 @@ class ModelTraining:
         self.parallel = parallelize(self.objective, run.parallel, world, blocks)
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
-        self.batches = self._batches(self.tokens, recipe.label_drop, self.text)
+        self.batches = self._batches(self.tokens, recipe.label_drop, self.text, self.control)
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
-    def _batches(self, tokens: TokenSet, label_drop: float, text: TextStates | None = None) -> TokenBatches:
+    def _batches(
+        self,
+        tokens: TokenSet,
+        label_drop: float,
+        text: TextStates | None = None,
+        control: ControlMaps | None = None,
+    ) -> TokenBatches:
         recipe = self.recipe
         return TokenBatches(
             tokens,
@@ -113,13 +115,12 @@ class ModelTraining:
             seed=recipe.seed,
             device=self.world.device,
             text=text,
+            control=control,
         )
 
     def loss(self, batch: Batch) -> Tensor:
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.run.precision == "bf16"):
-            loss: Tensor = self.parallel(
-                batch.ids_BN, batch.labels_B, batch.order_BN, batch.dropout_key_B, batch.states_BTE, batch.length_B
-            )
+            loss: Tensor = self.parallel(batch)
         return loss
 
     @property
@@ -155,7 +156,7 @@ class ModelTraining:
         """The teacher-forced, causal loss of the averaged weights over the validation tokens; no dropout."""
         if self.validation is None:
             return {}
-        batches = self._batches(self.validation, 0.0, self.validation_text)
+        batches = self._batches(self.validation, 0.0, self.validation_text, self.validation_control)
         # As many whole batches as there are, at least one; an order and a view per image, the same every time.
         count = max(1, self.validation.num_images // self.recipe.run.batch_size)
         accumulate = self.recipe.run.accumulate
@@ -221,27 +222,25 @@ class ModelTraining:
         model = ARPG(config)
         model.load_state_dict(weights)
         model.to(self.world.device).eval()
-        request, captions = self._samples(model, num_images)
+        samples = self._samples(model, num_images)
         settings = self.recipe.sampling.settings()
+        request = samples.request
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         *_, last = decode(model, request, plan, settings)
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer), device=self.world.device, dtype=torch.float32)
-        return sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)), captions=captions)
+        return samples.sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)))
 
-    def _samples(self, model: ARPG, num_images: int) -> tuple[Request, Sequence[str] | None]:
-        """One image for each of so many classes, or for each of the first captions that are not trained on."""
-        seeds, num_classes = range(num_images), model.config.num_classes
-        if self.text is None:
-            labels = [i * num_classes // num_images for i in seeds]
-            return tasks.generate(model, labels, list(seeds), grid=self.tokens.grid), None
-        tokens, text = self.tokens, self.text
-        if self.validation is not None and self.validation_text is not None:
-            tokens, text = self.validation, self.validation_text
-        seeds = seeds[: len(tokens)]
-        states_BTE, length_B = text.gather(np.array(seeds))
-        states = [torch.from_numpy(row[:length]).float() for row, length in zip(states_BTE, length_B, strict=True)]
-        request = Request.from_nothing(text_condition(model, states), self.tokens.grid, tuple(seeds))
-        return request, present(tokens.captions, "no captions")[: len(seeds)]
+    def _samples(self, model: ARPG, num_images: int) -> Samples:
+        """Of what is not trained on, where there is some."""
+        if self.control is not None:
+            if self.validation is not None and self.validation_control is not None:
+                return of_conditions(model, self.validation, self.validation_control, num_images)
+            return of_conditions(model, self.tokens, self.control, num_images)
+        if self.text is not None:
+            if self.validation is not None and self.validation_text is not None:
+                return of_captions(model, self.validation, self.validation_text, num_images)
+            return of_captions(model, self.tokens, self.text, num_images)
+        return of_classes(model, self.tokens.grid, num_images)
 
     def describe_batch(self, step: int) -> str:
         first = self.batches.indices(step, self.world.rank * self.run.accumulate)[:8].tolist()
@@ -264,7 +263,7 @@ def train_model(recipe: ModelRecipe, folder: Path, *, resume: bool = False, devi
 def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
     """Of one image in one teacher-forced pass: matrix products, and attention as if it were not causal.
 
-    Prompts are not counted.
+    Prompts and condition images are not counted.
     """
     tokens, width = grid[0] * grid[1], config.width
     ffn = 3 * width * config.ffn_width
@@ -273,6 +272,30 @@ def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
     memory = 2 * width**2 * (1 if config.shared_kv else config.pass2_layers)
     attention = 2 * tokens * width * (config.pass1_layers + config.pass2_layers)
     return 2.0 * tokens * (pass1 + pass2 + memory + attention + width * config.vocab_size)
+
+
+def _open(names: str | tuple[str, ...], config: ModelConfig) -> TokenSet:
+    folders = (names,) if isinstance(names, str) else names
+    require(bool(folders), "data names no token folder; expected one or more")
+    opened = {folder: open_tokens(folder, vocab_size=config.vocab_size) for folder in dict.fromkeys(folders)}
+    tokens = join_tokens([opened[folder] for folder in folders])
+    _check(config, tokens)
+    return tokens
+
+
+def _control(config: ModelConfig, tokens: TokenSet | None, device: torch.device) -> ControlMaps | None:
+    """The condition images, where the model takes them and there are tokens."""
+    if config.control is None or tokens is None:
+        return None
+    require(bool(tokens.controls), f"{tokens.folder} has no condition images; make it with `arpg tokenize --control`")
+    maps = ControlMaps(tokens.controls, config.control.kinds, device)
+    high, wide = (side * config.control.patch for side in tokens.grid)
+    require(
+        maps.size == (high, wide),
+        f"the condition images are {maps.size[1]}x{maps.size[0]} pixels; model.control.patch {config.control.patch} "
+        f"and the grid need {wide}x{high}",
+    )
+    return maps
 
 
 def _text(config: ModelConfig, tokens: TokenSet | None) -> TextStates | None:

@@ -66,15 +66,17 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Token folders, as `arpg tokenize` makes them."""
+    """Token folders, as `arpg tokenize` makes them. Several are one set; one named twice is drawn from as often."""
 
-    train: str
-    validation: str | None = None
+    train: str | tuple[str, ...]
+    validation: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """`arpg train`: an ARPG from tokens, of classes or (with `model.text`) of captions."""
+    """`arpg train`: an ARPG from tokens, of classes or (with `model.text`) of captions; `model.control`: steered by
+    condition images.
+    """
 
     model: ModelConfig
     data: TokenData
@@ -83,7 +85,7 @@ class ModelRecipe:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     tokenizer: str | None = None  # a model folder: for the sample sheets, and copied into the result
     init_from: str | None = None  # a model to start from; what fits is taken
-    label_drop: float = 0.1  # also of captions
+    label_drop: float = 0.1  # also of captions, and of condition images with them
     seed: int = 0
     license: str = "unknown"
 

@@ -1,0 +1,1 @@
+"""Condition images: what they are, and how they are taken from pictures."""

@@ -1,0 +1,151 @@
+"""From condition images to queries: an encoder with a state for each grid position, and an MLP to the network's width.
+
+The queries are [MASK] plus what comes out here. The MLP ends in zeros, so a fine-tune starts exactly where the
+pre-trained network stands, and what scales the sum's second part scales between plain [MASK] and the condition.
+Shapes: B batch, H W pixels, N grid tokens, E width of the encoder's states, D width of the network.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arpg.config import ControlConfig, ModelConfig
+from arpg.errors import InputError, require
+from arpg.model.layers import Block, ResidualNorm, SelfAttention
+from arpg.model.rope import grid_places, rotation
+
+FAMILIES = ("vit", "dinov2", "dinov2_with_registers")  # whose patch tokens come last, in raster order
+
+
+class ControlQueries(nn.Module):
+    """What a condition image adds to the [MASK] query of each position."""
+
+    def __init__(self, config: ControlConfig, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder: PatchEncoder | PretrainedEncoder
+        self.encoder = PatchEncoder(config) if config.encoder == "patches" else PretrainedEncoder(config)
+        self.up = nn.Linear(self.encoder.width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """After the weights that all parts get: zeros at the end, and what was trained before."""
+        self.down.weight.zero_()
+        if isinstance(self.encoder, PretrainedEncoder):
+            self.encoder.load_pretrained()
+
+    def grid(self, pixels_BHW: Tensor) -> tuple[int, int]:
+        """How many tokens a condition image has along each side."""
+        height, width = pixels_BHW.shape[1:]
+        patch = self.config.patch
+        require(
+            height % patch == 0 and width % patch == 0 and min(height, width) >= patch,
+            f"the condition image is {width}x{height} pixels; expected multiples of {patch}",
+        )
+        return height // patch, width // patch
+
+    def forward(self, pixels_BHW: Tensor, kind_B: Tensor) -> Tensor:
+        """`[B, N, D]` from 8-bit images, and which of the kinds each is."""
+        grid = self.grid(pixels_BHW)
+        x_BHW = pixels_BHW.to(self.encoder.kind.weight.dtype) / 127.5 - 1
+        states_BNE = self.encoder(x_BHW, kind_B, grid)
+        added: Tensor = self.down(F.gelu(self.up(states_BNE), approximate="tanh"))
+        return added
+
+
+class PatchEncoder(nn.Module):
+    """A small ViT: one token for each patch, 2-D rotation for its place, the network's own blocks without a mask."""
+
+    def __init__(self, config: ControlConfig) -> None:
+        super().__init__()
+        shape = ModelConfig(config.width, config.num_heads, pass1_layers=config.layers, pass2_layers=1, dropout=0.0)
+        self.patch, self.width, self.head_dim = config.patch, config.width, shape.head_dim
+        self.patches = nn.Linear(config.patch**2, config.width, bias=False)
+        self.kind = nn.Embedding(len(config.kinds), config.width)
+        self.blocks = nn.ModuleList(Block(shape, SelfAttention(shape)) for _ in range(config.layers))
+        self.norm = ResidualNorm(config.width, dropout=0.0)
+
+    def forward(self, x_BHW: Tensor, kind_B: Tensor, grid: tuple[int, int]) -> Tensor:
+        """`[B, N, E]`."""
+        high, wide = grid
+        patches = x_BHW.reshape(-1, high, self.patch, wide, self.patch).transpose(2, 3)
+        patches_BNP = patches.reshape(-1, high * wide, self.patch**2)
+        place_N2 = grid_places(high, wide, device=x_BHW.device)
+        by = rotation(place_N2.expand(len(x_BHW), -1, -1), self.head_dim)
+        x = self.patches(patches_BNP)
+        x = x + self.kind(kind_B)[:, None].to(x)
+        delta = None
+        for block in self.blocks:
+            x, delta = block(x, delta, by, None, None)
+        states: Tensor = self.norm(x, delta)[1]
+        return states
+
+
+class PretrainedEncoder(nn.Module):
+    """A ViT of `transformers`. It sees the image at as many pixels as give a patch for each grid position.
+
+    So no state has to be moved: each stands where its query is. One channel is repeated to three; the class token (and
+    registers) are dropped. The kind is added to the states.
+    """
+
+    MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what DINOv2 was trained with
+
+    def __init__(self, config: ControlConfig) -> None:
+        super().__init__()
+        self.name = config.encoder
+        library = _transformers()
+        described = _found(library.AutoConfig.from_pretrained, self.name)
+        require(
+            described.model_type in FAMILIES,
+            f"control encoder {self.name!r} is a {described.model_type}; expected one of {', '.join(FAMILIES)}",
+        )
+        self.width: int = described.hidden_size
+        self.patch: int = described.patch_size
+        self.network = library.AutoModel.from_config(described)
+        if getattr(self.network, "pooler", None) is not None:  # never asked
+            self.network.pooler = None
+        for name, parameter in self.network.named_parameters():
+            parameter.requires_grad_(not name.endswith("mask_token"))  # for its own pre-training
+        self.kind = nn.Embedding(len(config.kinds), self.width)
+
+    def load_pretrained(self) -> None:
+        found = _found(_transformers().AutoModel.from_pretrained, self.name)
+        own = self.network.state_dict()
+        self.network.load_state_dict({key: tensor for key, tensor in found.state_dict().items() if key in own})
+
+    def forward(self, x_BHW: Tensor, kind_B: Tensor, grid: tuple[int, int]) -> Tensor:
+        """`[B, N, E]`."""
+        size = (grid[0] * self.patch, grid[1] * self.patch)
+        x_B1HW = F.interpolate(x_BHW[:, None].float(), size, mode="bilinear", align_corners=False, antialias=True)
+        mean, std = (x_B1HW.new_tensor(v).reshape(1, 3, 1, 1) for v in (self.MEAN, self.STD))
+        x_B3HW = ((x_B1HW.expand(-1, 3, -1, -1) + 1) / 2 - mean) / std
+        resized = {"interpolate_pos_encoding": True} if self.network.config.model_type == "vit" else {}
+        states: Tensor = self.network(pixel_values=x_B3HW.to(x_BHW.dtype), **resized).last_hidden_state
+        states = states[:, -grid[0] * grid[1] :]
+        kind: Tensor = self.kind(kind_B)
+        return states + kind[:, None].to(states)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers as library
+    except ImportError:
+        raise InputError("a ViT as control encoder needs the extra: pip install 'arpg[text]'") from None
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+def _found(load: Any, name: str) -> Any:
+    try:
+        return load(name)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]
+        raise InputError(
+            f"control encoder {name!r} could not be loaded ({first}); expected patches, a hub id or a folder with a ViT"
+        ) from None

@@ -1,0 +1,459 @@
+"""The score of control: edges against naive formulas, the nearest image, the depth judge, what is drawn and resumed."""
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from scipy.ndimage import distance_transform_edt
+
+from arpg import InputError, Pipeline
+from arpg.data.images import open_images
+from arpg.evaluation.classifier import Classifier, ClassifierConfig
+from arpg.evaluation.control_images import choose_evenly, draw, nearest_depth
+from arpg.evaluation.control_score import (
+    BASE,
+    CEILING,
+    CONTROL,
+    NEAREST,
+    PLAIN,
+    Judges,
+    compare,
+    depth_score,
+    edge_score,
+    follows_nothing,
+    judge_edges,
+    table,
+)
+from arpg.evaluation.depth_judge import DepthJudge, DepthJudgeConfig, rmse
+from arpg.evaluation.depth_training import (
+    DepthScenes,
+    depth_error,
+    draw_depth_scenes,
+    to_depth,
+    train_depth_judge,
+)
+from arpg.evaluation.edges import agreement, edge_maps, nearest, thicken
+from conftest import small_model, small_tokenizer
+from scene_sets import write_sets
+from test_cli import check_error, run  # noqa: F401
+
+# Edges
+
+
+def random_edges(n, share, seed=0, size=23):
+    return np.random.default_rng(seed).random((n, size, size + 4)) < share
+
+
+def naive(wanted, found, tolerance):
+    """Precision, recall and F1 by the distance of every pixel to the nearest edge of the other."""
+
+    def share(these, others):
+        if not these.any():
+            return 1.0 if not others.any() else 0.0
+        if not others.any():
+            return 0.0
+        return (distance_transform_edt(~others)[these] <= tolerance).mean()
+
+    precision, recall = share(found, wanted), share(wanted, found)
+    return precision, recall, 0.0 if precision + recall == 0 else 2 * precision * recall / (precision + recall)
+
+
+@pytest.mark.parametrize("tolerance", [0, 1, 2, 5])
+def test_agreement_is_that_of_distances(tolerance):
+    wanted = np.concatenate([random_edges(4, 0.02), random_edges(2, 0.3, 1), random_edges(2, 0)])
+    found = np.concatenate(
+        [random_edges(4, 0.05, 2), random_edges(2, 0.01, 3), random_edges(1, 0.1), random_edges(1, 0)]
+    )
+    ours = agreement(wanted, found, tolerance=tolerance)
+    theirs = np.array([naive(w, f, tolerance) for w, f in zip(wanted, found, strict=True)])
+    assert np.stack([ours.precision_n, ours.recall_n, ours.f1_n], 1) == pytest.approx(theirs)
+
+
+def test_known_agreements():
+    line = np.zeros((1, 40, 40), bool)
+    line[0, 5:35, 20] = True
+    f1 = [agreement(line, np.roll(line, shift, 2)).f1_n[0] for shift in range(5)]
+    assert f1[:3] == [1, 1, 1]
+    assert f1[3:] == [0, 0]
+    half = line.copy()
+    half[0, 20:] = False  # 15 of 30 pixels, and 2 more within reach of its end
+    found = agreement(line, half)
+    assert (found.precision_n[0], found.recall_n[0]) == (1, pytest.approx(17 / 30))
+    nothing, everything = np.zeros_like(line), np.ones_like(line)
+    assert agreement(nothing, nothing).f1_n == 1
+    for a, b in ((nothing, line), (line, nothing), (nothing, everything)):
+        assert agreement(a, b).f1_n == 0
+    assert agreement(line, everything).recall_n == 1
+    assert agreement(line, everything).f1_n < 0.25  # edges everywhere do not pay
+    diagonal = np.zeros((1, 5, 5), bool)
+    diagonal[0, 0, 0] = True
+    assert thicken(torch.from_numpy(diagonal))[0].nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]]
+
+
+def test_bad_edges():
+    with pytest.raises(InputError, match=r"edges are \[1, 4, 4\] and \[1, 4, 5\]"):
+        agreement(np.zeros((1, 4, 4), bool), np.zeros((1, 4, 5), bool))
+    with pytest.raises(InputError, match="tolerance is -1"):
+        agreement(np.zeros((1, 4, 4), bool), np.zeros((1, 4, 4), bool), tolerance=-1)
+    with pytest.raises(InputError, match="no pictures"):
+        nearest(np.zeros((1, 4, 4), bool), [])
+
+
+def shapes(n, seed=0, size=32):
+    """A figure on grey for each number, no two alike."""
+    rng = np.random.default_rng(seed)
+    pictures = []
+    for _ in range(n):
+        picture = Image.new("RGB", (size, size), "grey")
+        left, top = rng.integers(2, size // 2, 2)
+        box = (left, top, left + rng.integers(6, size // 2 - 2), top + rng.integers(6, size // 2 - 2))
+        drawing = ImageDraw.Draw(picture)
+        (drawing.ellipse if rng.random() < 0.5 else drawing.rectangle)(list(map(float, box)), fill="white")
+        pictures.append(np.asarray(picture))
+    return np.stack(pictures)
+
+
+def test_the_nearest_image_is_itself_where_it_is_there():
+    pictures = shapes(30)
+    wanted = edge_maps(pictures[[4, 17, 28]])
+    index, f1 = nearest(wanted, np.array_split(pictures, 4))
+    assert np.array_equal(edge_maps(pictures[index]), wanted)
+    assert f1.tolist() == [1, 1, 1]
+    # And without it, that with the greatest F1 of all.
+    rest, new = pictures[:25], edge_maps(shapes(4, seed=9))
+    index, f1 = nearest(new, np.array_split(rest, 3))
+    every = np.array([[naive(w, f, 2)[2] for f in edge_maps(rest)] for w in new])
+    assert index.tolist() == every.argmax(1).tolist()
+    assert f1 == pytest.approx(every.max(1))
+    with pytest.raises(InputError, match="pictures are 16x16 pixels, conditions 32x32"):
+        nearest(new, [np.zeros((1, 16, 16, 3), np.uint8)])
+
+
+def test_blank_conditions_have_blank_neighbours():
+    pictures = np.concatenate([shapes(3), np.full((1, 32, 32, 3), 90, np.uint8)])
+    index, f1 = nearest(np.zeros((1, 32, 32), bool), [pictures])
+    assert (index.tolist(), f1.tolist()) == ([3], [1])
+
+
+# Images
+
+
+def test_images_are_chosen_evenly():
+    labels = np.repeat(np.arange(5), (3, 40, 40, 1, 40))
+    chosen = choose_evenly(labels, 34)
+    assert np.bincount(labels[chosen]).tolist() == [3, 10, 10, 1, 10]
+    within = chosen[labels[chosen] == 1] - 3
+    assert within.tolist() == [2, 6, 10, 14, 18, 22, 26, 30, 34, 38]
+    assert np.array_equal(choose_evenly(labels, 34), chosen)
+    assert len(set(choose_evenly(labels, 123).tolist())) == 123
+    assert sorted(choose_evenly(labels, 124)) == list(range(124))
+    assert np.bincount(labels[choose_evenly(labels, 2)], minlength=5).sum() == 2
+    for wrong in (0, 125):
+        with pytest.raises(InputError, match=f"the number of images is {wrong}; expected 1 to 124"):
+            choose_evenly(labels, wrong)
+
+
+class Painter:
+    """Draws the condition itself, thickened; at strength 0 a figure that follows from the seed. Counts its images."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, conditions_BHW, labels_B, *, kind, seeds, strength):
+        self.calls.append((kind, strength, list(seeds), labels_B.tolist()))
+        if strength == 0:
+            return np.concatenate([shapes(1, seed, conditions_BHW.shape[1]) for seed in seeds])
+        return np.repeat(np.where(conditions_BHW > 0, 255, 0).astype(np.uint8)[..., None], 3, -1)
+
+
+def test_drawing_goes_on_where_it_stopped(tmp_path):
+    conditions = (edge_maps(shapes(7)) * 255).astype(np.uint8)
+    labels = np.arange(7)
+    painter = Painter()
+    first = draw(painter, conditions, labels, tmp_path, kind="canny", seed=10, batch_size=4)
+    assert [seeds for _, _, seeds, _ in painter.calls] == [[10, 11, 12, 13], [14, 15, 16]]
+    (tmp_path / "0002.png").unlink()
+    (tmp_path / "0005.png").unlink()
+    painter.calls, told = [], []
+    again = draw(
+        painter,
+        conditions,
+        labels,
+        tmp_path,
+        kind="canny",
+        seed=10,
+        progress=lambda done, all_: told.append((done, all_)),
+    )
+    assert painter.calls == [("canny", 1.0, [12, 15], [2, 5])]
+    assert told == [(7, 7)]
+    assert np.array_equal(first, again)
+
+
+@pytest.fixture
+def classes(tmp_path):
+    """Two classes of figures for training and for testing."""
+    for split, count, seed in (("train", 12, 0), ("test", 6, 50)):
+        for c in range(2):
+            (tmp_path / split / f"class {c}").mkdir(parents=True)
+            for i, picture in enumerate(shapes(count, seed + c, size=8 if split == "never" else 32)):
+                Image.fromarray(picture).save(tmp_path / split / f"class {c}" / f"{i:02d}.png")
+    return tmp_path / "train", tmp_path / "test"
+
+
+def test_rows_of_edges(classes, tmp_path):
+    train, test = (open_images(path) for path in classes)
+    judges = Judges(types.SimpleNamespace())
+    predicted = []
+
+    def fake(classifier, pixels):
+        predicted.append(len(pixels))
+        return np.array([3, 4] * (len(pixels) // 2))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arpg.evaluation.control_score.predict", fake)
+        rows = edge_score(
+            Painter(),
+            test,
+            [3, 4],
+            tmp_path / "out",
+            size=32,
+            num=8,
+            training=train,
+            tokenizer=small_tokenizer(),
+            judges=judges,
+            base=Painter(),
+        )
+    assert list(rows) == [CONTROL, PLAIN, BASE, NEAREST, CEILING]
+    assert rows[CONTROL]["f1"] > 0.9  # both sides of a line are edges, one pixel from it
+    assert rows[CONTROL]["f1"] > 2 * rows[PLAIN]["f1"]
+    assert rows[PLAIN] == rows[BASE]
+    assert rows[PLAIN]["f1"] < rows[NEAREST]["f1"] <= 1
+    assert rows[CONTROL]["accuracy"] == 0.5
+    low, high = rows[PLAIN]["f1 interval"]
+    assert low < rows[PLAIN]["f1"] < high
+    assert len(list((tmp_path / "out" / "canny" / "condition").iterdir())) == 8
+    text = table(rows, title="canny").splitlines()
+    assert text[0].split() == ["canny", "F1", "precision", "recall", "accuracy", "images"]
+    assert len(text) == 6
+    compared = compare({"canny": rows})
+    assert compared[f"f1, control by {PLAIN}"] == rows[CONTROL]["f1"] / rows[PLAIN]["f1"]
+    rows[BASE]["accuracy"] = 0.75
+    assert compare({"canny": rows})[f"accuracy, control less {BASE}"] == -0.25
+
+
+def test_rows_have_fid_where_there_is_a_reference(classes):
+    """Against features of the very images, FID is zero."""
+    pixels = shapes(6)
+    features = torch.randn(6, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    from arpg.evaluation.features import Features
+    from arpg.evaluation.frechet import statistics
+
+    real = Features(statistics(features), None, features.half(), None, "net")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arpg.evaluation.control_score.collect", lambda inception, batches: real)
+        row = judge_edges(
+            pixels, edge_maps(pixels), np.zeros(6, np.int64), Judges(None, types.SimpleNamespace(device="cpu"), real)
+        )
+    assert row["fid"] == pytest.approx(0, abs=1e-6)
+    assert row["f1"] == 1
+    assert "accuracy" not in row
+
+
+def test_strength_zero_is_compared_pixel_by_pixel():
+    assert follows_nothing(Painter(), Painter(), size=32, kind="canny")
+
+    def other(conditions, labels, *, kind, seeds, strength):
+        pixels = Painter()(conditions, labels, kind=kind, seeds=seeds, strength=strength)
+        pixels[3, 1, 1] += 1
+        return pixels
+
+    assert not follows_nothing(Painter(), other, size=32, kind="canny")
+
+
+# Depth
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    return tuple(str(path) for path in write_sets(tmp_path_factory.mktemp("sets")))
+
+
+@pytest.fixture(scope="module")
+def scenes(sets):
+    return draw_depth_scenes(sets, num=40, seed=3, size=32)
+
+
+def test_rmse_of_each_image():
+    a, b = np.zeros((2, 2, 2), np.float32), np.zeros((2, 2, 2), np.float32)
+    b[0, 0, 0] = 1
+    b[1] = 0.25
+    assert rmse(a, b).tolist() == [0.5, 0.25]
+    assert rmse(a, a).tolist() == [0, 0]
+    random = np.random.default_rng(0).random((2, 3, 4, 5)).astype(np.float32)
+    expected = [
+        math.sqrt(sum((float(x) - float(y)) ** 2 for x, y in zip(p.flat, q.flat, strict=True)) / 20)
+        for p, q in zip(random[0], random[1], strict=True)
+    ]
+    assert rmse(random[0], random[1]) == pytest.approx(expected)
+    with pytest.raises(InputError, match="depths are"):
+        rmse(a, b[:, :1])
+
+
+def test_scenes_have_their_depth(sets, scenes):
+    again = draw_depth_scenes(sets, num=40, seed=3, size=32, processes=1)
+    assert np.array_equal(scenes.pixels_nHW3, again.pixels_nHW3)
+    assert np.array_equal(scenes.near_nHW, again.near_nHW)
+    depth = scenes.depth()
+    assert depth.dtype == np.float32
+    assert (depth.max((1, 2)) == 1).all()  # the background
+    assert (depth.min((1, 2)) < 1).all()
+    assert np.array_equal(to_depth(np.array([255, 0], np.uint8)), [0, 1])
+
+
+def test_a_judge_learns_depth(scenes, tmp_path):
+    """On a few scenes it comes to see them far better than one that sees nothing, and a saved one sees the same."""
+    few = DepthScenes(scenes.pixels_nHW3[:8], scenes.near_nHW[:8])
+    judge = train_depth_judge(few, DepthJudgeConfig(8), steps=60, batch_size=8, device="cpu", lr=1e-2)
+    error = depth_error(judge, few)
+    assert error["rmse"] < 0.5 * error["blank"]
+    assert error["rmse"] == pytest.approx(
+        rmse(judge.estimate(few.pixels_nHW3, batch_size=3), few.depth()).mean(), rel=1e-4
+    )
+    judge.save(tmp_path)
+    assert depth_error(DepthJudge.load(tmp_path), few) == error
+    with pytest.raises(InputError, match=r"holds no depth.*arpg train-depth"):
+        DepthJudge.load(tmp_path / "none")
+    with pytest.raises(InputError, match="multiples of 16"):
+        judge(torch.zeros(1, 3, 30, 32))
+    with pytest.raises(InputError, match="width is 12"):
+        DepthJudgeConfig(12)
+    with pytest.raises(InputError, match="steps is 0"):
+        train_depth_judge(few, DepthJudgeConfig(8), steps=0, device="cpu")
+
+
+def test_gradients_reach_the_whole_judge():
+    judge = DepthJudge(DepthJudgeConfig(8))
+    for block in judge.modules():  # blocks start as their shortcuts
+        if hasattr(block, "norm2"):
+            torch.nn.init.ones_(block.norm2.weight)
+    judge(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in judge.parameters())
+
+
+def test_rows_of_depth(scenes, tmp_path):
+    """With a judge that reads the depth off the pixels: a painter of the depth is right, one that ignores it is not."""
+
+    class Reader(DepthJudge):
+        def estimate(self, pixels_nHW3, *, batch_size=256):
+            return to_depth(pixels_nHW3[..., 0])
+
+    def paint(conditions, labels, *, kind, seeds, strength):
+        assert kind == "depth"
+        assert (labels == -1).all()
+        return np.repeat((conditions * (strength > 0)).astype(np.uint8)[..., None], 3, -1)
+
+    shown = DepthScenes(np.repeat(scenes.near_nHW[..., None], 3, -1), scenes.near_nHW)
+    tests, others = DepthScenes(shown.pixels_nHW3[:9], shown.near_nHW[:9]), shown
+    rows = depth_score(
+        paint, tests, Reader(DepthJudgeConfig(8)), tmp_path, training=others, tokenizer=small_tokenizer(), batch_size=4
+    )
+    assert list(rows) == [CONTROL, PLAIN, NEAREST, CEILING, "scenes themselves"]
+    assert [rows[name]["rmse"] for name in (CONTROL, NEAREST, "scenes themselves")] == [0, 0, 0]
+    blank = rmse(np.ones((9, 32, 32), np.float32), tests.depth()).mean()
+    assert rows[PLAIN]["rmse"] == pytest.approx(blank)
+    assert compare({"depth": rows})[f"rmse, control by {PLAIN}"] == 0
+    near = np.random.default_rng(0).integers(0, 256, (20, 6, 6), np.uint8)
+    distance = np.square(near[:5, None].astype(float) - near[None, 5:].astype(float)).sum((2, 3))
+    assert nearest_depth(near[:5], near[5:]).tolist() == distance.argmin(1).tolist()
+
+
+# The command line
+
+
+@pytest.fixture
+def drawer(tmp_path, monkeypatch):
+    """A saved pipeline that draws 32x32 pixels and takes conditions: it draws them, and forgets them at strength 0."""
+    import dataclasses
+    import sys
+
+    from conftest import SMALL
+
+    model = small_model(dataclasses.replace(SMALL, grid=(16, 16)))
+    Pipeline(model, small_tokenizer(), license="MIT").save_pretrained(tmp_path / "model")
+    generate = Pipeline.generate
+
+    class Control:
+        def __init__(self, image, kind, strength):
+            self.image, self.kind, self.strength = image, kind, strength
+
+    def steered(self, classes=None, *, control=None, **options):
+        drawn = generate(self, classes, **options)
+        if control is None:
+            return drawn
+        return [c.image.convert("RGB") if c.strength else image for c, image in zip(control, drawn, strict=True)]
+
+    monkeypatch.setitem(sys.modules, "arpg.control.picture", types.SimpleNamespace(Control=Control))
+    monkeypatch.setattr(Pipeline, "generate", steered)
+    return tmp_path / "model"
+
+
+def test_evaluate_control(run, drawer, classes, sets, tmp_path):  # noqa: F811
+    both = ["--fruits", sets[0], "--emoji", sets[1]]
+    small = ["-n", 8, "--steps", 2, "--batch-size", 4, "--width", 8, "--processes", 0, "--fresh", 4]
+    code, text, err = run("train-depth", *both, *small, "-o", tmp_path / "judge")
+    assert code == 0, err
+    assert "on 4 new scenes; seeing nothing gives" in text
+    assert isinstance(DepthJudge.load(tmp_path / "judge"), DepthJudge)
+    arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
+    arguments += ["--test", classes[1], "--train", classes[0], "-n", 6, "--no-fid", "--base", drawer]
+    code, text, err = run(*arguments, "--json", tmp_path / "r.json")
+    assert code == 0, err
+    assert all(name in text for name in (CONTROL, PLAIN, BASE, NEAREST, CEILING, "strength 0 is no control: yes"))
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["canny"][PLAIN] == report["canny"][BASE]
+    assert report["canny"][CONTROL]["f1"] > report["canny"][PLAIN]["f1"]
+    assert report["compared"][f"f1, control by {PLAIN}"] > 1
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
+    code, again, _ = run(*arguments)
+    assert code == 0
+    assert again.splitlines() == text.splitlines()[:-1]
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
+    check_error(run(*arguments, "--seed", 1), "holds results of something else")
+
+
+def test_evaluate_depth(run, drawer, sets, tmp_path):  # noqa: F811
+    DepthJudge(DepthJudgeConfig(8)).save(tmp_path / "judge")
+    arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
+    arguments += ["--fruits", sets[0], "--emoji", sets[1], "--depth-judge", tmp_path / "judge", "--scenes", 3]
+    arguments += ["--train-fruits", sets[0], "--train-scenes", 5, "--json", tmp_path / "r.json"]
+    code, text, err = run(*arguments)
+    assert code == 0, err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert list(report["depth"]) == [CONTROL, PLAIN, NEAREST, CEILING, "scenes themselves"]
+    assert report["depth"]["scenes themselves"]["rmse"] == report["depth judge"]["rmse"]
+    assert "canny" not in report
+    assert "RMSE" in text
+    with Image.open(tmp_path / "out" / "depth" / "condition" / "0002.png") as image:
+        assert (image.mode, image.size) == ("L", (32, 32))
+
+
+def test_bad_evaluations(run, folder, photos, tmp_path):  # noqa: F811
+    arguments = ["evaluate-control", "--model", folder, "--device", "cpu", "-o", tmp_path / "out"]
+    for more, message in (
+        ([], "nothing to evaluate"),
+        (["--fruits", "x"], "all or none"),
+        (["--test", tmp_path / "none"], "does not exist"),
+        (["--test", photos, "--batch-size", 0], "--batch-size is 0"),
+    ):
+        check_error(run(*arguments, *more), message)
+
+
+def test_accuracy_by_a_real_classifier():
+    pixels = shapes(4, size=64)
+    classifier = Classifier(ClassifierConfig(3, 8)).eval()
+    row = judge_edges(pixels, edge_maps(pixels), np.zeros(4, np.int64), Judges(classifier))
+    assert row["accuracy"] in (0, 0.25, 0.5, 0.75, 1)
