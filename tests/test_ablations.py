@@ -290,7 +290,7 @@ def test_speed_is_measured_apart(small_world, tmp_path, eye, monkeypatch):  # no
     lines, measured = small_world(*options, parts="speed")
     assert (lines, eye.seen) == ([], 0)  # no quality, no judge
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["speed.json"]
-    assert [images for images, _ in timed] == [3] + [9] * 11  # the first use; then one to warm up and two timed
+    assert [images for images, _ in timed] == [6, 9] * 11  # two to warm up; then one more, and two that are timed
     assert len(measured.speed["lines"]) == 4 + 2 + 3 + 2
     for line in measured.speed["lines"]:
         assert len(line["batches"]) == 2
@@ -302,7 +302,7 @@ def test_speed_is_measured_apart(small_world, tmp_path, eye, monkeypatch):  # no
     assert small_world(*options, parts="speed")[1] == measured
     assert timed == []
     small_world("--speed-batch", "2", "--speed-repeats", "1", parts="speed")
-    assert len(timed) == 12  # other batches: nothing is mixed
+    assert len(timed) == 22  # other batches: nothing is mixed
     measured = small_world("--speed-batch", "2", "--speed-repeats", "1", parts="quality,speed")[1]
     rows = ablation_report.tables(measured)["steps"].splitlines()[2:6]
     assert all(row.split("|")[-2].strip() for row in rows)
