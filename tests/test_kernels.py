@@ -55,8 +55,10 @@ def test_swiglu(shape):
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("shape", [(1, 1, 16), (3, 5, 48), (2, 8, 64)])
-def test_residual_and_norm(shape, p, monkeypatch):
-    monkeypatch.setattr(residual, "_PROGRAMS", 4)  # so that a program of the backward pass takes several rows
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_residual_and_norm(shape, rows, p, monkeypatch):
+    monkeypatch.setattr(residual, "_PROGRAMS", 3)  # so that a program of the backward pass takes several turns
+    monkeypatch.setattr(residual, "_ROWS", rows)
     norm = ResidualNorm(shape[-1], dropout=p, site=1).to(DEVICE).train()
     torch.nn.init.normal_(norm.weight)
     key = torch.arange(shape[0], dtype=torch.int32, device=DEVICE) * 7919 - 5
