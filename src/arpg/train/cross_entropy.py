@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-CHUNK = 8192
+CHUNK = 16384
 P = ParamSpec("P")
 T = TypeVar("T")
 
