@@ -13,11 +13,14 @@ from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
 from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
+from arpg.kernels.causal import causal_attention  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
+from arpg.model import layers  # noqa: E402
 from arpg.model.cache import Slots  # noqa: E402
 from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
+from conftest import SMALL, small_model  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 
@@ -147,6 +150,43 @@ def test_attention_that_stores(queries, held, channels, ragged):
         torch.testing.assert_close(*caches)
 
 
+@pytest.mark.parametrize(("slots", "channels"), [(1, 4), (16, 16), (40, 24), (70, 32), (256, 64)])
+def test_gradients_of_causal_attention(slots, channels):
+    """Odd sizes; values that are a part of a larger tensor; gradients with heads and slots swapped in memory."""
+    q, k = (draw(2, slots, 3, channels, seed=i).requires_grad_() for i in range(2))
+    kv = draw(2, slots, 2, 3, channels, seed=2).requires_grad_()
+    weight = draw(2, 3, slots, channels, seed=3).transpose(1, 2)
+    fused = causal_attention(q, k, kv[:, :, 1])
+    plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, kv[:, :, 1])), is_causal=True)
+    torch.testing.assert_close(fused, plain.transpose(1, 2))
+    gradients = [torch.autograd.grad(y, (q, k, kv), weight) for y in (fused, plain.transpose(1, 2))]
+    torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_query_is_made_once(compiled, monkeypatch):
+    """All slots ask the same at first: one is normed and projected. Its gradients are those of all."""
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    gradients = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        block = layers.Block(SMALL, layers.CrossAttention(SMALL)).to(DEVICE)
+        mask_D, memory = draw(SMALL.width), draw(2, 3, 7, SMALL.num_heads, SMALL.head_dim)
+        mask_D.requires_grad_()
+        if compiled:
+            block.compile(backend="aot_eager")
+        x = mask_D.expand(3, 7, -1)
+        rows = []
+        block.attn.q.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(inputs[0].shape[:2].numel()))
+        by = rotation_of(3, 7, SMALL.head_dim)
+        out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", memory.unbind(0)), -1)
+        assert rows == [21 if apart else 1]
+        weight = draw(*out.shape, seed=2)
+        gradients.append([out, *torch.autograd.grad(out, [mask_D, *block.parameters()], weight)])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
 )
@@ -154,8 +194,6 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them."""
     from arpg import SamplingSettings, decode, kernels, make_plan, tasks
     from arpg.decode import sampling
-    from arpg.model import layers
-    from conftest import small_model
 
     model = small_model().to(DEVICE)
     known = torch.zeros(2, 16, dtype=torch.bool)

@@ -15,8 +15,6 @@ from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.model import class_condition
 from arpg.model.copies import copies_of
 from arpg.model.dropout import Dropout, fold, fold_each
-from arpg.model.layers import Block, CrossAttention
-from arpg.model.rope import rotation
 from arpg.storage import pack, unpack
 from arpg.train.batches import TokenBatches
 from arpg.train.cross_entropy import linear_cross_entropy
@@ -166,29 +164,6 @@ def test_gradients_of_copies_are_summed_at_once(dtype):
     x.grad = None
     copies_of(x, 3)[1].sum().backward()  # readers that give no gradient
     assert torch.equal(x.grad, torch.ones_like(x))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_first_query_is_made_once(compiled):
-    """All slots ask the same at first: one is normed and projected. Its gradients are those of all."""
-    gradients = []
-    for apart in (False, True):
-        torch.manual_seed(0)
-        block = Block(SMALL, CrossAttention(SMALL))
-        mask_D, *memory = torch.randn(SMALL.width), *torch.randn(2, 3, 7, SMALL.num_heads, SMALL.head_dim)
-        mask_D.requires_grad_()
-        if compiled:
-            block.compile(backend="aot_eager")
-        x = mask_D.expand(3, 7, -1)
-        rows = []
-        block.attn.q.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(inputs[0].shape[:2].numel()))
-        by = rotation(torch.rand(3, 7, 2, generator=torch.Generator().manual_seed(1)), SMALL.head_dim)
-        out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", tuple(memory)), -1)
-        assert rows == [21 if apart else 1]
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
-        gradients.append([out, *torch.autograd.grad(out, [mask_D, *block.parameters()], weight)])
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
 
 def once(function: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
     """A function of the channels; where all slots of all rows are one and the same (expanded), it is called for one."""
-    if x_BSD.stride()[:2] != (0, 0):
+    if not usable(x_BSD) or x_BSD.stride()[:2] != (0, 0):
         return function(x_BSD)
     return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
 
