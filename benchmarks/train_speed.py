@@ -19,7 +19,7 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
-from arpg.kernels import residual
+from arpg.kernels import causal, residual
 from arpg.model import arpg as network
 from arpg.model import layers
 from arpg.model.dropout import fold
@@ -35,6 +35,7 @@ ABLATIONS = {
     "copies": "gradients of the shared memory are added two by two",
     "once": "the first query is made for every slot",
     "clip": "clip_grad_norm_ before AdamW",
+    "attention": "torch's gradients of attention",
     "rows": "one row at a time in the backward pass of residual and norm",
 }
 
@@ -54,6 +55,8 @@ def ablate(names: list[str]) -> None:
             torch.nn.utils.clip_grad_norm_(parameters, most)
 
         training_module.clip_gradients = clip
+    if "attention" in names:
+        causal.MOST_SLOTS = 0
     if "rows" in names:
         residual._ROWS = 1
 

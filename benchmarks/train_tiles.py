@@ -1,4 +1,4 @@
-"""Times the backward pass of residual and norm for ways to cut it (rows at once, programs); prints and checks them.
+"""Times gradients of a training step for ways to cut them into tiles, and checks them; prints a table.
 
 python benchmarks/train_tiles.py --width 1024 --batch-size 256 --slots 256
 """
@@ -9,36 +9,73 @@ import argparse
 import itertools
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from arpg.kernels import residual
+from arpg.kernels import causal, residual
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--dropout", type=float, default=0.1)
     options = parser.parse_args()
     shape = (options.batch_size, options.slots, options.width)
-    grad_total, grad_normed, total = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    weight = torch.randn(options.width, device="cuda")
-    key = torch.arange(options.batch_size, device="cuda", dtype=torch.int32)
-    ideal = (5 if options.dropout else 4) * total.nbytes / 4.8e12
-    print(f"{torch.cuda.get_device_name()}; at 4.8 TB/s {1e6 * ideal:.0f} us")  # noqa: T201
+    x, y, z, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    _say(f"{torch.cuda.get_device_name()}; one tensor at 4.8 TB/s: {1e6 * x.nbytes / 4.8e12:.1f} us")
+    _residual(x, y, z, options.dropout)
+    _attention(*(part.unflatten(-1, (options.heads, -1)) for part in (x, y, z, w)))
+
+
+def _residual(grad_total: Tensor, grad_normed: Tensor, total: Tensor, p: float) -> None:
+    weight = torch.randn(total.shape[-1], device="cuda")
+    key = torch.arange(len(total), device="cuda", dtype=torch.int32)
+    _say(f"residual and norm, backward: {5 if p else 4} tensors")
     first = None
     for rows, programs in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096, 8192)):
         residual._ROWS, residual._PROGRAMS = rows, programs
 
-        def run() -> tuple[torch.Tensor, ...]:
-            backward = residual.residual_norm_backward
-            return backward(grad_total, grad_normed, total, weight, key, options.dropout, 1e-5)
+        def run() -> tuple[Tensor, ...]:
+            return residual.residual_norm_backward(grad_total, grad_normed, total, weight, key, p, 1e-5)
 
         out = run()
         first = out if first is None else first
-        torch.testing.assert_close(out, first, atol=0.1, rtol=0.02)
-        print(f"rows {rows}  programs {programs:5d}  {1000 * do_bench(run, warmup=20, rep=60):7.1f} us")  # noqa: T201
+        torch.testing.assert_close(out[:2], first[:2], atol=0.1, rtol=0.02)
+        torch.testing.assert_close(out[2], first[2], atol=1.0, rtol=0.01)
+        _say(f"  _ROWS {rows}  _PROGRAMS {programs:5d}  {_time(run):8.1f} us")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
+    _say("causal attention, backward: 7 tensors")
+    inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    expected = torch.autograd.grad(out, inputs, grad.transpose(1, 2), retain_graph=True)
+    plain = _time(lambda: torch.autograd.grad(out, inputs, grad.transpose(1, 2), retain_graph=True))
+    _say(f"  torch                    {plain:8.1f} us")
+    for queries, warps in itertools.product((16, 32, 64), (4, 8, 16)):
+        causal._QUERIES, causal._WARPS = queries, warps
+        try:
+            ours = causal.causal_attention_backward(q, k, v, grad)
+        except OutOfResources as error:
+            _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {error}")
+            continue
+        for a, b in zip(ours, expected, strict=True):
+            assert (a - b.transpose(1, 2)).norm() < 0.02 * b.norm()
+        taken = _time(lambda: causal.causal_attention_backward(q, k, v, grad))
+        _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {taken:8.1f} us")
+
+
+def _time(run) -> float:  # type: ignore[no-untyped-def]
+    return 1000 * float(do_bench(run, warmup=20, rep=60))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

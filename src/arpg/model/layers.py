@@ -124,6 +124,12 @@ def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None)
 
         return fused(q_BSHK, *kv, mask, None if by is None else (by.cos_BSK, by.sin_BSK)).flatten(2)
     q_BSHK = q_BSHK if by is None else turn(q_BSHK, by)
+    if isinstance(mask, str) and usable(q_BSHK):
+        from arpg.kernels.causal import causal_attention, fits
+
+        if fits(q_BSHK, kv[0]):
+            seen_BSHK: Tensor = causal_attention(q_BSHK, *kv)
+            return seen_BSHK.flatten(2)
     out_BHSK = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),
         kv[0].transpose(1, 2),
