@@ -36,7 +36,7 @@ ABLATIONS = {
     "once": "the first query is made for every slot",
     "clip": "clip_grad_norm_ before AdamW",
     "attention": "torch's gradients of attention",
-    "rows": "one row at a time in the backward pass of residual and norm",
+    "stages": "no rows are fetched ahead in the backward pass of residual and norm",
 }
 
 
@@ -57,8 +57,8 @@ def ablate(names: list[str]) -> None:
         training_module.clip_gradients = clip
     if "attention" in names:
         causal.MOST_SLOTS = 0
-    if "rows" in names:
-        residual._ROWS = 1
+    if "stages" in names:
+        residual._STAGES, residual._PROGRAMS = 1, 1024
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ def _residual(grad_total: Tensor, grad_normed: Tensor, total: Tensor, p: float) 
     key = torch.arange(len(total), device="cuda", dtype=torch.int32)
     _say(f"residual and norm, backward: {5 if p else 4} tensors")
     first = None
-    for rows, programs in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096, 8192)):
-        residual._ROWS, residual._PROGRAMS = rows, programs
+    for rows, stages, programs in itertools.product((1, 2), (1, 2, 3, 4), (512, 768, 1024, 2048, 4096)):
+        residual._ROWS, residual._STAGES, residual._PROGRAMS = rows, stages, programs
 
         def run() -> tuple[Tensor, ...]:
             return residual.residual_norm_backward(grad_total, grad_normed, total, weight, key, p, 1e-5)
@@ -47,7 +47,7 @@ def _residual(grad_total: Tensor, grad_normed: Tensor, total: Tensor, p: float) 
         first = out if first is None else first
         torch.testing.assert_close(out[:2], first[:2], atol=0.1, rtol=0.02)
         torch.testing.assert_close(out[2], first[2], atol=1.0, rtol=0.01)
-        _say(f"  _ROWS {rows}  _PROGRAMS {programs:5d}  {_time(run):8.1f} us")
+        _say(f"  _ROWS {rows}  _STAGES {stages}  _PROGRAMS {programs:5d}  {_time(run):8.1f} us")
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of the backward pass: each program sums its share of the weight's gradient, some rows at a time.
-_PROGRAMS, _ROWS = 1024, 2
+# Of the backward pass: each program sums its share of the weight's gradient, some rows at a time, while the next come.
+_PROGRAMS, _ROWS, _STAGES = 768, 1, 3
 
 
 @torch.library.custom_op("arpg::residual_norm", mutates_args=())
@@ -47,7 +47,7 @@ def residual_norm_backward(
     parts = torch.empty((programs, width), dtype=torch.float32, device=total_BSD.device)
     _backward[(programs,)](
         grad_total, grad_normed, total_BSD, weight_D, key_B, grad_x, grad_delta, parts, rows, slots, width,
-        _threshold(p), 1.0 / (1.0 - p), eps, p > 0, half, _ROWS, programs, triton.cdiv(rows, programs * _ROWS),
+        _threshold(p), 1.0 / (1.0 - p), eps, p > 0, half, _ROWS, programs, triton.cdiv(rows, programs * _ROWS), _STAGES,
         num_warps=min(8, _ROWS * warps),
     )  # fmt: skip
     return grad_x, grad_delta, parts.sum(0).to(weight_D.dtype)
@@ -126,15 +126,16 @@ def _forward(  # type: ignore[no-untyped-def]
 def _backward(  # type: ignore[no-untyped-def]
     grad_total, grad_normed, total, weight, key, grad_x, grad_delta, parts, M, S, D, threshold, scale, eps,
     DROP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows in each turn; the weight's gradient is summed on the way. All is loaded before anything is awaited."""
+    """ROWS rows in each turn, while those of the next are fetched; the weight's gradient is summed on the way."""
     channel = tl.arange(0, HALF)[None, :]
     inside = channel < D // 2
     low_weight = tl.load(weight + channel, inside, other=0.0).to(tl.float32)
     high_weight = tl.load(weight + D // 2 + channel, inside, other=0.0).to(tl.float32)
     low_part = tl.zeros((ROWS, HALF), tl.float32)
     high_part = tl.zeros((ROWS, HALF), tl.float32)
-    for turn in range(TURNS):
+    for turn in tl.range(TURNS, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) + turn * PROGRAMS) * ROWS + tl.arange(0, ROWS)[:, None]
         there = inside & (row < M)
         low = row * D + channel
