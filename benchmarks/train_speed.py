@@ -36,6 +36,7 @@ ABLATIONS = {
     "once": "the first query is made for every slot",
     "clip": "clip_grad_norm_ before AdamW",
     "attention": "torch's gradients of attention",
+    "turned": "rotation and attention of Pass 1 as two kernels, also back",
     "stages": "no rows are fetched ahead in the backward pass of residual and norm",
 }
 
@@ -55,6 +56,9 @@ def ablate(names: list[str]) -> None:
             torch.nn.utils.clip_grad_norm_(parameters, most)
 
         training_module.clip_gradients = clip
+    if "turned" in names:
+        whole_heads = layers.whole_heads
+        layers.whole_heads = lambda x: x.dim() == 4 and whole_heads(x)
     if "attention" in names:
         causal.MOST_SLOTS = 0
     if "stages" in names:

@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from arpg.kernels import causal, residual
+from arpg.kernels.rotary import join_turned
 
 
 def main() -> None:
@@ -57,9 +58,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
     expected = torch.autograd.grad(out, inputs, grad.transpose(1, 2), retain_graph=True)
     plain = _time(lambda: torch.autograd.grad(out, inputs, grad.transpose(1, 2), retain_graph=True))
     _say(f"  torch                    {plain:8.1f} us")
+    qkv, angles = torch.stack((q, k, v), 2), torch.rand(2, *q.shape[:2], q.shape[-1], device="cuda").unbind(0)
+    joined = _time(lambda: join_turned(q, k, v, *angles))
+    _say(f"  rotation of gradients back {joined:8.1f} us")
     for queries, warps in itertools.product((16, 32, 64), (4, 8, 16)):
         causal._QUERIES, causal._WARPS = queries, warps
         try:
+            causal.turned_attention_backward(qkv, *angles, grad)
             ours = causal.causal_attention_backward(q, k, v, grad)
         except OutOfResources as error:
             _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {error}")
@@ -67,7 +72,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
         for a, b in zip(ours, expected, strict=True):
             assert (a - b.transpose(1, 2)).norm() < 0.02 * b.norm()
         taken = _time(lambda: causal.causal_attention_backward(q, k, v, grad))
-        _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {taken:8.1f} us")
+        back = _time(lambda: causal.turned_attention_backward(qkv, *angles, grad))
+        _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {taken:8.1f} us, with rotation {back:8.1f} us")
 
 
 def _time(run) -> float:  # type: ignore[no-untyped-def]

@@ -1,6 +1,8 @@
 """The fused kernels against their plain twins: values and gradients. Without a GPU, Triton's interpreter runs them
 (`conftest.py` switches it on)."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
 from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
-from arpg.kernels.causal import causal_attention  # noqa: E402
+from arpg.kernels.causal import causal_attention, turned_attention  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
 from arpg.model import layers  # noqa: E402
@@ -161,6 +163,41 @@ def test_gradients_of_causal_attention(slots, channels):
     torch.testing.assert_close(fused, plain.transpose(1, 2))
     gradients = [torch.autograd.grad(y, (q, k, kv), weight) for y in (fused, plain.transpose(1, 2))]
     torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("slots", "channels"), [(1, 4), (40, 16), (70, 32), (256, 64)])
+def test_gradients_of_attention_of_a_fused_projection(slots, channels):
+    by, qkv = rotation_of(2, slots, channels), draw(2, slots, 3, 2, channels).requires_grad_()
+    q, k, v = qkv.unbind(2)
+    plain = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (rotate(q, by), rotate(k, by), v)), is_causal=True
+    ).transpose(1, 2)
+    fused, weight = turned_attention(qkv, *by), draw(2, slots, 2, channels, seed=1)
+    torch.testing.assert_close(fused, plain)
+    gradients = [torch.autograd.grad(y, qkv, weight)[0] for y in (fused, plain)]
+    torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
+def test_the_gradients_of_training_through_the_kernels(monkeypatch):
+    """The whole network with dropout, in float32: the losses and gradients that it has without kernels."""
+    from arpg.train.model import Objective
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(24, (3, 16), generator=generator).to(DEVICE)
+    order = torch.stack([torch.randperm(16, generator=generator) for _ in range(3)]).to(DEVICE)
+    labels, key = torch.tensor([0, 1, 2], device=DEVICE), torch.arange(3, dtype=torch.int32, device=DEVICE)
+    config = dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=2)
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(layers, "usable", lambda x, fused=fused: fused)
+        objective = Objective(small_model(config).to(DEVICE).train(), (4, 4))
+        if fused:
+            for block in (*objective.model.pass1, *objective.model.pass2):
+                block.compile(backend="aot_eager")
+        loss = objective(ids, labels, order, key)
+        results.append([loss, *torch.autograd.grad(loss, list(objective.parameters()))])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
