@@ -125,13 +125,14 @@ def _gradients(  # type: ignore[no-untyped-def]
         if TURN:
             c, n = _angles(cos, sin, batch, query, S, K, CHANNELS)
             x = _turned(x, c, n, QUERIES, CHANNELS).to(q.dtype.element_ty)
-        score = tl.dot(keys, tl.trans(x), input_precision="ieee") * (scale * 1.4426950408889634)
+        score = tl.dot(keys, tl.trans(x), input_precision="ieee")
+        grad_weight = tl.dot(values, tl.trans(grad), input_precision="ieee")
+        score = score * (scale * 1.4426950408889634)  # in base 2
         column = start + tl.arange(0, QUERIES)[None, :]
         score = tl.where((slot <= column) & (slot < S), score, float("-inf"))
         weight = tl.exp2(score - tl.max(score, 0)[None, :])
         weight = weight * (1.0 / tl.sum(weight, 0))[None, :]
         grad_values = tl.dot(weight.to(grad.dtype), grad, grad_values, input_precision="ieee")
-        grad_weight = tl.dot(values, tl.trans(grad), input_precision="ieee")
         along = tl.sum(weight * grad_weight, 0)[None, :]
         grad_score = (weight * (grad_weight - along) * scale).to(x.dtype)
         grad_keys = tl.dot(grad_score, x, grad_keys, input_precision="ieee")
