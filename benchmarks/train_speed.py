@@ -1,6 +1,8 @@
 """Training speed of the full step (forward, backward, clip, AdamW, EMA) on random tokens; prints and writes JSON.
 
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train.json
+
+`--ablate NAME ...` leaves out what makes it faster, to see what each part is worth.
 """
 
 from __future__ import annotations
@@ -17,10 +19,50 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
+from arpg.kernels import causal, residual
+from arpg.model import arpg as network
+from arpg.model import layers
+from arpg.model.dropout import fold
+from arpg.train import model as training_module
 from arpg.train.distributed import start, stop
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from arpg.train.report import peak_flops
+
+ABLATIONS = {
+    "graph": "gradients are computed, not replayed",
+    "keys": "dropout keys layer by layer",
+    "copies": "gradients of the shared memory are added two by two",
+    "once": "the first query is made for every slot",
+    "clip": "clip_grad_norm_ before AdamW",
+    "attention": "torch's gradients of attention",
+    "turned": "rotation and attention of Pass 1 as two kernels, also back",
+    "stages": "no rows are fetched ahead in the backward pass of residual and norm",
+}
+
+
+def ablate(names: list[str]) -> None:
+    """The plain twins of what is left out."""
+    if "keys" in names:
+        network.fold_each = lambda key, count: tuple(fold(key, number) for number in range(count))
+    if "copies" in names:
+        network.copies_of = lambda x, count: (x,) * count
+    if "once" in names:
+        layers.once = lambda function, x: function(x)
+    if "clip" in names:
+
+        def clip(optimizer: torch.optim.Optimizer, most: float) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, most)
+
+        training_module.clip_gradients = clip
+    if "turned" in names:
+        whole_heads = layers.whole_heads
+        layers.whole_heads = lambda x: x.dim() == 4 and whole_heads(x)
+    if "attention" in names:
+        causal.MOST_SLOTS = 0
+    if "stages" in names:
+        residual._STAGES, residual._PROGRAMS = 1, 1024
 
 
 def main() -> None:
@@ -29,8 +71,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ablate", nargs="*", default=[], choices=ABLATIONS, metavar="NAME", help=f"{ABLATIONS}")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    ablate(options.ablate)
     config = MODELS[options.model]
     world = start("auto")
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +88,12 @@ def main() -> None:
             model=config,
             data=TokenData(train=str(tokens)),
             optim=OptimRecipe(lr=1e-4),
-            run=RunRecipe(steps=10_000, batch_size=options.batch_size, accumulate=options.accumulate),
+            run=RunRecipe(
+                steps=10_000,
+                batch_size=options.batch_size,
+                accumulate=options.accumulate,
+                graph="graph" not in options.ablate,
+            ),
         )
         training = ModelTraining(recipe, Path(folder) / "run", world)
         began = time.perf_counter()
@@ -52,7 +101,6 @@ def main() -> None:
             loss = training.step(step)["loss"]
         float(loss)
         compiled = time.perf_counter() - began
-        torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
         for step in range(5, 5 + options.steps):
@@ -65,6 +113,7 @@ def main() -> None:
         "model": options.model,
         "batch_size": options.batch_size,
         "precision": recipe.run.precision,
+        "without": options.ablate,
         "images/s": round(options.batch_size / seconds, 1),
         "ms/step": round(1000 * seconds, 2),
         "mfu": round(training.flops_per_step() / seconds / (peak_flops(name) or float("nan")), 4),

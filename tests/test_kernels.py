@@ -1,6 +1,8 @@
 """The fused kernels against their plain twins: values and gradients. Without a GPU, Triton's interpreter runs them
 (`conftest.py` switches it on)."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,11 +15,15 @@ from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
 from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
+from arpg.kernels.causal import causal_attention, turned_attention  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
+from arpg.model import layers  # noqa: E402
 from arpg.model.cache import Slots  # noqa: E402
 from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
+from arpg.train.batches import Batch  # noqa: E402
+from conftest import SMALL, small_model  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 
@@ -55,8 +61,10 @@ def test_swiglu(shape):
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("shape", [(1, 1, 16), (3, 5, 48), (2, 8, 64)])
-def test_residual_and_norm(shape, p, monkeypatch):
-    monkeypatch.setattr(residual, "_PROGRAMS", 4)  # so that a program of the backward pass takes several rows
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_residual_and_norm(shape, rows, p, monkeypatch):
+    monkeypatch.setattr(residual, "_PROGRAMS", 3)  # so that a program of the backward pass takes several turns
+    monkeypatch.setattr(residual, "_ROWS", rows)
     norm = ResidualNorm(shape[-1], dropout=p, site=1).to(DEVICE).train()
     torch.nn.init.normal_(norm.weight)
     key = torch.arange(shape[0], dtype=torch.int32, device=DEVICE) * 7919 - 5
@@ -145,6 +153,78 @@ def test_attention_that_stores(queries, held, channels, ragged):
         torch.testing.assert_close(*caches)
 
 
+@pytest.mark.parametrize(("slots", "channels"), [(1, 4), (16, 16), (40, 24), (70, 32), (256, 64)])
+def test_gradients_of_causal_attention(slots, channels):
+    """Odd sizes; values that are a part of a larger tensor; gradients with heads and slots swapped in memory."""
+    q, k = (draw(2, slots, 3, channels, seed=i).requires_grad_() for i in range(2))
+    kv = draw(2, slots, 2, 3, channels, seed=2).requires_grad_()
+    weight = draw(2, 3, slots, channels, seed=3).transpose(1, 2)
+    fused = causal_attention(q, k, kv[:, :, 1])
+    plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, kv[:, :, 1])), is_causal=True)
+    torch.testing.assert_close(fused, plain.transpose(1, 2))
+    gradients = [torch.autograd.grad(y, (q, k, kv), weight) for y in (fused, plain.transpose(1, 2))]
+    torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("slots", "channels"), [(1, 4), (40, 16), (70, 32), (256, 64)])
+def test_gradients_of_attention_of_a_fused_projection(slots, channels):
+    by, qkv = rotation_of(2, slots, channels), draw(2, slots, 3, 2, channels).requires_grad_()
+    q, k, v = qkv.unbind(2)
+    plain = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (rotate(q, by), rotate(k, by), v)), is_causal=True
+    ).transpose(1, 2)
+    fused, weight = turned_attention(qkv, *by), draw(2, slots, 2, channels, seed=1)
+    torch.testing.assert_close(fused, plain)
+    gradients = [torch.autograd.grad(y, qkv, weight)[0] for y in (fused, plain)]
+    torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
+def test_the_gradients_of_training_through_the_kernels(monkeypatch):
+    """The whole network with dropout, in float32: the losses and gradients that it has without kernels."""
+    from arpg.train.model import Objective
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(24, (2, 4), generator=generator).to(DEVICE)
+    order = torch.stack([torch.randperm(4, generator=generator) for _ in range(2)]).to(DEVICE)
+    labels, key = torch.tensor([0, 1], device=DEVICE), torch.arange(2, dtype=torch.int32, device=DEVICE)
+    config = dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=2, grid=(2, 2))
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(layers, "usable", lambda x, fused=fused: fused)
+        objective = Objective(small_model(config).to(DEVICE).train(), (2, 2))
+        if fused:
+            for block in (*objective.model.pass1, *objective.model.pass2):
+                block.compile(backend="aot_eager")
+        loss = objective(Batch(ids, labels, order, key))
+        results.append([loss, *torch.autograd.grad(loss, list(objective.parameters()))])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_query_is_made_once(compiled, monkeypatch):
+    """All slots ask the same at first: one is normed and projected. Its gradients are those of all."""
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    gradients = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        block = layers.Block(SMALL, layers.CrossAttention(SMALL)).to(DEVICE)
+        mask_D, memory = draw(SMALL.width), draw(2, 3, 7, SMALL.num_heads, SMALL.head_dim)
+        mask_D.requires_grad_()
+        if compiled:
+            block.compile(backend="aot_eager")
+        x = mask_D.expand(3, 7, -1)
+        rows = []
+        block.attn.q.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(inputs[0].shape[:2].numel()))
+        by = rotation_of(3, 7, SMALL.head_dim)
+        out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", memory.unbind(0)), -1)
+        assert rows == [21 if apart else 1]
+        weight = draw(*out.shape, seed=2)
+        gradients.append([out, *torch.autograd.grad(out, [mask_D, *block.parameters()], weight)])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
 )
@@ -152,8 +232,6 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them."""
     from arpg import SamplingSettings, decode, kernels, make_plan, tasks
     from arpg.decode import sampling
-    from arpg.model import layers
-    from conftest import small_model
 
     model = small_model().to(DEVICE)
     known = torch.zeros(2, 16, dtype=torch.bool)
@@ -220,7 +298,6 @@ def test_training_with_and_without_kernels(monkeypatch):
     from arpg import kernels
     from arpg.config import ModelConfig
     from arpg.model import ARPG
-    from arpg.train.batches import Batch
     from arpg.train.model import Objective
 
     config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)

@@ -13,10 +13,12 @@ from arpg import ARPG, InputError, ModelConfig, Pipeline
 from arpg.checkpoint import FolderConfig, load_model, write_folder
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.model import class_condition
+from arpg.model.copies import copies_of
+from arpg.model.dropout import Dropout, fold, fold_each
 from arpg.storage import pack, unpack
 from arpg.train.batches import TokenBatches
 from arpg.train.cross_entropy import linear_cross_entropy
-from arpg.train.optim import EMA, learning_rate, make_adamw
+from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
 from arpg.train.recipe import OptimRecipe
 from arpg.train.warm_start import warm_start
 from conftest import SMALL, small_model
@@ -51,6 +53,26 @@ def test_weight_decay_is_for_matrices_and_embeddings():
     assert sum(p.numel() for g in optimizer.param_groups for p in g["params"]) == sum(
         p.numel() for p in small_model().parameters()
     )
+
+
+@pytest.mark.parametrize("most", [0.1, 1e6])
+def test_clipping_is_left_to_the_optimizer(most):
+    """The weights that `clip_grad_norm_` before a plain step gives, step by step."""
+    ours, theirs = small_model(), small_model()
+    optimizers = [make_adamw(model, OptimRecipe(lr=1e-3)) for model in (ours, theirs)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn(a.shape, generator=generator) * 1e-3
+            b.grad = a.grad.clone()
+        clip_gradients(optimizers[0], most)
+        nn.utils.clip_grad_norm_(theirs.parameters(), most)
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
+    for a, b in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], atol=1e-9, rtol=1e-4)  # scaled, not merely a ratio
 
 
 def test_the_average_is_the_recursion_and_can_be_swapped_in():
@@ -107,8 +129,6 @@ def test_dropout_depends_on_the_sample_not_on_the_batch():
 
 
 def test_dropout_has_the_right_rate_and_is_independent_between_sites():
-    from arpg.model.dropout import Dropout, fold
-
     key = torch.arange(64, dtype=torch.int32) * 7919
     ones = torch.ones(64, 100, 32)
     masks = [
@@ -123,6 +143,27 @@ def test_dropout_has_the_right_rate_and_is_independent_between_sites():
         for b in masks[i + 1 :]:
             assert (a & b).float().mean().item() == pytest.approx(0.01, abs=0.001)
     assert Dropout(0.1, 0).train()(ones, key).mean().item() == pytest.approx(1.0, abs=0.01)
+
+
+def test_keys_of_all_layers_at_once():
+    key = torch.arange(-8, 8, dtype=torch.int32) * 123456789
+    for number, folded in enumerate(fold_each(key, 50)):
+        assert torch.equal(folded, fold(key, number))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_copies_are_summed_at_once(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(6, 5, generator=generator).to(dtype) for _ in range(13))
+    x.requires_grad_()
+    copies = copies_of(x, 12)
+    assert all(torch.equal(copy, x) for copy in copies)
+    sum((copy * weight).sum().float() for copy, weight in zip(copies, weights, strict=True)).backward()
+    assert x.grad.dtype == dtype
+    torch.testing.assert_close(x.grad, sum(w.double() for w in weights).to(dtype))
+    x.grad = None
+    copies_of(x, 3)[1].sum().backward()  # readers that give no gradient
+    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 1024  # of the backward pass: each sums its share of the weight's gradient
+# Of the backward pass: each program sums its share of the weight's gradient, some rows at a time, while the next come.
+_PROGRAMS, _ROWS, _STAGES = 768, 1, 3
 
 
 @torch.library.custom_op("arpg::residual_norm", mutates_args=())
@@ -39,14 +40,15 @@ def residual_norm_backward(
     grad_total, grad_normed = grad_total.contiguous(), grad_normed.contiguous()
     slots, width = total_BSD.shape[-2:]
     rows = total_BSD.numel() // width
-    programs = min(rows, _PROGRAMS)
+    programs = min(triton.cdiv(rows, _ROWS), _PROGRAMS)
     half, warps = _block(width)
     grad_x = torch.empty_like(total_BSD)
     grad_delta = torch.empty_like(total_BSD if p > 0 else total_BSD[:0])
     parts = torch.empty((programs, width), dtype=torch.float32, device=total_BSD.device)
     _backward[(programs,)](
         grad_total, grad_normed, total_BSD, weight_D, key_B, grad_x, grad_delta, parts, rows, slots, width,
-        _threshold(p), 1.0 / (1.0 - p), eps, p > 0, half, programs, triton.cdiv(rows, programs), num_warps=warps,
+        _threshold(p), 1.0 / (1.0 - p), eps, p > 0, half, _ROWS, programs, triton.cdiv(rows, programs * _ROWS), _STAGES,
+        num_warps=min(8, _ROWS * warps),
     )  # fmt: skip
     return grad_x, grad_delta, parts.sum(0).to(weight_D.dtype)
 
@@ -123,31 +125,36 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     grad_total, grad_normed, total, weight, key, grad_x, grad_delta, parts, M, S, D, threshold, scale, eps,
-    DROP: tl.constexpr, HALF: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+    DROP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every PROGRAMS-th row; the weight's gradient is summed on the way."""
-    channel = tl.arange(0, HALF)
+    """ROWS rows in each turn, while those of the next are fetched; the weight's gradient is summed on the way."""
+    channel = tl.arange(0, HALF)[None, :]
     inside = channel < D // 2
     low_weight = tl.load(weight + channel, inside, other=0.0).to(tl.float32)
     high_weight = tl.load(weight + D // 2 + channel, inside, other=0.0).to(tl.float32)
-    low_part = tl.zeros((HALF,), tl.float32)
-    high_part = tl.zeros((HALF,), tl.float32)
-    for turn in range(ROWS):
-        row = tl.program_id(0).to(tl.int64) + turn * PROGRAMS
+    low_part = tl.zeros((ROWS, HALF), tl.float32)
+    high_part = tl.zeros((ROWS, HALF), tl.float32)
+    for turn in tl.range(TURNS, num_stages=STAGES):
+        row = (tl.program_id(0).to(tl.int64) + turn * PROGRAMS) * ROWS + tl.arange(0, ROWS)[:, None]
         there = inside & (row < M)
-        low, high = row * D + channel, row * D + D // 2 + channel
+        low = row * D + channel
+        high = low + D // 2
         low_x = tl.load(total + low, there, other=0.0).to(tl.float32)
         high_x = tl.load(total + high, there, other=0.0).to(tl.float32)
-        r = tl.rsqrt(tl.sum(low_x * low_x + high_x * high_x) / D + eps)
-        low_x, high_x = low_x * r, high_x * r
         low_grad = tl.load(grad_normed + low, there, other=0.0).to(tl.float32)
         high_grad = tl.load(grad_normed + high, there, other=0.0).to(tl.float32)
+        low_rest = tl.load(grad_total + low, there, other=0.0).to(tl.float32)
+        high_rest = tl.load(grad_total + high, there, other=0.0).to(tl.float32)
+        low_scaled, high_scaled = low_grad * low_weight, high_grad * high_weight
+        square = tl.sum(low_x * low_x + high_x * high_x, 1)[:, None]
+        along = tl.sum(low_scaled * low_x + high_scaled * high_x, 1)[:, None]
+        r = tl.rsqrt(square / D + eps)
+        low_x, high_x, along = low_x * r, high_x * r, along * r / D
         low_part += low_grad * low_x
         high_part += high_grad * high_x
-        low_grad, high_grad = low_grad * low_weight, high_grad * high_weight
-        along = tl.sum(low_grad * low_x + high_grad * high_x) / D
-        low_grad = r * (low_grad - low_x * along) + tl.load(grad_total + low, there, other=0.0).to(tl.float32)
-        high_grad = r * (high_grad - high_x * along) + tl.load(grad_total + high, there, other=0.0).to(tl.float32)
+        low_grad = r * (low_scaled - low_x * along) + low_rest
+        high_grad = r * (high_scaled - high_x * along) + high_rest
         tl.store(grad_x + low, low_grad.to(grad_x.dtype.element_ty), there)
         tl.store(grad_x + high, high_grad.to(grad_x.dtype.element_ty), there)
         if DROP:
@@ -156,9 +163,10 @@ def _backward(  # type: ignore[no-untyped-def]
             high_grad = tl.where(keep_high, high_grad * scale, 0.0)
             tl.store(grad_delta + low, low_grad.to(grad_delta.dtype.element_ty), there)
             tl.store(grad_delta + high, high_grad.to(grad_delta.dtype.element_ty), there)
-    at = parts + tl.program_id(0) * D + channel
-    tl.store(at, low_part, inside)
-    tl.store(at + D // 2, high_part, inside)
+    at = parts + tl.program_id(0) * D + tl.arange(0, HALF)
+    whole = tl.arange(0, HALF) < D // 2
+    tl.store(at, tl.sum(low_part, 0), whole)
+    tl.store(at + D // 2, tl.sum(high_part, 0), whole)
 
 
 @triton.jit

@@ -5,6 +5,9 @@ Shapes: B batch, N grid tokens, P prefix slots, S slots of this call, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,10 +16,18 @@ from arpg.config import ModelConfig
 from arpg.model.cache import Cache, KeyValue, Limit, Writer
 from arpg.model.condition import Condition
 from arpg.model.control import ControlQueries, PatchEncoder
-from arpg.model.dropout import Dropout, fold
+from arpg.model.copies import copies_of
+from arpg.model.dropout import Dropout, fold_each
 from arpg.model.layers import Block, CrossAttention, MemoryProjection, ResidualNorm, SelfAttention, sees
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
 from arpg.model.text import TextPrefix
+
+
+class Keys(NamedTuple):
+    """What fixes the dropout masks of each sample; None: nothing does."""
+
+    tokens: Tensor | None
+    layers: Sequence[Tensor | None]  # blocks of Pass 1, memory_norm, blocks of Pass 2, norm
 
 
 class ARPG(nn.Module):
@@ -154,7 +165,11 @@ class ARPG(nn.Module):
         place_BN2 = place_N2.to(ids_BN.device)[order_BN]
         shuffled_BN = ids_BN.gather(1, order_BN)
         x, place = self._content(shuffled_BN[:, :-1], place_BN2[:, :-1], condition)
-        memories = self._pass1(x, place, "causal", None, dropout_key_B)
+        keys = self._dropout_keys(dropout_key_B)
+        memories = self._pass1(x, place, "causal", None, keys)
+        if len(memories) == 1 and torch.is_grad_enabled():  # all layers read it: their gradients are summed at once
+            copies = [copies_of(part, len(self.pass2)) for part in memories[0]]
+            memories = list(zip(*copies, strict=True))
         query_BND = condition.query_BND
         if query_BND is not None:
             query_BND = query_BND.gather(1, order_BN[..., None].expand(-1, -1, query_BND.shape[-1]))
@@ -163,7 +178,7 @@ class ARPG(nn.Module):
         if length_B is not None or num_prefix > 1:
             first = num_prefix if length_B is None else length_B.to(ids_BN.device)[:, None]
             limit = first + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None]
-        return self._pass2(query_BND, place_BN2, limit, memories, dropout_key_B)
+        return self._pass2(query_BND, place_BN2, limit, memories, keys)
 
     def _content(self, ids_BS: Tensor, place_BS2: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
         """Prefix and tokens in one row each. A short prefix is followed by its tokens at once; what fills up comes
@@ -186,17 +201,18 @@ class ARPG(nn.Module):
         place_BS2: Tensor,
         limit: Limit,
         writer: Writer | None,
-        dropout_key_B: Tensor | None = None,
+        keys: Keys | None = None,
     ) -> list[KeyValue]:
         """The keys and values for Pass 2: all that the cache has then, or without one these alone."""
         by = self._rotation(place_BS2)
-        x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), dropout_key_B)
+        keys = self._dropout_keys(None) if keys is None else keys
+        x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), keys.tokens)
         num_slots = x.shape[1] if writer is None else writer.stop
         mask, delta = sees(limit, num_slots, x), None
         slots = [None if writer is None else writer.slots(i) for i in range(len(self.pass1) + len(self.memory_kv))]
         for i, block in enumerate(self.pass1):
-            x, delta = block(x, delta, by, mask, slots[i], _layer_key(dropout_key_B, i))
-        _, x = self.memory_norm(x, delta, _layer_key(dropout_key_B, len(self.pass1)))
+            x, delta = block(x, delta, by, mask, slots[i], keys.layers[i])
+        _, x = self.memory_norm(x, delta, keys.layers[len(self.pass1)])
         return [project(x, by, slots[len(self.pass1) + i]) for i, project in enumerate(self.memory_kv)]
 
     def _pass2(
@@ -204,8 +220,8 @@ class ARPG(nn.Module):
         query_BSD: Tensor | None,
         place_BS2: Tensor,
         limit: Limit,
-        memories: list[KeyValue],
-        dropout_key_B: Tensor | None = None,
+        memories: Sequence[KeyValue],
+        keys: Keys | None = None,
     ) -> Tensor:
         """The normed output of the last layer: what the head turns into logits."""
         if query_BSD is None:  # one and the same for all: the first layer turns it into one query, too
@@ -213,11 +229,15 @@ class ARPG(nn.Module):
         by = self._rotation(place_BS2)
         x, delta = _stream(self._at(query_BSD, place_BS2)), None
         mask = sees(limit, memories[0][0].shape[1], x)
-        layer = len(self.pass1) + 1  # after memory_norm
-        for i, block in enumerate(self.pass2):
-            x, delta = block(x, delta, by, mask, memories[i % len(memories)], _layer_key(dropout_key_B, layer + i))
-        out: Tensor = self.norm(x, delta, _layer_key(dropout_key_B, layer + len(self.pass2)))[1]
+        *layers, last = (self._dropout_keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
+        for i, (block, key) in enumerate(zip(self.pass2, layers, strict=True)):
+            x, delta = block(x, delta, by, mask, memories[i % len(memories)], key)
+        out: Tensor = self.norm(x, delta, last)[1]
         return out
+
+    def _dropout_keys(self, dropout_key_B: Tensor | None) -> Keys:
+        count = len(self.pass1) + 1 + len(self.pass2) + 1
+        return Keys(dropout_key_B, (None,) * count if dropout_key_B is None else fold_each(dropout_key_B, count))
 
     def _rotation(self, place_BS2: Tensor) -> Rotation | None:
         return rotation(place_BS2, self.config.head_dim) if self.config.positions == "rope" else None
@@ -233,7 +253,3 @@ def _stream(x: Tensor) -> Tensor:
     """The residual stream runs in autocast's type, where there is one: half the traffic of float32."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-def _layer_key(dropout_key_B: Tensor | None, layer: int) -> Tensor | None:
-    return None if dropout_key_B is None else fold(dropout_key_B, layer)

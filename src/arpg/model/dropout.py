@@ -50,6 +50,12 @@ def fold(key_B: Tensor, number: int) -> Tensor:
     return _mix(key_B + step)
 
 
+def fold_each(key_B: Tensor, count: int) -> tuple[Tensor, ...]:
+    """`fold` for the numbers 0 to `count` - 1, all at once."""
+    step_L = torch.arange(1, count + 1, dtype=torch.int32, device=key_B.device) * _GOLDEN  # wraps
+    return _mix(key_B + step_L[:, None]).unbind(0)
+
+
 def _mix(x: Tensor) -> Tensor:
     """A 32-bit avalanche (two multiplications, three shifts) in wrapping int32; `& mask` makes the shifts logical."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D

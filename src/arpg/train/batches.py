@@ -61,7 +61,7 @@ class TokenBatches:
         self.tokens, self.batch_size, self.part_size = tokens, batch_size, batch_size // parts
         self.text, self.control = text, control
         self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
-        self.key = seed_keys([seed], device=device)
+        self.key = seed_keys([seed])  # on the CPU, which has time: on a GPU this would be a hundred small kernels
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 
@@ -77,13 +77,11 @@ class TokenBatches:
     def batch(self, step: int, part: int) -> Batch:
         index = self.indices(step, part)
         number = torch.from_numpy(self._numbers(step, part))[None]
-        on_cpu = seed_keys([self.seed])
-        view = random_words(on_cpu, Stream.VIEW, number, 1)[0, :, 0].numpy() % self.tokens.views_of[index]
+        view = random_words(self.key, Stream.VIEW, number, 1)[0, :, 0].numpy() % self.tokens.views_of[index]
         ids = torch.from_numpy(self.tokens.gather(index, view))
         labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
-        dropped = random_words(on_cpu, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
+        dropped = random_words(self.key, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
         labels = torch.where(dropped | (labels == NO_CLASS), self.num_classes, labels)
-        number = send(number, self.device)
         words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
         states = length = None
         if self.text is not None:
@@ -93,8 +91,8 @@ class TokenBatches:
         return Batch(
             ids_BN=send(ids, self.device),
             labels_B=send(labels, self.device),
-            order_BN=words[:, 1:].argsort(-1),
-            dropout_key_B=words[:, 0].to(torch.int32),
+            order_BN=send(words[:, 1:].argsort(-1), self.device),
+            dropout_key_B=send(words[:, 0].to(torch.int32), self.device),
             states_BTE=states,
             length_B=length,
             pixels_BHW=pixels,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-CHUNK = 8192
+CHUNK = 16384
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, chunk: int = CHUNK) -> Tensor:
@@ -49,12 +51,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grads[0], (grad_weight * grads[0]).to(ctx.weight_dtype), None, None
+        scaled = _compiled(_scaled) if grad_x.is_cuda else _scaled
+        return scaled(grad_x, grads[0], grad_x.dtype), scaled(grad_weight, grads[0], ctx.weight_dtype), None, None
 
 
 def _softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The chunk's share of the mean loss, and the gradient of its logits in their own type."""
-    compute = _compiled() if logits_MV.is_cuda else _plain_softmax_grad
+    compute = _compiled(_plain_softmax_grad) if logits_MV.is_cuda else _plain_softmax_grad
     return compute(logits_MV, target_M, total)
 
 
@@ -68,6 +71,10 @@ def _plain_softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tupl
     return loss, (grad / total).to(logits_MV.dtype)
 
 
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * scale).to(dtype)
+
+
 @functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]:
-    return torch.compile(_plain_softmax_grad, dynamic=False)
+def _compiled(function: Callable[P, T]) -> Callable[P, T]:
+    return torch.compile(function, dynamic=False)

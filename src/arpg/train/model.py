@@ -37,8 +37,9 @@ from arpg.model.condition import training_condition, training_control
 from arpg.train.batches import Batch, TokenBatches
 from arpg.train.cross_entropy import linear_cross_entropy
 from arpg.train.distributed import World, mean_over_ranks, parallelize, start, stop
+from arpg.train.graphed import GraphedGradients
 from arpg.train.loop import run_training
-from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
+from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe
 from arpg.train.samples import Samples, of_captions, of_classes, of_conditions
 from arpg.train.snapshot import Snapshots
@@ -93,6 +94,9 @@ class ModelTraining:
             model.compile_parts()
         blocks = [*model.pass1, *model.pass2]
         self.parallel = parallelize(self.objective, run.parallel, world, blocks)
+        self.graphed: GraphedGradients | None = None
+        if run.graph and run.parallel == "none" and run.accumulate == 1 and world.device.type == "cuda":
+            self.graphed = GraphedGradients(self.loss, self.objective.parameters())
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
         self.batches = self._batches(self.tokens, recipe.label_drop, self.text, self.control)
@@ -140,12 +144,16 @@ class ModelTraining:
             part = self.world.rank * accumulate + micro
             # Copies need to average their gradients once, after the last part.
             parallel, last = self.parallel, micro == accumulate - 1
+            batch = self.batches.batch(step, part)
+            if self.graphed is not None:
+                total += self.graphed(batch)
+                continue
             with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
-                loss = self.loss(self.batches.batch(step, part)) / accumulate
+                loss = self.loss(batch) / accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         if recipe.optim.clip > 0:
-            nn.utils.clip_grad_norm_(self.objective.parameters(), recipe.optim.clip)
+            clip_gradients(self.optimizer, recipe.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(step)

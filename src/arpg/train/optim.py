@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from arpg.train.recipe import OptimRecipe
 
@@ -37,6 +38,16 @@ def learning_rate(recipe: OptimRecipe, step: int, num_steps: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def clip_gradients(optimizer: torch.optim.AdamW, most: float) -> None:
+    """`clip_grad_norm_` over all parameters; the fused AdamW scales whole tensors itself, on its way."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any(isinstance(p, DTensor) for p in parameters):
+        nn.utils.clip_grad_norm_(parameters, most)
+        return
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    optimizer.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # type: ignore[attr-defined]
 
 
 class EMA:

@@ -45,6 +45,7 @@ class RunRecipe:
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = True
+    graph: bool = True  # on one GPU, without accumulation: a model's gradients are replayed from a CUDA graph
     parallel: str = "none"
     log_every: int = 50
     validate_every: int = 1000
