@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -102,14 +103,21 @@ def _radical_inverse(index: Positions, base: int) -> NDArray[np.float64]:
     return result
 
 
-def _halton(grid: Grid, words: Words) -> Positions:
-    """Cells in the order in which the sequence first falls into them."""
+@lru_cache(maxsize=16)
+def _halton_cells(grid: Grid) -> tuple[Positions, Positions]:
+    """Rows and columns in which the points of the sequence fall, until each cell of the grid has been hit."""
     height, width = grid
     # Every cell contains an elementary box of side 1/2^a x 1/3^b, so it is hit among the first 2^a 3^b points.
     points = 2 ** math.ceil(math.log2(2 * height)) * 3 ** math.ceil(math.log(2 * width, 3))
     index = np.arange(1, points + 1)
     row = np.floor(_radical_inverse(index, 2) * height).astype(np.int64)
-    column = np.floor(_radical_inverse(index, 3) * width).astype(np.int64)
+    return row, np.floor(_radical_inverse(index, 3) * width).astype(np.int64)
+
+
+def _halton(grid: Grid, words: Words) -> Positions:
+    """Cells in the order in which the sequence first falls into them."""
+    height, width = grid
+    row, column = _halton_cells(grid)
     shift_row, shift_column = int(words[0]) % height, int(words[-1] >> 8) % width
     cells = (row + shift_row) % height * width + (column + shift_column) % width
     _, first = np.unique(cells, return_index=True)
