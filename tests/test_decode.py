@@ -7,6 +7,8 @@ import torch
 
 from arpg import InputError, Request, SamplingSettings, decode, make_plan, tasks
 from arpg.decode import engine
+from arpg.decode.start import start
+from arpg.decode.state import Ask
 from arpg.model import class_condition
 from conftest import SMALL, small_model
 
@@ -169,3 +171,42 @@ def test_same_tokens_on_the_gpu_and_no_waiting():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(last.ids_BN.cpu(), expected)
+
+
+def asked(model, request, *, guided=True):
+    """How many positions of the first step the network is asked for, and the logits of all."""
+    state = start(model, request, guided=guided, causal=False, tokens=16, ragged=False)
+    calls = []
+    plain = model.predict
+
+    def predict(place, *rest):
+        calls.append(place.shape[1])
+        return plain(place, *rest)
+
+    ask = Ask(torch.arange(16).expand(len(request.seeds), -1), None)
+    model.predict = predict
+    try:
+        logits = state.predict(model, ask)
+    finally:
+        del model.predict
+    return calls, logits, plain(state._rows(state._places(ask.position_BS)), None, state.cache)
+
+
+@torch.no_grad()
+def test_the_first_step_asks_once_where_all_positions_are_alike():
+    """With nothing known but one class slot; not with known tokens, another encoding of positions or own queries."""
+    model = small_model()
+    request = tasks.generate(model, [1, 4], [0, 1])
+    calls, logits, every = asked(model, request)
+    assert calls == [1]
+    assert logits.shape == (4, 16, 24)
+    torch.testing.assert_close(logits, every)
+
+    known = torch.arange(16) == 3
+    assert asked(model, tasks.fill(model, 1, [0, 1], ids_N=torch.arange(16), known_N=known))[0] == [16]
+    condition = dataclasses.replace(request.condition, query_BND=torch.randn(2, 16, 32))
+    assert asked(model, dataclasses.replace(request, condition=condition))[0] == [16]
+    cosine = small_model(dataclasses.replace(SMALL, positions="cosine"))
+    calls, logits, every = asked(cosine, tasks.generate(cosine, [1, 4], [0, 1]))
+    assert calls == [16]
+    assert not torch.allclose(logits[:, :1].expand_as(logits), every, atol=1e-3)

@@ -66,11 +66,20 @@ class State:
 
     def predict(self, model: ARPG, ask: Ask) -> Tensor:
         """Pass 2: logits `[R, S, V]`."""
+        position_BS, num_asked = ask.position_BS, ask.position_BS.shape[1]
+        if self._alike(model, ask):
+            position_BS = position_BS[:, :1]
         query_RSD = None
         if self.query_RND is not None:
-            query_RSD = self.query_RND.take_along_dim(self._rows(ask.position_BS)[..., None], dim=1)
+            query_RSD = self.query_RND.take_along_dim(self._rows(position_BS)[..., None], dim=1)
         visible_RS = None if ask.visible_BS is None else self._prefix() + self._rows(ask.visible_BS)
-        return model.predict(self._rows(self._places(ask.position_BS)), query_RSD, self.cache, visible_RS)
+        logits_RSV = model.predict(self._rows(self._places(position_BS)), query_RSD, self.cache, visible_RS)
+        return logits_RSV.expand(-1, num_asked, -1)
+
+    def _alike(self, model: ARPG, ask: Ask) -> bool:
+        """Whether all positions have the same logits: who sees a single slot gets its value, wherever it stands."""
+        alone = self.cache.end == 1 and self.cache.length_B is None and ask.visible_BS is None
+        return alone and self.query_RND is None and model.config.positions == "rope"
 
     def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
         """These tokens now stand there; they are known where they are kept (None: all)."""

@@ -17,28 +17,30 @@ def draw(
     logits_RSV: Tensor, scale_BS: Tensor | None, temperature: float, key_B2: Tensor, stream: int, position_BS: Tensor
 ) -> Tensor:
     """Ids `[B, S]`: argmax(logits / temperature + noise), with a scale of the guided logits."""
-    logits_RSV, position_BS, key_B2 = logits_RSV.contiguous(), position_BS.contiguous(), key_B2.contiguous()
+    position_BS, key_B2 = position_BS.contiguous(), key_B2.contiguous()
+    logits_RSV = logits_RSV if logits_RSV.stride(-1) == 1 else logits_RSV.contiguous()
     num_tokens, num_codes = logits_RSV.shape[1:]
     batch = len(position_BS)
     scale = key_B2 if scale_BS is None else scale_BS.expand(batch, num_tokens)  # not guided: not read
     ids_BS = torch.empty_like(position_BS)
     if ids_BS.numel():
         _draw[(batch * num_tokens,)](
-            logits_RSV, logits_RSV[batch:], scale, key_B2, position_BS, ids_BS, *scale.stride(),
-            num_tokens, num_codes, temperature, scale_BS is not None, int(stream),
-            _CODES, triton.cdiv(num_codes, _CODES), num_warps=4,
+            logits_RSV, logits_RSV[batch:], scale, key_B2, position_BS, ids_BS,
+            *logits_RSV.stride()[:2], *scale.stride(), num_tokens, num_codes, temperature,
+            scale_BS is not None, int(stream), _CODES, triton.cdiv(num_codes, _CODES), num_warps=4,
         )  # fmt: skip
     return ids_BS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _draw(  # type: ignore[no-untyped-def]
-    logits, nulls, scales, keys, positions, ids, scale_b, scale_s, S, V, temperature,
+    logits, nulls, scales, keys, positions, ids, logit_b, logit_s, scale_b, scale_s, S, V, temperature,
     GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code."""
     token = tl.program_id(0).to(tl.int64)
     row = token // S
+    at = row * logit_b + (token % S) * logit_s
     key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
     position = tl.load(positions + token).to(tl.uint32)
     if GUIDED:
@@ -48,9 +50,9 @@ def _draw(  # type: ignore[no-untyped-def]
     for turn in range(TURNS):
         code = turn * CODES + tl.arange(0, CODES)
         block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
-        logit = tl.load(logits + token * V + code, code < V, other=0.0).to(tl.float32)
+        logit = tl.load(logits + at + code, code < V, other=0.0).to(tl.float32)
         if GUIDED:
-            null = tl.load(nulls + token * V + code, code < V, other=0.0).to(tl.float32)
+            null = tl.load(nulls + at + code, code < V, other=0.0).to(tl.float32)
             logit = null + scale * (logit - null)
         value = logit / temperature + _gumbel(_words(block, position, STREAM, key0, key1, CODES))
         better = (value > best) & (code < V)
