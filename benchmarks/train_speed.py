@@ -19,7 +19,7 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
-from arpg.kernels import causal, residual
+from arpg.kernels import residual
 from arpg.model import arpg as network
 from arpg.model import layers
 from arpg.model.dropout import fold
@@ -35,8 +35,6 @@ ABLATIONS = {
     "copies": "gradients of the shared memory are added two by two",
     "once": "the first query is made for every slot",
     "clip": "clip_grad_norm_ before AdamW",
-    "attention": "torch's gradients of attention",
-    "turned": "rotation and attention of Pass 1 as two kernels, also back",
     "stages": "no rows are fetched ahead in the backward pass of residual and norm",
 }
 
@@ -56,11 +54,6 @@ def ablate(names: list[str]) -> None:
             torch.nn.utils.clip_grad_norm_(parameters, most)
 
         training_module.clip_gradients = clip
-    if "turned" in names:
-        whole_heads = layers.whole_heads
-        layers.whole_heads = lambda x: x.dim() == 4 and whole_heads(x)
-    if "attention" in names:
-        causal.MOST_SLOTS = 0
     if "stages" in names:
         residual._STAGES, residual._PROGRAMS = 1, 1024
 
