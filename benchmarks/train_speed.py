@@ -68,7 +68,8 @@ def profile(training: ModelTraining, step: int, most: int = 40) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         training.step(step)
         torch.cuda.synchronize()
-    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]
+    kernels = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
     total = sum(kernel.self_device_time_total for kernel in kernels)
     print(f"{total / 1000:9.3f} ms in all")  # noqa: T201
     for kernel in kernels[:most]:

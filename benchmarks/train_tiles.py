@@ -66,7 +66,7 @@ def _update(width: int, count: int = 76) -> None:
         update.fusible = lambda x: False
         _say(f"  torch                    {_time(partial(Update(optimizer, ema), 0)):8.1f} us")
         update.fusible = fusible
-        for block, warps in itertools.product((512, 1024, 2048, 4096), (2, 4, 8)):
+        for block, warps in itertools.product((512, 1024, 2048), (2, 4, 8)):
             adamw._BLOCK, adamw._WARPS = block, warps
             _say(f"  _BLOCK {block:4d}  _WARPS {warps}      {_time(partial(Update(optimizer, ema), 0)):8.1f} us")
 

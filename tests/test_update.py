@@ -101,7 +101,8 @@ def test_gradients_may_stay_or_move(kernel):
     torch.testing.assert_close(kept.everything(), plain.everything(), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("odd", ["none", "strides", "alignment"])
+# On a GPU torch's own AdamW does not take strides that differ.
+@pytest.mark.parametrize("odd", ["none", "alignment"] + ["strides"] * (DEVICE == "cpu"))
 def test_what_the_kernel_cannot_take_is_torchs(kernel, odd):
     def change(gradients):
         if odd == "none":
