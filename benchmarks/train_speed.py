@@ -1,8 +1,9 @@
-"""Training speed of the full step (forward, backward, clip, AdamW, EMA) on random tokens; prints and writes JSON.
+"""Training speed of the full step (forward, backward, clip, AdamW, moving average) on random tokens; writes JSON.
 
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train.json
 
-`--ablate NAME ...` leaves out what makes it faster, to see what each part is worth.
+`--no-ema` leaves out the moving average. `--ablate NAME ...` leaves out what makes it faster, to see what each part is
+worth. `--profile` prints the kernels of a step.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
-from arpg.kernels import causal, residual
+from arpg.kernels import residual
 from arpg.model import arpg as network
 from arpg.model import layers
 from arpg.model.dropout import fold
 from arpg.train import model as training_module
+from arpg.train import update
 from arpg.train.distributed import start, stop
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
@@ -35,8 +37,7 @@ ABLATIONS = {
     "copies": "gradients of the shared memory are added two by two",
     "once": "the first query is made for every slot",
     "clip": "clip_grad_norm_ before AdamW",
-    "attention": "torch's gradients of attention",
-    "turned": "rotation and attention of Pass 1 as two kernels, also back",
+    "optimizer": "torch's AdamW, and the moving average after it",
     "stages": "no rows are fetched ahead in the backward pass of residual and norm",
 }
 
@@ -56,13 +57,23 @@ def ablate(names: list[str]) -> None:
             torch.nn.utils.clip_grad_norm_(parameters, most)
 
         training_module.clip_gradients = clip
-    if "turned" in names:
-        whole_heads = layers.whole_heads
-        layers.whole_heads = lambda x: x.dim() == 4 and whole_heads(x)
-    if "attention" in names:
-        causal.MOST_SLOTS = 0
+    if "optimizer" in names:
+        update.fusible = lambda x: False
     if "stages" in names:
         residual._STAGES, residual._PROGRAMS = 1, 1024
+
+
+def profile(training: ModelTraining, step: int, most: int = 40) -> None:
+    """Prints the kernels of one step: milliseconds, launches, name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        training.step(step)
+        torch.cuda.synchronize()
+    kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]
+    kernels = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
+    total = sum(kernel.self_device_time_total for kernel in kernels)
+    print(f"{total / 1000:9.3f} ms in all")  # noqa: T201
+    for kernel in kernels[:most]:
+        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")  # noqa: T201
 
 
 def main() -> None:
@@ -72,6 +83,8 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ablate", nargs="*", default=[], choices=ABLATIONS, metavar="NAME", help=f"{ABLATIONS}")
+    parser.add_argument("--no-ema", action="store_true", help="without the moving average of the weights")
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ablate(options.ablate)
@@ -87,7 +100,7 @@ def main() -> None:
         recipe = ModelRecipe(
             model=config,
             data=TokenData(train=str(tokens)),
-            optim=OptimRecipe(lr=1e-4),
+            optim=OptimRecipe(lr=1e-4, **({"ema": 0.0} if options.no_ema else {})),
             run=RunRecipe(
                 steps=10_000,
                 batch_size=options.batch_size,
@@ -107,12 +120,15 @@ def main() -> None:
             loss = training.step(step)["loss"]
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - began) / options.steps
+        if options.profile:
+            profile(training, 5 + options.steps)
     name = torch.cuda.get_device_name()
     result = {
         "benchmark": "train_speed",
         "model": options.model,
         "batch_size": options.batch_size,
         "precision": recipe.run.precision,
+        "moving average": recipe.optim.ema > 0,
         "without": options.ablate,
         "images/s": round(options.batch_size / seconds, 1),
         "ms/step": round(1000 * seconds, 2),

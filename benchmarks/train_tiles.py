@@ -1,4 +1,4 @@
-"""Times gradients of a training step for ways to cut them into tiles, and checks them; prints a table.
+"""Times kernels of a training step for ways to cut them into tiles; prints a table.
 
 python benchmarks/train_tiles.py --width 1024 --batch-size 256 --slots 256
 """
@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from functools import partial
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from triton.runtime.errors import OutOfResources
+from torch import Tensor, nn
 from triton.testing import do_bench
 
-from arpg.kernels import causal, residual
-from arpg.kernels.rotary import join_turned
+from arpg.kernels import adamw, fusible, residual
+from arpg.train import update
+from arpg.train.optim import EMA, clip_gradients, make_adamw
+from arpg.train.recipe import OptimRecipe
+from arpg.train.update import Update
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--dropout", type=float, default=0.1)
     options = parser.parse_args()
     shape = (options.batch_size, options.slots, options.width)
-    x, y, z, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    x, y, z = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     _say(f"{torch.cuda.get_device_name()}; one tensor at 4.8 TB/s: {1e6 * x.nbytes / 4.8e12:.1f} us")
     _residual(x, y, z, options.dropout)
-    _attention(*(part.unflatten(-1, (options.heads, -1)) for part in (x, y, z, w)))
+    del x, y, z
+    _update(options.width)
 
 
 def _residual(grad_total: Tensor, grad_normed: Tensor, total: Tensor, p: float) -> None:
@@ -51,29 +53,22 @@ def _residual(grad_total: Tensor, grad_normed: Tensor, total: Tensor, p: float) 
         _say(f"  _ROWS {rows}  _STAGES {stages}  _PROGRAMS {programs:5d}  {_time(run):8.1f} us")
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
-    _say("causal attention, backward: 7 tensors")
-    inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    expected = torch.autograd.grad(out, inputs, grad.transpose(1, 2), retain_graph=True)
-    plain = _time(lambda: torch.autograd.grad(out, inputs, grad.transpose(1, 2), retain_graph=True))
-    _say(f"  torch                    {plain:8.1f} us")
-    qkv, angles = torch.stack((q, k, v), 2), torch.rand(2, *q.shape[:2], q.shape[-1], device="cuda").unbind(0)
-    joined = _time(lambda: join_turned(q, k, v, *angles))
-    _say(f"  rotation of gradients back {joined:8.1f} us")
-    for queries, warps in itertools.product((16, 32, 64), (4, 8, 16)):
-        causal._QUERIES, causal._WARPS = queries, warps
-        try:
-            causal.turned_attention_backward(qkv, *angles, grad)
-            ours = causal.causal_attention_backward(q, k, v, grad)
-        except OutOfResources as error:
-            _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {error}")
-            continue
-        for a, b in zip(ours, expected, strict=True):
-            assert (a - b.transpose(1, 2)).norm() < 0.02 * b.norm()
-        taken = _time(lambda: causal.causal_attention_backward(q, k, v, grad))
-        back = _time(lambda: causal.turned_attention_backward(qkv, *angles, grad))
-        _say(f"  _QUERIES {queries}  _WARPS {warps:2d}  {taken:8.1f} us, with rotation {back:8.1f} us")
+def _update(width: int, count: int = 76) -> None:
+    """About as many parameters as ARPG-L has, where the width is 1024."""
+    module = nn.ParameterList(nn.Parameter(torch.randn(4 * width, width, device="cuda")) for _ in range(count))
+    for parameter in module:
+        parameter.grad = torch.randn_like(parameter)
+    for decay in (0.0, 0.9999):
+        optimizer, ema = make_adamw(module, OptimRecipe(lr=1e-4)), EMA(module, decay)
+        clip_gradients(optimizer, 1.0)
+        size = 4 * width**2 * 4 * count / 4.8e6
+        _say(f"AdamW{' and average' if decay else ''}: {9 if decay else 7} times the parameters, {size:.1f} us each")
+        update.fusible = lambda x: False
+        _say(f"  torch                    {_time(partial(Update(optimizer, ema), 0)):8.1f} us")
+        update.fusible = fusible
+        for block, warps in itertools.product((512, 1024, 2048), (2, 4, 8)):
+            adamw._BLOCK, adamw._WARPS = block, warps
+            _say(f"  _BLOCK {block:4d}  _WARPS {warps}      {_time(partial(Update(optimizer, ema), 0)):8.1f} us")
 
 
 def _time(run) -> float:  # type: ignore[no-untyped-def]

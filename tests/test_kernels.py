@@ -15,7 +15,6 @@ from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
 from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
-from arpg.kernels.causal import causal_attention, turned_attention  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
 from arpg.model import layers  # noqa: E402
@@ -151,32 +150,6 @@ def test_attention_that_stores(queries, held, channels, ragged):
         fused = attend_and_store(qkv, caches[1], limit, tuple(by), first)
         torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(*caches)
-
-
-@pytest.mark.parametrize(("slots", "channels"), [(1, 4), (16, 16), (40, 24), (70, 32), (256, 64)])
-def test_gradients_of_causal_attention(slots, channels):
-    """Odd sizes; values that are a part of a larger tensor; gradients with heads and slots swapped in memory."""
-    q, k = (draw(2, slots, 3, channels, seed=i).requires_grad_() for i in range(2))
-    kv = draw(2, slots, 2, 3, channels, seed=2).requires_grad_()
-    weight = draw(2, 3, slots, channels, seed=3).transpose(1, 2)
-    fused = causal_attention(q, k, kv[:, :, 1])
-    plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, kv[:, :, 1])), is_causal=True)
-    torch.testing.assert_close(fused, plain.transpose(1, 2))
-    gradients = [torch.autograd.grad(y, (q, k, kv), weight) for y in (fused, plain.transpose(1, 2))]
-    torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize(("slots", "channels"), [(1, 4), (40, 16), (70, 32), (256, 64)])
-def test_gradients_of_attention_of_a_fused_projection(slots, channels):
-    by, qkv = rotation_of(2, slots, channels), draw(2, slots, 3, 2, channels).requires_grad_()
-    q, k, v = qkv.unbind(2)
-    plain = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (rotate(q, by), rotate(k, by), v)), is_causal=True
-    ).transpose(1, 2)
-    fused, weight = turned_attention(qkv, *by), draw(2, slots, 2, channels, seed=1)
-    torch.testing.assert_close(fused, plain)
-    gradients = [torch.autograd.grad(y, qkv, weight)[0] for y in (fused, plain)]
-    torch.testing.assert_close(*gradients, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it

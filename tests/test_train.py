@@ -16,6 +16,8 @@ import torch
 from arpg import InputError, Pipeline, load_model
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.data.tokens import TokenWriter
+from arpg.train import update
+from arpg.train.distributed import start, stop
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from arpg.train.tokenizer import TokenizerTraining, train_tokenizer
@@ -122,8 +124,6 @@ def test_it_learns_and_leaves_a_model(recipe, tmp_path):
 
 
 def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
-    from arpg.train.distributed import start, stop
-
     world = start("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
     for step in range(6):
@@ -141,10 +141,43 @@ def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
     assert with_average != pytest.approx(with_live, abs=1e-4)
 
 
+def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path):
+    """`optim.ema = 0`: no copy is kept, none is saved, and an interrupted run continues."""
+    options = ("optim.ema=0", "optim.schedule=constant", "optim.warmup=0")
+    train(recipe, tmp_path / "run", *options, "run.steps=4")
+    train(recipe, tmp_path / "run", *options, resume=True)
+    train(recipe, tmp_path / "through", *options)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
+    world = start("cpu")
+    training = ModelTraining(read_recipe(recipe, ModelRecipe, options), tmp_path / "run", world)
+    assert training.restore() == 12
+    stop()
+    assert training.state()["ema"] == {}
+    exported, live = load_model(tmp_path / "run" / "model").state_dict(), training.objective.model.state_dict()
+    assert all(torch.equal(exported[key], live[key]) for key in exported)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off; tests/test_graphed.py does it")
+def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, monkeypatch):
+    """Its losses are torch's, and its snapshots hold all that it needs."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from arpg.kernels import adamw
+
+    monkeypatch.setattr(adamw, "_BLOCK", 2**14)  # few programs: the interpreter takes them one by one
+    options = ("optim.schedule=constant", "optim.warmup=0", "run.save_every=3", "run.validate_every=99")
+    train(recipe, tmp_path / "plain", *options, "run.steps=6")
+    monkeypatch.setattr(update, "fusible", lambda x: True)
+    train(recipe, tmp_path / "through", *options, "run.steps=6")
+    train(recipe, tmp_path / "run", *options, "run.steps=3")
+    train(recipe, tmp_path / "run", *options, "run.steps=6", resume=True)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
+    assert metrics(tmp_path / "through") == pytest.approx(metrics(tmp_path / "plain"), rel=1e-4)
+    assert metrics(tmp_path / "through") != metrics(tmp_path / "plain")  # another rounding: it was not torch's
+
+
 def test_validation_is_causal_and_without_dropout(recipe, tmp_path):
     """The same number twice, and the plain teacher-forced loss of the averaged model in eval mode."""
     from arpg.model import class_condition
-    from arpg.train.distributed import start, stop
 
     world = start("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Of the backward pass: each program sums its share of the weight's gradient, some rows at a time, while the next come.
-_PROGRAMS, _ROWS, _STAGES = 768, 1, 3
+_PROGRAMS, _ROWS, _STAGES = 512, 1, 3
 
 
 @torch.library.custom_op("arpg::residual_norm", mutates_args=())

@@ -120,15 +120,6 @@ def once(function: Callable[[Any], Tensor], x_BSD: Tensor | Rows) -> Tensor:
     return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
 
 
-def whole_heads(x_BSHK: Tensor) -> bool:
-    """Whether the kernel that holds all slots of a head takes these heads (of one projection, or of several)."""
-    if not usable(x_BSHK):
-        return False
-    from arpg.kernels import causal
-
-    return x_BSHK.shape[1] <= causal.MOST_SLOTS and x_BSHK.shape[-1] <= causal.MOST_CHANNELS
-
-
 def sees(limit: Limit, num_slots: int, x: Tensor) -> Mask:
     """The limits themselves where the fused attention takes `x`, otherwise a mask `[B, 1, S, T]` made of them."""
     if limit is None or isinstance(limit, str) or decoding(x):
@@ -144,11 +135,6 @@ def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None)
 
         return fused(q_BSHK, *kv, mask, None if by is None else (by.cos_BSK, by.sin_BSK)).flatten(2)
     q_BSHK = q_BSHK if by is None else turn(q_BSHK, by)
-    if isinstance(mask, str) and q_BSHK.shape == kv[0].shape and whole_heads(q_BSHK):
-        from arpg.kernels.causal import causal_attention
-
-        seen_BSHK: Tensor = causal_attention(q_BSHK, *kv)
-        return seen_BSHK.flatten(2)
     out_BHSK = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),
         kv[0].transpose(1, 2),
@@ -179,11 +165,6 @@ class SelfAttention(nn.Module):
             from arpg.kernels.attention import attend_and_store
 
             return attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
-        if slots is None and by is not None and isinstance(mask, str) and whole_heads(qkv_BS3HK):
-            from arpg.kernels.causal import turned_attention
-
-            seen: Tensor = turned_attention(qkv_BS3HK, *by)
-            return seen.flatten(2)
         q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
         return attend(q, (k, v) if slots is None else slots.write(k, v), mask)
 

@@ -43,6 +43,7 @@ from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe
 from arpg.train.samples import Samples, of_captions, of_classes, of_conditions
 from arpg.train.snapshot import Snapshots
+from arpg.train.update import Update
 from arpg.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class ModelTraining:
             self.graphed = GraphedGradients(self.loss, self.objective.parameters())
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
+        self.update = Update(self.optimizer, self.ema)
         self.batches = self._batches(self.tokens, recipe.label_drop, self.text, self.control)
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
@@ -154,9 +156,8 @@ class ModelTraining:
             total += loss.detach()
         if recipe.optim.clip > 0:
             clip_gradients(self.optimizer, recipe.optim.clip)
-        self.optimizer.step()
+        self.update(step)
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(step)
         return {"loss": total}
 
     @torch.no_grad()

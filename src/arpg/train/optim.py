@@ -51,19 +51,25 @@ def clip_gradients(optimizer: torch.optim.AdamW, most: float) -> None:
 
 
 class EMA:
-    """A moving average of a module's parameters; works on sharded parameters as on whole ones."""
+    """A moving average of a module's parameters; works on sharded parameters as on whole ones.
+
+    Decay 0: there is none. Nothing is kept, and what is swapped in are the weights themselves.
+    """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.names = [name for name, _ in module.named_parameters()]
-        self.live = [p for _, p in module.named_parameters()]
+        followed = dict(module.named_parameters()) if decay > 0 else {}
+        self.names, self.live = list(followed), list(followed.values())
         self.average = [p.detach().clone() for p in self.live]
+
+    def weight(self, step: int) -> float:
+        """Of new weights. Young averages forget faster, so that the start does not linger."""
+        return 1.0 - min(self.decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Young averages forget faster, so that the start does not linger: (1 + step) / (10 + step) at most."""
-        weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.average, [p.detach() for p in self.live], weight)
+        if self.live:
+            torch._foreach_lerp_(self.average, [p.detach() for p in self.live], self.weight(step))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
