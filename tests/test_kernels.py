@@ -2,6 +2,11 @@
 (`conftest.py` switches it on)."""
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +51,18 @@ def rotation_of(batch, slots, channels):
     place = torch.rand((batch, slots, 2), generator=torch.Generator().manual_seed(1)) * 12
     place[:, 0] = nowhere(batch)  # a class slot: its rotation is zero
     return rotation(place.to(DEVICE), channels)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu():
+    """Also where there is none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = Path(__file__).with_name("compile_kernels.py")
+    run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    sources = Path(residual.__file__).parent.glob("*.py")
+    launched = {name for path in sources for name in re.findall(r"^ *(_\w+)\[", path.read_text(), re.MULTILINE)}
+    assert launched <= set(run.stdout.split())
 
 
 @pytest.mark.parametrize("shape", [(512,), (1, 512), (3, 5, 512), (9, 1536), (2, 768)])

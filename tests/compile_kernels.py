@@ -1,0 +1,92 @@
+"""Compiles every Triton kernel for an NVIDIA GPU (compute capability 9.0) on a machine without one.
+
+The interpreter that the other tests use is more patient than the compiler: it lets a variable change its shape in a
+loop, for one. Run by `test_kernels.py` as a program of its own, since Triton is either interpreted or compiled.
+"""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+
+class Driver:
+    """All that compiling asks of a driver."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+COMPILED = []
+
+
+def compile_only(run):
+    def wrapped(self, *args, grid, warmup, **options):
+        COMPILED.append(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    return wrapped
+
+
+triton.runtime.driver.set_active(Driver())
+JITFunction.run = compile_only(JITFunction.run)
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def main():
+    from arpg.kernels import adamw, attention, draw, groupnorm, quantised, residual, rotary, swiglu
+
+    cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
+    for slots in (5, 20, 70):
+        qkv, by = half(2, slots, 3, 4, 64), (torch.zeros(2, slots, 64), torch.zeros(2, slots, 64))
+        attention.attend(qkv[:, :, 0], *cache, None, by)
+        attention.attend(qkv[:, :, 0], *cache, torch.ones(2, slots, dtype=torch.long))
+        attention.attend_and_store(qkv, cache, None, by, 7)
+        attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths)
+    attention.attend(half(256, 5, 4, 64), half(256, 90, 4, 64), half(256, 90, 4, 64), None)  # many programs
+    rotary.split_turned(qkv, *by)
+    rotary.join_turned(*qkv.unbind(2), *by)
+    rotary.turn(qkv[:, :, 0], *by)
+    rotary.angles(torch.zeros(2, 5, 2), 64, 1e4)
+
+    key, position = torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+    draw.draw(half(2, 3, 8192), None, 1.0, key, 0, position)
+    draw.draw(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
+
+    x, weight, drop = half(2, 8, 1024), half(1024), torch.zeros(2, dtype=torch.int32)
+    for p in (0.0, 0.1):
+        residual.residual_norm(x, x, weight, drop, p, 1e-5)
+        residual.residual_norm_backward(x, x, x, weight, drop, p, 1e-5)
+    swiglu.swiglu(half(16, 5632))
+    swiglu.swiglu_backward(half(16, 5632), half(16, 2816))
+
+    quantised.quantise_rows(x)
+    quantised.swiglu_rows(half(2, 8, 5632))
+    quantised.norm_rows(x, x, weight, 1e-5)
+    quantised.int8_product(half(9, 1024), torch.zeros(2048, 1024, dtype=torch.int8), torch.ones(2048))
+
+    tensors = adamw.Tensors([2048, 100], torch.device("cpu"))
+    for columns in (4, 5):
+        column = [[torch.zeros(2048), torch.zeros(100)] for _ in range(columns)]
+        rates = adamw.Rates(1e-4, (0.9, 0.95), 1e-8, 0.05, 1e-3)
+        tensors.update(column, torch.ones(2, 2), torch.ones(()), rates)
+
+    image, bias = half(2, 128, 16, 16).to(memory_format=torch.channels_last), half(128)
+    moments = groupnorm.moments(image)
+    groupnorm.add(image, image, bias)
+    groupnorm.spread(half(2, 512, 9, 9), bias)
+    groupnorm.norm(image, moments, bias, torch.nn.GroupNorm(32, 128).to(torch.bfloat16))
+    print(*sorted(set(COMPILED)), sep="\n")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
