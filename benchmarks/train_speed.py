@@ -25,7 +25,6 @@ from arpg.model import arpg as network
 from arpg.model import layers
 from arpg.model.dropout import fold
 from arpg.train import model as training_module
-from arpg.train import update
 from arpg.train.distributed import start, stop
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
@@ -37,7 +36,6 @@ ABLATIONS = {
     "copies": "gradients of the shared memory are added two by two",
     "once": "the first query is made for every slot",
     "clip": "clip_grad_norm_ before AdamW",
-    "optimizer": "torch's AdamW, and the moving average after it",
     "stages": "no rows are fetched ahead in the backward pass of residual and norm",
 }
 
@@ -57,8 +55,6 @@ def ablate(names: list[str]) -> None:
             torch.nn.utils.clip_grad_norm_(parameters, most)
 
         training_module.clip_gradients = clip
-    if "optimizer" in names:
-        update.fusible = lambda x: False
     if "stages" in names:
         residual._STAGES, residual._PROGRAMS = 1, 1024
 
@@ -84,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ablate", nargs="*", default=[], choices=ABLATIONS, metavar="NAME", help=f"{ABLATIONS}")
     parser.add_argument("--no-ema", action="store_true", help="without the moving average of the weights")
+    parser.add_argument("--one-pass", action="store_true", help="AdamW and the average in one kernel")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -100,7 +97,7 @@ def main() -> None:
         recipe = ModelRecipe(
             model=config,
             data=TokenData(train=str(tokens)),
-            optim=OptimRecipe(lr=1e-4, **({"ema": 0.0} if options.no_ema else {})),
+            optim=OptimRecipe(lr=1e-4, one_pass=options.one_pass, **({"ema": 0.0} if options.no_ema else {})),
             run=RunRecipe(
                 steps=10_000,
                 batch_size=options.batch_size,
@@ -129,6 +126,7 @@ def main() -> None:
         "batch_size": options.batch_size,
         "precision": recipe.run.precision,
         "moving average": recipe.optim.ema > 0,
+        "one pass": recipe.optim.one_pass,
         "without": options.ablate,
         "images/s": round(options.batch_size / seconds, 1),
         "ms/step": round(1000 * seconds, 2),

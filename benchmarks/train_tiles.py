@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from triton.testing import do_bench
 
-from arpg.kernels import adamw, fusible, residual
-from arpg.train import update
+from arpg.kernels import adamw, residual
 from arpg.train.optim import EMA, clip_gradients, make_adamw
 from arpg.train.recipe import OptimRecipe
 from arpg.train.update import Update
@@ -63,12 +62,11 @@ def _update(width: int, count: int = 76) -> None:
         clip_gradients(optimizer, 1.0)
         size = 4 * width**2 * 4 * count / 4.8e6
         _say(f"AdamW{' and average' if decay else ''}: {9 if decay else 7} times the parameters, {size:.1f} us each")
-        update.fusible = lambda x: False
-        _say(f"  torch                    {_time(partial(Update(optimizer, ema), 0)):8.1f} us")
-        update.fusible = fusible
+        _say(f"  torch                    {_time(partial(Update(optimizer, ema, one_pass=False), 0)):8.1f} us")
         for block, warps in itertools.product((512, 1024, 2048), (2, 4, 8)):
             adamw._BLOCK, adamw._WARPS = block, warps
-            _say(f"  _BLOCK {block:4d}  _WARPS {warps}      {_time(partial(Update(optimizer, ema), 0)):8.1f} us")
+            took = _time(partial(Update(optimizer, ema, one_pass=True), 0))
+            _say(f"  _BLOCK {block:4d}  _WARPS {warps}      {took:8.1f} us")
 
 
 def _time(run) -> float:  # type: ignore[no-untyped-def]

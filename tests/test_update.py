@@ -28,7 +28,7 @@ class Run:
             weight = nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE))
             self.module.register_parameter(f"p{i}", weight)
         self.optimizer, self.ema = make_adamw(self.module, recipe), EMA(self.module, recipe.ema)
-        self.update = Update(self.optimizer, self.ema)
+        self.update = Update(self.optimizer, self.ema, one_pass=True)
 
     def step(self, step, change=lambda gradients: gradients):
         generator = torch.Generator().manual_seed(100 + step)

@@ -100,7 +100,7 @@ class ModelTraining:
             self.graphed = GraphedGradients(self.loss, self.objective.parameters())
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
-        self.update = Update(self.optimizer, self.ema)
+        self.update = Update(self.optimizer, self.ema, one_pass=recipe.optim.one_pass)
         self.batches = self._batches(self.tokens, recipe.label_drop, self.text, self.control)
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 

@@ -28,6 +28,7 @@ class OptimRecipe:
     weight_decay: float = 0.05  # on tensors of two or more dimensions
     clip: float = 1.0  # norm of the whole gradient; 0 turns it off
     ema: float = 0.9999  # decay of the moving average of the weights; 0: there is none
+    one_pass: bool = False  # AdamW and the average in our kernel, where it can be; not yet measured on a GPU
 
     def __post_init__(self) -> None:
         one_of("optim.schedule", self.schedule, SCHEDULES)

@@ -19,16 +19,17 @@ ALIGNMENT = 16  # bytes that the kernel reads at once
 class Update:
     """Gradients are in their parameters and, if clipped, their scale is in the optimizer (`clip_gradients`)."""
 
-    def __init__(self, optimizer: torch.optim.AdamW, ema: EMA) -> None:
-        self.optimizer, self.ema = optimizer, ema
+    def __init__(self, optimizer: torch.optim.AdamW, ema: EMA, *, one_pass: bool) -> None:
+        """`one_pass`: in one kernel, if it takes all tensors."""
+        self.optimizer, self.ema, self.one_pass = optimizer, ema, one_pass
         self._tensors: list[Any] = []  # of each group, once the kernel has taken it
         self._average: dict[Tensor, Tensor] = dict(zip(ema.live, ema.average, strict=True))
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
         """One step. The first is torch's, which makes the state."""
-        columns = [self._columns(group["params"]) for group in self.optimizer.param_groups]
-        if not all(map(_takes, columns)):
+        columns = [self._columns(group["params"]) for group in self.optimizer.param_groups if self.one_pass]
+        if not columns or not all(map(_takes, columns)):
             self.optimizer.step()
             self.ema.update(step)
             return
