@@ -28,6 +28,14 @@ _BATCHES = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # 
 _SHARE = 0.25  # of the GPU's memory that recordings may hold together
 
 
+def choose_mode(mode: str, device: torch.device) -> str:
+    """What `auto` is there."""
+    one_of("engine", mode, ENGINES)
+    on_gpu = device.type == "cuda"
+    require(on_gpu or mode != "graph", f"engine is 'graph', but the model is on {device}; CUDA graphs need a GPU")
+    return ("graph" if on_gpu else "eager") if mode == "auto" else mode
+
+
 class Engine:
     """Runs generations of one model; any number of threads may use it at once.
 
@@ -38,13 +46,8 @@ class Engine:
 
     def __init__(self, model: ARPG, mode: str = "auto", *, memory: int | None = None) -> None:
         """`memory`: bytes that recordings may hold; the least recently used goes first. None: a quarter of all."""
-        one_of("engine", mode, ENGINES)
-        on_gpu = model.device.type == "cuda"
-        require(
-            on_gpu or mode != "graph", f"engine is 'graph', but the model is on {model.device}; CUDA graphs need a GPU"
-        )
-        self.model, self.eagerly_first = model, mode == "auto"
-        self.mode = ("graph" if on_gpu else "eager") if mode == "auto" else mode
+        self.mode = choose_mode(mode, model.device)
+        self.model, self.eagerly_first, on_gpu = model, mode == "auto", model.device.type == "cuda"
         if self.mode == "compiled":
             model.compile_parts(dynamic=True)
         if memory is None and on_gpu:
