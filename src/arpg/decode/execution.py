@@ -87,6 +87,11 @@ class Engine:
             if recording is not None:
                 recording.busy.release()
 
+    def forget(self) -> None:
+        """Let all recordings go; what comes again is recorded again."""
+        with self._lock:
+            self.recordings.clear()
+
     def _borrow(self, shape: Shape) -> Recording | None:
         """The recording, if it is there and nobody uses it."""
         with self._lock:
