@@ -67,9 +67,7 @@ class Engine:
     @torch.no_grad()
     def _decode(self, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
         batch = len(request.seeds)
-        rows = [*range(batch), *[batch - 1] * (_bucket(batch) - batch)]
-        if len(rows) > batch:
-            request, plan = request.rows(rows), Plan(tuple(plan.samples[row] for row in rows))
+        request, plan = filled_up(request, plan)
         way = choose_way(request, plan, settings, self.model.device)
         assert isinstance(way, Planned)
         inputs = read(self.model, request, guided=plan.guided, ragged=way.ragged)
@@ -118,5 +116,11 @@ class Engine:
         return recording
 
 
-def _bucket(batch: int) -> int:
-    return next((size for size in _BATCHES if size >= batch), batch)
+def filled_up(request: Request, plan: Plan) -> tuple[Request, Plan]:
+    """With the last sample again and again, up to the next size of a batch that recordings are made for."""
+    batch = len(request.seeds)
+    size = next((size for size in _BATCHES if size >= batch), batch)
+    if size == batch:
+        return request, plan
+    rows = [*range(batch), *[batch - 1] * (size - batch)]
+    return request.rows(rows), Plan(tuple(plan.samples[row] for row in rows))
