@@ -54,7 +54,9 @@ def _on_gpu(
     engine: Engine, batches: Iterator[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
 ) -> Iterator[Made]:
     device = engine.model.device
-    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # Streams come from small pools, one for each priority. From this one no graph is recorded, and so no graph writes
+    # into the scratch memory of the products on this stream.
+    aside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     sent: deque[tuple[Tensor, Any, Any]] = deque()
     last = None  # the end of the batch before
     while True:
