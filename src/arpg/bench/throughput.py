@@ -76,6 +76,8 @@ def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[tor
         "pixels": effort.pixels,
     }
     row |= _roofline(pipe, case, limits, speed=row["token images/s"])
+    if on_gpu:
+        row["reserved GiB"] = _digits(torch.cuda.max_memory_reserved(pipe.model.device) / 2**30)
     if pipe.engine.recordings:
         newest = next(reversed(pipe.engine.recordings.values()))
         row["recording"] = {"s": _digits(newest.seconds), "GiB": _digits(newest.bytes / 2**30)}
