@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from ablation_lines import (
     of_order,
     read,
 )
+from marks import fill
 
 from arpg.config import ORDERS, SCHEDULES
 from arpg.evaluation.results import Line, markdown
@@ -202,15 +202,6 @@ def _figure(title: str, name: str) -> str:
 
 def _numbers(line: Line) -> list[str | None]:
     return [number(line, name, interval=name == "fid") for name in SHOWN]
-
-
-def fill(page: str, parts: dict[str, str]) -> str:
-    """The page with each part between its marks."""
-    for name, text in parts.items():
-        pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
-        page, times = re.subn(pattern, lambda m, text=text: f"{m[1]}{text}{m[2]}", page, flags=re.S)  # type: ignore[misc]
-        assert times == 1, f"{name} has no place in the page"
-    return page
 
 
 def main() -> None:

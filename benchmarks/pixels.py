@@ -4,7 +4,8 @@
     python benchmarks/pixels.py --batch 64 --tokenizer garden --profile
 
 A preset has random weights (speed does not depend on them), garden or a folder its own. PSNR is that of the 8-bit
-pixels against float32's. A variant that fails is told with its error's first line, and the others go on.
+pixels against float32's. The variants that matter most come first, and each is written as soon as it is there. One that
+fails, or takes longer than --limit (compiling may), is told with its error's first line, and the others go on.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +94,35 @@ def untuned(decode: Decode) -> Decode:
 
 def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode]]:
     decoder, own = tokenizer.decoder, {"dynamic": False}
-    found: dict[str, Callable[[], Decode]] = {
-        "float32": lambda: decoder,
-        "bfloat16": lambda: plain(decoder),
-        "bfloat16, channels last": lambda: plain(decoder, last=True),
-    }
-    if z.is_cuda:
-        found["bfloat16, channels last, compiled"] = lambda: plain(decoder, last=True, **own)
-        found["the same, autotuned"] = lambda: plain(decoder, last=True, mode="max-autotune", **own)
+    found: dict[str, Callable[[], Decode]] = {}
     if z.is_cuda and HAS_TRITON:
         found["fused"] = lambda: fused(decoder)
         found["fused, convolutions not tuned"] = lambda: untuned(fused(decoder))
         found["fused, CUDA graph"] = lambda: graphed(fused(decoder), z)
+    found["float32"] = lambda: decoder
+    found["bfloat16"] = lambda: plain(decoder)
+    found["bfloat16, channels last"] = lambda: plain(decoder, last=True)
+    if z.is_cuda:
+        found["bfloat16, channels last, compiled"] = lambda: plain(decoder, last=True, **own)
+    if z.is_cuda and HAS_TRITON:
         found["fused, compiled"] = lambda: fused(decoder, **own)
-        found["fused, compiled, CUDA graph"] = lambda: fused(decoder, mode="reduce-overhead", **own)
     return found
+
+
+@contextmanager
+def at_most(limit: float) -> Iterator[None]:
+    """TimeoutError after so many seconds, as soon as Python has its turn."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def seconds(decode: Decode, z: Tensor, rounds: int) -> float:
@@ -148,30 +165,35 @@ def profile(decode: Decode, z: Tensor, rounds: int = 3) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure(tokenizer: VQTokenizer, z: Tensor, rounds: int) -> list[dict[str, Any]]:
+def measure(tokenizer: VQTokenizer, z: Tensor, rounds: int, *, limit: float = 120.0) -> Iterator[dict[str, Any]]:
     exact = torch.cat([tokenizer.decoder(part) for part in z.split(16)])
-    rows: list[dict[str, Any]] = []
     for name, make in variants(tokenizer, z).items():
         row: dict[str, Any] = {"variant": name}
         try:
-            decode = make()
-            row["PSNR dB"] = psnr(decode(z), exact)
-            took = seconds(decode, z, rounds)
+            with at_most(limit):
+                decode = make()
+                row["PSNR dB"] = psnr(decode(z), exact)
+                took = seconds(decode, z, rounds)
             row |= {"ms": round(1000 * took, 3), "images/s": round(len(z) / took, 1)}
         except Exception as error:  # the others still count
             row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or ['nothing said'])[0][:160]}"
-        rows.append(row)
         print(line(row), flush=True)  # noqa: T201
+        yield row
         decode = None  # type: ignore[assignment]
         if z.is_cuda:
             torch.cuda.empty_cache()
-    return rows
 
 
 def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"| {row['variant']} | {row['error']} | | |"
     return f"| {row['variant']} | {row['ms']} | {row['images/s']} | {row['PSNR dB']} |"
+
+
+def keep(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        text = json.dumps(result, indent=1) + "\n"
+        write_whole(path, lambda temporary: temporary.write_text(text))
 
 
 def main() -> None:
@@ -181,6 +203,7 @@ def main() -> None:
     parser.add_argument("--grid", type=int, default=16, help="Tokens per side.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=120.0, help="Seconds of a variant, compiling included.")
     parser.add_argument("--profile", action="store_true", help="Also the ten most expensive kernels of the fused one.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -196,11 +219,15 @@ def main() -> None:
     result: dict[str, Any] = {
         "benchmark": "pixels",
         **{name: getattr(options, name) for name in ("tokenizer", "batch", "grid")},
-        "rows": measure(tokenizer, z, options.rounds),
+        "rows": [],
+        "where": environment(device),
     }
     if (limits := device_limits(device, torch.bfloat16)) is not None:
         work = pixel_work(tokenizer.config, (options.grid, options.grid), options.batch, 2)
         result["roofline images/s"] = round(options.batch / limits.seconds(work), 1)
+    for row in measure(tokenizer, z, options.rounds, limit=options.limit):
+        result["rows"].append(row)
+        keep(options.out, result)
     if options.profile and device.type == "cuda":
         with torch.no_grad():
             decode = fused(tokenizer.decoder)
@@ -208,9 +235,7 @@ def main() -> None:
             result["kernels"] = profile(decode, z)
         for row in result["kernels"]:
             print(f"{row['ms']:8.3f} ms {row['launches']:4d} x {row['kernel']}")  # noqa: T201
-    result["where"] = environment(device)
-    if options.out:
-        write_whole(options.out, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
+        keep(options.out, result)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,22 @@
 import importlib
 import json
 import math
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from arpg import InputError, ModelConfig, Pipeline, SamplingSettings, TokenizerConfig
-from arpg.bench import cold, report
+from arpg.bench import cold, kernels, report
 from arpg.bench.case import Case, make_cases, open_pipeline, square
 from arpg.bench.record import commit, compare, read_record, write_record
 from arpg.bench.roofline import Limits, Work, cpu_limits, gpu_limits, passes, pixel_work, token_floor
 from arpg.bench.scaling import fit_exponent, grow, summary
 from arpg.bench.split import PARTS, split_time
-from arpg.bench.throughput import Effort, generate, latencies, measure
+from arpg.bench.throughput import Effort, generate, latencies, measure, steadily
 from arpg.cli import app
 from arpg.config import SamplingDefaults
 from conftest import SMALL, small_model, small_tokenizer
@@ -180,6 +182,7 @@ def test_a_row_fits_together(pipe, monkeypatch):
     assert row["roofline share"] == pytest.approx(floor / 0.25, rel=1e-2)
     assert row["peak GiB"] > 0
     assert row["settings"]["model"] == "small"
+    assert row["settings"]["engine"] == "eager"
     assert "split ms" not in row
     assert "roofline share" not in measure(pipe, case(), Effort(split=False), limits=lambda dtype: None)
 
@@ -195,6 +198,90 @@ def test_it_generates_what_the_settings_say(pipe):
     finally:
         del pipe.tokenizer.decode
     assert seen == [((3, 8), (2, 4))]
+
+
+def test_kernels_are_summed_by_what_they_do():
+    """A made-up trace: two streams, a gap of 2 ms, and things that do not run on the device."""
+
+    def event(name, ts, dur, cat="kernel", ph="X"):
+        return {"name": name, "ts": 1000.0 * ts, "dur": 1000.0 * dur, "cat": cat, "ph": ph}
+
+    found = kernels.summary(
+        [
+            event("nvjet_tst_128x64_h_bz_TNN", 0, 4),
+            event("sm90_xmma_gemm_bf16bf16", 3, 2),  # beside the first
+            event("_attend", 7, 1),
+            event("_attend", 8, 2),
+            event("Memcpy DtoD (Device -> Device)", 10, 0.5, "gpu_memcpy"),
+            event("cudaLaunchKernel", 0, 99, "cuda_runtime"),
+            {"name": "a stream", "ph": "M"},
+        ]
+    )
+    assert found["kernels"] == 5
+    expected = dict.fromkeys(kernels.PARTS, 0.0) | {"matrix products": 6.0, "attention": 3.0, "gaps": 2.0}
+    assert found["kernels ms"] == expected | {"copies, small": 0.5}
+    assert found["top kernels"][1] == {"ms": 3.0, "launches": 2, "group": "attention", "kernel": "_attend"}
+    assert kernels.summary([])["kernels ms"] == dict.fromkeys(kernels.PARTS, 0.0)
+    profiled = {**row(), **found}
+    assert "    6.0 |" in report.kernel_table([profiled])
+    assert "2 x attention: _attend" in report.top_kernels([profiled])
+    assert report.kernel_table([row()]) == report.top_kernels([row()]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("_residual_norm_forward", "norms"),
+        ("_norm", "norms"),
+        ("_swiglu_forward", "SwiGLU"),
+        ("_turn_kernel", "rotation"),
+        ("_angles", "rotation"),
+        ("_draw", "draw"),
+        ("_int8_product", "matrix products"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
+        ("void at::native::elementwise_kernel<128, 4>", "copies, small"),
+    ],
+)
+def test_our_kernels_have_a_group(name, group):
+    assert kernels.group_of(name) == group
+
+
+def test_the_groups_know_the_names_of_our_kernels():
+    """Kernels that decoding launches, found in their files: renamed ones would silently become `copies, small`."""
+    source = Path(kernels.__file__).parent.parent / "kernels"
+    text = "".join(
+        (source / f"{file}.py").read_text() for file in ("attention", "draw", "residual", "rotary", "swiglu")
+    )
+    launched = set(re.findall(r"^ +(_\w+)\[\(?", text, flags=re.M)) - {"_backward"}
+    assert {"_attend", "_draw", "_residual_norm_forward", "_swiglu_forward"} <= launched
+    assert {name for name in launched if kernels.group_of(name) == kernels.REST} == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_row_of_a_gpu():
+    on_gpu = Pipeline(small_model().to("cuda"), small_tokenizer().to("cuda"), engine="graph")
+    found = measure(on_gpu, case(), Effort(repeats=2, warmup=0, top=True), limits=lambda dtype: None)
+    assert found["settings"]["engine"] == "graph"
+    assert found["kernels"] > 10
+    assert sum(found["kernels ms"].values()) > 0
+    assert found["recording"]["s"] > 0
+    assert found["recording"]["GiB"] > 0
+    assert found["images/s"] > 0
+    assert found["top kernels"]
+
+
+def test_batches_one_after_the_other(pipe):
+    """As many as asked for, and one before them; each seed once."""
+    seen = []
+    decode = pipe.tokenizer.decode
+    pipe.tokenizer.decode = lambda ids, grid: seen.append(ids.tolist()) or decode(ids, grid)
+    try:
+        assert steadily(pipe, case(batch=1), 3, pixels=True) > 0
+    finally:
+        del pipe.tokenizer.decode
+    assert len(seen) == 4
+    assert len({str(ids) for ids in seen}) == 4
 
 
 def test_percentiles():
@@ -278,6 +365,13 @@ def test_two_records_side_by_side():
 def test_rows_with_and_without_pixels_are_not_compared():
     other = {**row(1), "pixels": False}
     assert compare({"rows": [row(1)]}, {"rows": [other]}, tolerance=0.05)["pairs"] == []
+
+
+def test_records_from_before_there_were_engines():
+    old, new = {"rows": [row(1)]}, {"rows": [row(1, engine="eager"), row(1, engine="graph")]}
+    found = compare(old, new, tolerance=0.05)
+    assert [pair["settings"]["engine"] for pair in found["pairs"]] == ["eager"]
+    assert [settings["engine"] for settings in found["new"]] == ["graph"]
 
 
 def test_records_there_and_back(tmp_path):
@@ -391,6 +485,7 @@ def test_the_command_lets_sizes_grow(folder, tmp_path):
         (["--steps", "few"], "steps is 'few'"),
         (["--batch", "0"], "batch is 0"),
         (["--dtype", "float8"], "precision is 'float8'"),
+        (["--engine", "eager,fast"], "engine is 'fast'"),
         (["--order", "zigzag"], "order is 'zigzag'"),
         (["--tokens", "50"], "tokens is 50"),
         (["--model", ""], "model is ''"),

@@ -243,3 +243,16 @@ def test_as_a_process(tmp_path):
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
+
+
+def test_engines(run, folder, tmp_path):
+    """Any that can be had draws the same picture; the others are one line."""
+    for engine in ("auto", "eager"):
+        assert generate(run, folder, "-c", 1, "-n", 1, "--engine", engine, "-o", tmp_path / f"{engine}.png")[0] == 0
+    pixels = [np.asarray(Image.open(tmp_path / f"{engine}.png")) for engine in ("auto", "eager")]
+    assert np.array_equal(*pixels)
+    check_error(generate(run, folder, "-c", 1, "--engine", "graph"), "engine is 'graph'", "CUDA graphs need a GPU")
+    check_error(generate(run, folder, "-c", 1, "--engine", "fast"), "engine is 'fast'", "auto, eager, compiled, graph")
+    check_error(run("serve", "--model", folder, "--engine", "graph"), "engine is 'graph'", "a server cannot replay")
+    if not torch.cuda.is_available():
+        assert "--engine auto is eager here" in run("info")[1]

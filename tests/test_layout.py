@@ -18,7 +18,7 @@ LAYERS = [
     {"decode", "control"},
     {"tasks", "grid_picture", "windows"},
     {"stages", "likelihood"},
-    {"drawing"},
+    {"drawing", "overlap"},
     {"pipeline"},
     {"data"},
     {"evaluation"},

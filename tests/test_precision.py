@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from arpg import InputError, Pipeline, SamplingSettings, tasks
-from arpg.decode import decode, make_plan
+from arpg.decode import Engine, decode, make_plan
 from arpg.kernels import FLOAT8, FLOAT8_MAX, Rows
 from arpg.packed import StoredLinear, become, unpack_linears
 from arpg.precision import Fp8Linear, Int8Linear, check_fp8, has_int8_product, precision_of, to_precision, to_rows
@@ -191,6 +193,51 @@ def test_agreement_on_the_same_context(model):
     assert close["equal draws"] > 0.7
 
 
+gpu_engines = [
+    pytest.param(mode, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+    for mode in ("graph", "auto")
+]
+
+
+@pytest.mark.parametrize("mode", ["eager", *gpu_engines])
+@pytest.mark.parametrize("batch", [2, 5])
+def test_engines_on_the_same_context(mode, batch):
+    """What they draw follows what they are told was drawn, not what they drew themselves."""
+    from arpg.bench.agreement import draws_of, equal_share, generate, on_context, tokens_of
+    from arpg.bench.case import Case
+
+    model = small_model().to("cuda" if torch.cuda.is_available() else "cpu")
+    case = Case("small", batch, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
+    engine = Engine(model, mode)
+    if mode == "auto":
+        tokens_of(engine, case)
+    free = generate(model, case)
+    other = (free + 3) % 24
+    assert torch.equal(tokens_of(engine, case), free)
+    for told in (free, other):
+        expected = [drawn for _, drawn in on_context(model, case, told)]
+        assert equal_share(draws_of(engine, case, told), expected) == 1.0
+    assert equal_share(draws_of(engine, case, other), draws_of(engine, case, free)) < 1.0
+
+
+def test_the_benchmark_compares_engines(folder, tmp_path, monkeypatch):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    import precision
+
+    out = tmp_path / "found.json"
+    options = ["--model", str(folder), "--device", "cpu", "--steps", "3", "--batch", "2", "--rounds", "1"]
+    options += ["--precisions", "bfloat16", "--engines", "eager", "graph", "--engine-precisions", "float32", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["precision.py", *options, "--out", str(out)])
+    precision.main()
+    found = json.loads(out.read_text())
+    assert found["against float32"]["float32"]["equal draws"] == 1.0
+    same = {"equal draws": 1.0, "equal tokens": 1.0}
+    assert found["against eager"]["float32, eager"] == found["against eager"]["bfloat16, eager"] == same
+    assert "CUDA graphs need a GPU" in found["against eager"]["float32, graph"]["left out"]
+    assert precision.differs({"float32, graph": {"equal draws": 0.99, "equal tokens": 1.0}}) == ["float32, graph"]
+    assert precision.differs(found["against eager"]) == []
+
+
 def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
     import pixels
@@ -201,9 +248,11 @@ def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
     tokenizer = small_tokenizer()
     made = {"bad": fails, "float32": lambda: tokenizer.decoder}
     monkeypatch.setattr(pixels, "variants", lambda tokenizer, z: made)
-    rows = pixels.measure(tokenizer, draw(2, 8, 2, 2), 1)
+    rows = list(pixels.measure(tokenizer, draw(2, 8, 2, 2), 1))
     assert rows[0] == {"variant": "bad", "error": "RuntimeError: no room"}
     assert rows[1]["PSNR dB"] > 90
+    with pytest.raises(TimeoutError, match=r"took more than 0\.05 s"), pixels.at_most(0.05):
+        time.sleep(60)
     assert "| bad | RuntimeError: no room | | |" in capsys.readouterr().out
 
 

@@ -88,6 +88,7 @@ class Pipeline:
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
         bfloat16, float16, fp8 or int8 (weights of 8 bits, `arpg.precision`), or a torch type; `dtype` is its old name.
+        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
         The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)

@@ -115,7 +115,8 @@ def _gain(name: str, old: Row, new: Row) -> float | None:
 
 
 def _key(row: Row) -> str:
-    return json.dumps({"pixels": row.get("pixels"), **row["settings"]}, sort_keys=True)
+    """Records from before there were engines are of eager runs."""
+    return json.dumps({"pixels": row.get("pixels"), "engine": "eager", **row["settings"]}, sort_keys=True)
 
 
 def _differs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -32,8 +32,31 @@ def table(rows: Sequence[Row]) -> str:
         if "split ms" in row:
             whole = sum(row["split ms"].values()) or 1.0
             line |= {name: f"{100 * row['split ms'][name] / whole:.0f}%" for name in PARTS}
+        if "recording" in row:
+            line["recorded in s"] = row["recording"]["s"]
         lines.append(line)
     return f"{above}\n\n{_markdown(lines)}"
+
+
+def kernel_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of a batch's tokens by kind of kernel; empty where there was no GPU."""
+    found = [row for row in rows if "kernels ms" in row]
+    _, shown = _shared([row["settings"] for row in found])
+    lines = [
+        {name: row["settings"].get(name, "") for name in shown} | {"kernels": row["kernels"]} | row["kernels ms"]
+        for row in found
+    ]
+    return f"ms of the kernels of a batch's tokens:\n\n{_markdown(lines)}" if lines else ""
+
+
+def top_kernels(rows: Sequence[Row]) -> str:
+    """The most expensive kernels of each row that was profiled."""
+    parts = []
+    for row in rows:
+        if "top kernels" in row:
+            lines = [f"{k['ms']:9.3f} ms {k['launches']:6d} x {k['group']}: {k['kernel']}" for k in row["top kernels"]]
+            parts.append("\n".join([_short(row["settings"]), *lines]))
+    return "\n\n".join(parts)
 
 
 def comparison(found: dict[str, Any]) -> str:

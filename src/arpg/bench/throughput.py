@@ -1,6 +1,9 @@
-"""The run whose speed is told: batches from labels to pixels, one after the other, nothing else going on.
+"""The run whose speed is told: batches from labels to pixels, nothing else going on.
 
-Peak memory is what CUDA's allocator held at most, or on a CPU the most that the process held.
+Latency is that of one batch at a time. Throughput on a GPU is that of batches one after the other, as `arpg.overlap`
+has them: nothing waits for the device in between. On a CPU it follows from the latency: nothing overlaps there.
+Peak memory is what CUDA's allocator held at most and what only the recorded graphs can use, or on a CPU the most that
+the process held.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import numpy as np
 import torch
 
 from arpg.bench.case import Case
+from arpg.bench.kernels import profile_tokens
 from arpg.bench.roofline import Limits, pixel_work, token_floor
 from arpg.bench.split import split_time
 from arpg.config import to_dict
+from arpg.decode.recording import Recording
 from arpg.errors import require
+from arpg.overlap import flow
 from arpg.pipeline import Pipeline
 from arpg.precision import precision_of
 
@@ -38,6 +44,7 @@ class Effort:
     warmup: int = 2
     pixels: bool = True
     split: bool = True
+    top: bool = False  # also the most expensive kernels, on a GPU
 
     def __post_init__(self) -> None:
         require(self.repeats >= 1, f"repeats is {self.repeats}; expected 1 or more")
@@ -46,24 +53,38 @@ class Effort:
 
 def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[torch.dtype], Limits | None]) -> Row:
     """One row: settings, speed, latency percentiles, peak memory, where the time goes, share of the roofline."""
-    for i in range(effort.warmup):
+    on_gpu = pipe.model.device.type == "cuda"
+    pipe.engine.forget()  # what other rows have recorded is not this one's memory
+    warmup = max(effort.warmup, 2) if pipe.engine.mode == "graph" else effort.warmup  # the second one may record
+    for i in range(warmup):
         generate(pipe, case, seed=i * case.batch, pixels=effort.pixels)
     _reset_peak(pipe.model.device)
-    times = [
-        generate(pipe, case, seed=(effort.warmup + i) * case.batch, pixels=effort.pixels) for i in range(effort.repeats)
-    ]
-    peak = _peak_bytes(pipe.model.device)
+    times = [generate(pipe, case, seed=(warmup + i) * case.batch, pixels=effort.pixels) for i in range(effort.repeats)]
+    seconds = [sum(tokens for tokens, _ in times), sum(tokens + pixels for tokens, pixels in times)]
+    if on_gpu:
+        seconds = [steadily(pipe, case, effort.repeats, pixels=False)] * 2
+        if effort.pixels:
+            seconds[1] = steadily(pipe, case, effort.repeats, pixels=True)
+    peak = _peak_bytes(pipe.model.device) + sum(held_idle(recording) for recording in pipe.engine.recordings.values())
     row: Row = {
         "settings": describe(pipe, case),
-        "images/s": _digits(case.batch * len(times) / sum(tokens + pixels for tokens, pixels in times)),
-        "token images/s": _digits(case.batch * len(times) / sum(tokens for tokens, _ in times)),
+        "images/s": _digits(case.batch * len(times) / seconds[1]),
+        "token images/s": _digits(case.batch * len(times) / seconds[0]),
         "latency ms": latencies([tokens + pixels for tokens, pixels in times]),
         "peak GiB": _digits(peak / 2**30),
         "batches timed": len(times),
         "pixels": effort.pixels,
     }
     row |= _roofline(pipe, case, limits, speed=row["token images/s"])
-    if effort.split:
+    if on_gpu:
+        row["reserved GiB"] = _digits(torch.cuda.max_memory_reserved(pipe.model.device) / 2**30)
+    if pipe.engine.recordings:
+        newest = next(reversed(pipe.engine.recordings.values()))
+        row["recording"] = {"s": _digits(newest.seconds), "GiB": _digits(newest.bytes / 2**30)}
+    if on_gpu and (effort.split or effort.top):
+        found = profile_tokens(pipe, case, seed=0)
+        row |= {name: value for name, value in found.items() if effort.top or name != "top kernels"}
+    elif effort.split:
         parts = split_time(pipe, case, seed=0)
         row["split ms"] = {name: _digits(1000 * seconds) for name, seconds in parts.items()}
     return row
@@ -106,6 +127,23 @@ def generate(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> t
     return middle - began, time.perf_counter() - middle
 
 
+def steadily(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float:
+    """Seconds of so many batches one after the other. One before them, which does not count, fills the pipe."""
+    plans = (case.request(pipe.model, i * case.batch) for i in range(batches + 1))
+    finish = pipe.tokenizer.decode if pixels else lambda ids_BN, grid: ids_BN
+    made = flow(pipe.engine, plans, case.settings, finish)
+    next(made)
+    began = time.perf_counter()
+    for _ in made:
+        pass
+    return time.perf_counter() - began
+
+
+def held_idle(recording: Recording) -> int:
+    """Bytes that a recording keeps from all others, though nothing is in them between two replays."""
+    return max(0, recording.bytes - recording.live_bytes)
+
+
 def describe(pipe: Pipeline, case: Case) -> dict[str, Any]:
     """The settings that a row stands for; rows of two records belong together where these are the same."""
     settings = to_dict(case.settings)
@@ -113,6 +151,7 @@ def describe(pipe: Pipeline, case: Case) -> dict[str, Any]:
     if case.settings.decode != "steps":
         names.append("draft")
     own = {"model": case.model, "batch": case.batch, "tokens": case.tokens, "dtype": precision_of(pipe.model)}
+    own["engine"] = pipe.engine.mode
     return {**own, **{name: settings[name] for name in names}}
 
 

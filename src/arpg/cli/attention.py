@@ -40,7 +40,7 @@ def attention(
     require(image is not None or class_ is not None, "there is neither a picture nor a --class; give one of them")
     picture = None if image is None else open_image(image)
     # The weights are computed a second time from queries and keys: in full precision, and not by a fused kernel.
-    pipe = dataclasses.replace(sampling, dtype="float32").load()
+    pipe = dataclasses.replace(sampling, dtype="float32", engine="eager").load()
     from arpg.evaluation.attention import image_attention, summarize
     from arpg.evaluation.attention_picture import (
         choose_columns,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +31,7 @@ def bench(
         str,
         typer.Option("--precision", "--dtype", help=f"Of {', '.join(configs.PRECISIONS)}."),
     ] = "auto",
+    engine: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ENGINES)}.")] = "auto",
     guidance: Annotated[str, typer.Option(help="Guidance scales, like 1,4; 1 turns it off.")] = "",
     order: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ORDERS)}.")] = "",
     attention: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ATTENTIONS)}.")] = "",
@@ -41,6 +43,7 @@ def bench(
     warmup: Annotated[int, typer.Option(help="Batches before that.")] = 2,
     pixels: Annotated[bool, typer.Option(help="Also make the pixels.")] = True,
     split: Annotated[bool, typer.Option(help="Also measure where the time goes, in a run of its own.")] = True,
+    profile: Annotated[bool, typer.Option("--profile", help="Also the 20 kernels that take longest (GPU).")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="Also time a fresh process, to its first image.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; none: as many as there are free cores.")] = None,
     device: DeviceOption = "auto",
@@ -54,6 +57,9 @@ def bench(
     require(bool(names), f"model is {model!r}; expected one or more names")
     for name in dtypes:
         configs.one_of("precision", name, configs.PRECISIONS)
+    engines = parse_values("engine", engine, str) or ["auto"]
+    for name in engines:
+        configs.one_of("engine", name, configs.ENGINES)
     settings: dict[str, list[Any]] = {
         "steps": parse_values("steps", steps, int),
         "guidance": parse_values("guidance", guidance, float),
@@ -74,7 +80,7 @@ def bench(
         from arpg.bench.case import make_cases, open_pipeline, square
         from arpg.bench.throughput import Effort
         from arpg.cpu import set_threads
-    effort = Effort(repeats=repeats, warmup=warmup, pixels=pixels, split=split)
+    effort = Effort(repeats=repeats, warmup=warmup, pixels=pixels, split=split, top=profile)
     grids = [square(size) for size in sizes]
     make_cases("", configs.SamplingDefaults(), grids=grids or [(64, 64)], batches=batches or [1], settings=settings)
     used = set_threads(threads)
@@ -82,30 +88,33 @@ def bench(
     series: list[dict[str, Any]] = []
     starts: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    for name in names:
-        for kind in dtypes or ["auto"]:
-            with err.status(f"loading {name}"):
-                pipe = open_pipeline(name, random=random, device=device, dtype=kind)
-            about = about or record.environment(pipe.model.device)
-            label = f"{name} (random)" if random else name
-            own = grids or [pipe.model.config.grid]
-            cases = make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=settings)
-            measured = _measurer(pipe, effort, len(cases))
-            if scaling:
-                found, grown = _scale(label, pipe, settings, (sizes, batches), measured, (most, repeats + warmup))
-                series += grown
-            else:
-                found = [measured(case) for case in cases]
-            rows += [row for row in found if row not in rows]
-            if cold:
+    for name, kind, way in itertools.product(names, dtypes or ["auto"], engines):
+        with err.status(f"loading {name}"):
+            pipe = open_pipeline(name, random=random, device=device, dtype=kind, engine=way)
+        about = about or record.environment(pipe.model.device)
+        label = f"{name} (random)" if random else name
+        own = grids or [pipe.model.config.grid]
+        cases = make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=settings)
+        measured = _measurer(pipe, effort, len(cases))
+        if scaling:
+            found, grown = _scale(label, pipe, settings, (sizes, batches), measured, (most, repeats + warmup))
+            series += grown
+        else:
+            found = [measured(case) for case in cases]
+        rows += [row for row in found if row not in rows]
+        if cold:
+            at_once = way == "auto" and pipe.engine.mode == "graph"  # auto records later; tell also what that takes
+            options: dict[str, Any] = {"random": random, "device": device, "dtype": kind, "threads": used}
+            options["steps"] = settings["steps"][0] if settings["steps"] else None
+            for each in (way, "graph") if at_once else (way,):
                 with err.status("a fresh process"):
-                    first = settings["steps"][0] if settings["steps"] else None
-                    start = fresh.cold_start(name, random=random, device=device, dtype=kind, threads=used, steps=first)
-                starts.append({"model": label, "dtype": kind, **start})
-            record.write_record(output, about, rows, scaling=series, cold=starts)
+                    start = fresh.cold_start(name, **options, engine=each)
+                starts.append({"model": label, "dtype": kind, "engine": each, **start})
+        record.write_record(output, about, rows, scaling=series, cold=starts)
     out.print(report.table(rows), markup=False)
-    if series:
-        out.print(report.scaling_text(series), markup=False)
+    for text in (report.kernel_table(rows), report.top_kernels(rows), report.scaling_text(series)):
+        if text:
+            out.print(text, markup=False)
     for start in starts:
         out.print("cold: " + ", ".join(f"{name} {value}" for name, value in start.items()), markup=False)
     drawn = picture is not None and report.plot(rows, picture)

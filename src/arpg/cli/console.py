@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from arpg.config import PRECISIONS, SCHEDULES
+from arpg.config import ENGINES, PRECISIONS, SCHEDULES
 from arpg.errors import InputError, present, require
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ ScheduleOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", "--dtype", help=f"One of {', '.join(PRECISIONS)}.")]
+EngineOption = Annotated[str, typer.Option(help=f"How the loop is executed: {', '.join(ENGINES)}.")]
 
 
 @contextmanager

@@ -192,4 +192,4 @@ def _load(sampling: Sampling, name: str) -> Any:
     from arpg.pipeline import Pipeline
 
     with err.status(f"loading {name}"):
-        return Pipeline.from_pretrained(name, device=sampling.device, dtype=sampling.dtype)
+        return Pipeline.from_pretrained(name, device=sampling.device, dtype=sampling.dtype, engine=sampling.engine)

@@ -74,9 +74,12 @@ def _info_all() -> None:
 
     import arpg
     from arpg.checkpoint import read_folder, shipped
+    from arpg.decode.execution import choose_mode
+    from arpg.device import choose_device
     from arpg.hub import PUBLISHED, home
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
+    out.print(f"--engine auto is {choose_mode('auto', choose_device('auto'))} here")
     out.print(f"{'model':<10}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
     for name in configs.SHIPPED:
         described = present(read_folder(shipped(name)).model, f"{name} has no model")

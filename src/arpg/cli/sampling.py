@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, PrecisionOption, ScheduleOption, err, parse_schedule
+from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, ScheduleOption, err, parse_schedule
 
 Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
 GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
@@ -27,6 +27,7 @@ class Sampling:
     seed: int
     device: str
     dtype: str
+    engine: str
     settings: dict[str, Any]
 
     def load(self) -> Any:
@@ -35,7 +36,7 @@ class Sampling:
             from arpg.pipeline import Pipeline
 
             set_threads()
-            return Pipeline.from_pretrained(self.model, device=self.device, dtype=self.dtype)
+            return Pipeline.from_pretrained(self.model, device=self.device, dtype=self.dtype, engine=self.engine)
 
 
 def _options(
@@ -56,6 +57,7 @@ def _options(
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
+    engine: EngineOption = "auto",
 ) -> Sampling:
     given = {
         "steps": steps,
@@ -72,7 +74,8 @@ def _options(
     settings = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
     settings["schedule"] = parse_schedule(schedule)
     configs.SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
-    return Sampling(model, seed, device, dtype, settings)
+    configs.one_of("engine", engine, configs.ENGINES)
+    return Sampling(model, seed, device, dtype, engine, settings)
 
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, PrecisionOption, err
+from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err
 from arpg.errors import InputError
 
 
@@ -30,6 +30,7 @@ def serve(
     ] = None,
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
+    engine: EngineOption = "auto",
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on Ray Serve, on this machine or a cluster.")] = False,
     replicas: Annotated[int, typer.Option(help="With --ray: copies of the model to start with.")] = 1,
     gpus: Annotated[float | None, typer.Option(help="With --ray: of each copy; none: 1 if there is one.")] = None,
@@ -50,11 +51,12 @@ def serve(
     settings = ServeSettings(
         max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, deadline=deadline, threads=threads
     )
+    where: dict[str, Any] = {"device": device, "dtype": dtype, "engine": engine}
     if ray:
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
-        _serve_on_ray(model, keys, settings, host=host, port=port, device=device, dtype=dtype, scale=scale)
+        _serve_on_ray(model, keys, settings, host=host, port=port, where=where, scale=scale)
         return
-    house = server.house(model, keys=keys, settings=settings, device=device, dtype=dtype)
+    house = server.house(model, keys=keys, settings=settings, **where)
     bound = server.bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     err.print(f"serving {house.name} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)", markup=False)
@@ -68,8 +70,7 @@ def _serve_on_ray(
     *,
     host: str,
     port: int,
-    device: str,
-    dtype: str,
+    where: dict[str, Any],
     scale: dict[str, Any],
 ) -> None:
     try:
@@ -82,8 +83,8 @@ def _serve_on_ray(
 
     resolve(model)  # fetch it once, before every replica looks for it
     if scale["gpus"] is None:
-        scale["gpus"] = 1 if choose_device(device).type == "cuda" else 0
+        scale["gpus"] = 1 if choose_device(where["device"]).type == "cuda" else 0
     scale["hosts"] = allowed_hosts(host, keys)
-    app = ray_app.application(model, keys=keys, settings=settings, device=device, dtype=dtype, **scale)
+    app = ray_app.application(model, keys=keys, settings=settings, **where, **scale)
     err.print(f"serving {model} on Ray at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
     ray_app.run(app, host=host, port=port)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, PrecisionOption, err, out, parse_values
+from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err, out, parse_values
 from arpg.cli.sample import LikeOption, choose_labels, image_progress
 from arpg.errors import require
 from arpg.image import check_writable
@@ -39,6 +39,7 @@ def sweep(
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
+    engine: EngineOption = "auto",
 ) -> None:
     """Measure every combination of settings: FID, KID, precision, recall and images/s. Run it again to continue."""
     grid: dict[str, list[Any]] = {
@@ -52,6 +53,7 @@ def sweep(
     }
     require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    configs.one_of("engine", engine, configs.ENGINES)
     check_writable(output, folder=True)
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.sweep import combinations
@@ -71,7 +73,7 @@ def sweep(
         from arpg.pipeline import Pipeline
 
         set_threads()
-        pipe = Pipeline.from_pretrained(model, device=device, dtype=dtype)
+        pipe = Pipeline.from_pretrained(model, device=device, dtype=dtype, engine=engine)
         network = Inception.load(inception, device=pipe.model.device)
         judged_by = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)
     height, width = (side * pipe.tokenizer.config.stride for side in pipe.model.config.grid)

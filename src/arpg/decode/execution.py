@@ -28,6 +28,14 @@ _BATCHES = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # 
 _SHARE = 0.25  # of the GPU's memory that recordings may hold together
 
 
+def choose_mode(mode: str, device: torch.device) -> str:
+    """What `auto` is there."""
+    one_of("engine", mode, ENGINES)
+    on_gpu = device.type == "cuda"
+    require(on_gpu or mode != "graph", f"engine is 'graph', but the model is on {device}; CUDA graphs need a GPU")
+    return ("graph" if on_gpu else "eager") if mode == "auto" else mode
+
+
 class Engine:
     """Runs generations of one model; any number of threads may use it at once.
 
@@ -38,13 +46,8 @@ class Engine:
 
     def __init__(self, model: ARPG, mode: str = "auto", *, memory: int | None = None) -> None:
         """`memory`: bytes that recordings may hold; the least recently used goes first. None: a quarter of all."""
-        one_of("engine", mode, ENGINES)
-        on_gpu = model.device.type == "cuda"
-        require(
-            on_gpu or mode != "graph", f"engine is 'graph', but the model is on {model.device}; CUDA graphs need a GPU"
-        )
-        self.model, self.eagerly_first = model, mode == "auto"
-        self.mode = ("graph" if on_gpu else "eager") if mode == "auto" else mode
+        self.mode = choose_mode(mode, model.device)
+        self.model, self.eagerly_first, on_gpu = model, mode == "auto", model.device.type == "cuda"
         if self.mode == "compiled":
             model.compile_parts(dynamic=True)
         if memory is None and on_gpu:
@@ -64,9 +67,7 @@ class Engine:
     @torch.no_grad()
     def _decode(self, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
         batch = len(request.seeds)
-        rows = [*range(batch), *[batch - 1] * (_bucket(batch) - batch)]
-        if len(rows) > batch:
-            request, plan = request.rows(rows), Plan(tuple(plan.samples[row] for row in rows))
+        request, plan = filled_up(request, plan)
         way = choose_way(request, plan, settings, self.model.device)
         assert isinstance(way, Planned)
         inputs = read(self.model, request, guided=plan.guided, ragged=way.ragged)
@@ -83,6 +84,11 @@ class Engine:
             steps.close()
             if recording is not None:
                 recording.busy.release()
+
+    def forget(self) -> None:
+        """Let all recordings go; what comes again is recorded again."""
+        with self._lock:
+            self.recordings.clear()
 
     def _borrow(self, shape: Shape) -> Recording | None:
         """The recording, if it is there and nobody uses it."""
@@ -110,5 +116,11 @@ class Engine:
         return recording
 
 
-def _bucket(batch: int) -> int:
-    return next((size for size in _BATCHES if size >= batch), batch)
+def filled_up(request: Request, plan: Plan) -> tuple[Request, Plan]:
+    """With the last sample again and again, up to the next size of a batch that recordings are made for."""
+    batch = len(request.seeds)
+    size = next((size for size in _BATCHES if size >= batch), batch)
+    if size == batch:
+        return request, plan
+    rows = [*range(batch), *[batch - 1] * (size - batch)]
+    return request.rows(rows), Plan(tuple(plan.samples[row] for row in rows))

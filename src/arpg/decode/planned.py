@@ -53,6 +53,10 @@ class Planned:
             write = Write(position_BS, count_B, self.lengths[s + 1])
         return turns
 
+    def positions(self) -> list[Tensor]:
+        """`[B, S]` of each step, padded with N."""
+        return [turn.ask.position_BS for turn in self._turns]
+
     def turn(self, state: State) -> Turn | None:
         """The step before enters the cache, and the next one is asked for."""
         if self._next == len(self._turns):

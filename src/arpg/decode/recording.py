@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ class Recording:
         self.busy = threading.Lock()
         self.inputs, self.way = _copy(inputs), way
         self.steps: list[tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = []
-        before = torch.cuda.memory_allocated(model.device)
+        before, began = torch.cuda.memory_allocated(model.device), time.perf_counter()
         causal, pool = settings.attention == "causal", torch.cuda.graph_pool_handle()
         state = None
         stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
@@ -56,7 +57,10 @@ class Recording:
                 self.steps.append((graph, *state.image()))
         torch.cuda.current_stream(model.device).wait_stream(stream)
         self.state = state  # the cache must live as long as the graphs
-        self.bytes = torch.cuda.memory_allocated(model.device) - before
+        # What kernels work in is free again for the next graph of the pool, but for nobody else.
+        self.live_bytes = torch.cuda.memory_allocated(model.device) - before
+        self.bytes = max(self.live_bytes, _pool_bytes(pool))
+        self.seconds = time.perf_counter() - began
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def replay(self, inputs: Inputs, way: Planned) -> Generator[Step]:
@@ -72,6 +76,12 @@ class Recording:
                 yield Step(index, len(self.steps), ids_BN.clone(), known_BN.clone())
         finally:
             self._done.record(stream)
+
+
+def _pool_bytes(pool: Any) -> int:
+    """All that the pool of the graphs has taken."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(part["total_size"] for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(pool))
 
 
 def _tensors(way: Planned) -> list[Tensor]:

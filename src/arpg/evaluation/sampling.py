@@ -31,6 +31,7 @@ from arpg.errors import InputError, require
 from arpg.evaluation.results import plain
 from arpg.files import write_whole
 from arpg.image import to_uint8
+from arpg.overlap import flow
 from arpg.pipeline import Pipeline
 from arpg.precision import precision_of
 
@@ -80,8 +81,8 @@ def count_classes(images: ImageSet, pipe: Pipeline) -> NDArray[np.int64]:
 class PixelBatches:
     """Images of labels, batch by batch: uint8 [B, H, W, 3] on the model's device. Nothing goes through PIL.
 
-    While the device decodes a batch, the next one is planned. Pixels are made `unit` images at a time (None: the batch
-    at once, which is fastest).
+    While the device decodes a batch, the next one is planned and sent (`arpg.overlap`). Pixels are made `unit` images
+    at a time (None: the batch at once, which is fastest).
     """
 
     def __init__(
@@ -108,22 +109,10 @@ class PixelBatches:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[Tensor]:
-        model, settings = self.pipe.model, self.settings
-        starts = range(0, len(self.labels), self.batch_size)
-        began = time.perf_counter()
-        ahead = self._plan(0)
-        for start in starts:
-            request, plan = ahead
-            for step in self.pipe.engine.decode(request, plan, settings):
-                ids_BN = step.ids_BN
-            pixels_BHW3 = self._pixels(ids_BN, request.grid)
-            if start != starts[-1]:
-                ahead = self._plan(start + self.batch_size)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize(model.device)
-            self.times.append((len(pixels_BHW3), time.perf_counter() - began))
+        plans = map(self._plan, range(0, len(self.labels), self.batch_size))
+        for pixels_BHW3, seconds in flow(self.pipe.engine, plans, self.settings, self._pixels):
+            self.times.append((len(pixels_BHW3), seconds))
             yield pixels_BHW3
-            began = time.perf_counter()
 
     def _pixels(self, ids_BN: Tensor, grid: tuple[int, int]) -> Tensor:
         count, unit = len(ids_BN), self.unit or len(ids_BN)

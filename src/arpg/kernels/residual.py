@@ -25,7 +25,7 @@ def residual_norm(
     total, normed = torch.empty_like(x_BSD), torch.empty_like(x_BSD)
     slots, width = x_BSD.shape[-2:]
     half, warps = _block(width)
-    _forward[(x_BSD.numel() // width,)](
+    _residual_norm_forward[(x_BSD.numel() // width,)](
         x_BSD, delta_BSD, weight_D, key_B, total, normed, slots, width, _threshold(p), 1.0 / (1.0 - p), eps,
         p > 0, half, num_warps=warps,
     )  # fmt: skip
@@ -92,7 +92,7 @@ residual_norm.register_autograd(_gradient, setup_context=_setup)
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _residual_norm_forward(  # type: ignore[no-untyped-def]
     x, delta, weight, key, total, normed, S, D, threshold, scale, eps, DROP: tl.constexpr, HALF: tl.constexpr
 ):
     """One row, as two halves: a channel of each shares a random word."""

@@ -20,7 +20,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """`[..., F]` from the gates and ups `[..., 2 F]`; F is a multiple of 256."""
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    _forward[_grid(out)](gate_up, out, out.numel() // out.shape[-1], out.shape[-1], _ROWS, _CHANNELS)
+    _swiglu_forward[_grid(out)](gate_up, out, out.numel() // out.shape[-1], out.shape[-1], _ROWS, _CHANNELS)
     return out
 
 
@@ -65,7 +65,7 @@ def _offsets(M, F, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _forward(gate_up, out, M, F, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_forward(gate_up, out, M, F, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     row, channel, there = _offsets(M, F, ROWS, CHANNELS)
     at = gate_up + row * (2 * F) + channel
     gate = tl.load(at, there, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from arpg.config import ENGINES, one_of
 from arpg.errors import require
 from arpg.pipeline import Pipeline
 from arpg.serve.gate import Door
@@ -43,6 +44,12 @@ class ServeSettings:
             value = getattr(self, name)
             require(value > 0, f"{name} is {value}; expected more than 0 seconds")
         require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
+
+
+def check_engine(engine: str) -> None:
+    """Rows join and leave the batches of a server from step to step, so no two decodes have one shape to record."""
+    one_of("engine", engine, ENGINES)
+    require(engine != "graph", "engine is 'graph', which a server cannot replay; expected auto, eager or compiled")
 
 
 class House:

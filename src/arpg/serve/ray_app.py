@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from arpg.errors import require
 from arpg.serve.gate import App, ClientGoneError, Door, Gate, Message, Receive, Scope, Send
-from arpg.serve.house import ServeSettings
+from arpg.serve.house import ServeSettings, check_engine
 from arpg.serve.keys import Keys, read_keys
 from arpg.serve.logs import log_json
 from arpg.serve.metrics import Metrics
@@ -41,12 +41,12 @@ PASSED = ("method", "path", "raw_path", "query_string", "headers", "client", "sc
 class Painter:
     """A replica: a whole application of its own, asked by messages instead of sockets."""
 
-    def __init__(self, model: str, settings: ServeSettings, device: str, dtype: str) -> None:
+    def __init__(self, model: str, settings: ServeSettings, device: str, dtype: str, engine: str = "auto") -> None:
         from arpg.serve.app import create_app
         from arpg.serve.server import house
 
         log_json()
-        self.house = house(model, keys=Keys(), settings=settings, device=device, dtype=dtype)
+        self.house = house(model, keys=Keys(), settings=settings, device=device, dtype=dtype, engine=engine)
         self.house.open()
         self.app = create_app(self.house)
 
@@ -174,12 +174,14 @@ def application(
     settings: ServeSettings,
     device: str = "auto",
     dtype: str = "auto",
+    engine: str = "auto",
     replicas: int = 1,
     max_replicas: int | None = None,
     gpus: float = 0,
     hosts: frozenset[str] | None = None,
 ) -> serve.Application:
     """The deployments. More painters are started when those that run have more than a batch each to do."""
+    check_engine(engine)
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
     most = replicas if max_replicas is None else max_replicas
     require(most >= replicas, f"max_replicas is {most}; expected at least replicas ({replicas})")
@@ -192,7 +194,7 @@ def application(
         ray_actor_options={"num_gpus": gpus, "num_cpus": 1 if gpus else 0.5},
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=5,
-    )(Painter).bind(model, settings, device, dtype)
+    )(Painter).bind(model, settings, device, dtype, engine)
     ingress = serve.ingress(lambda: front(settings, keys, hosts))
 
     class Ingress:
@@ -214,6 +216,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
         "device",
         "precision",
         "dtype",
+        "engine",
         "replicas",
         "max_replicas",
         "gpus",
@@ -235,6 +238,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
         settings=settings,
         device=arguments.get("device", "auto"),
         dtype=arguments.get("precision", arguments.get("dtype", "auto")),
+        engine=arguments.get("engine", "auto"),
         replicas=int(arguments.get("replicas", 1)),
         max_replicas=None if most is None else int(most),
         gpus=float(arguments.get("gpus", 0)),

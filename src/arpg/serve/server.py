@@ -17,19 +17,28 @@ from arpg.hub import resolve
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.app import create_app
 from arpg.serve.gate import allowed_hosts
-from arpg.serve.house import House, ServeSettings
+from arpg.serve.house import House, ServeSettings, check_engine
 from arpg.serve.keys import Keys
 from arpg.serve.logs import log_json
 
 log = logging.getLogger(__name__)
 
 
-def house(model: str, *, keys: Keys, settings: ServeSettings, device: str = "auto", dtype: str = "auto") -> House:
+def house(
+    model: str,
+    *,
+    keys: Keys,
+    settings: ServeSettings,
+    device: str = "auto",
+    dtype: str = "auto",
+    engine: str = "auto",
+) -> House:
     """A house for a model by name; what can be checked at once is, the weights are read when it opens."""
+    check_engine(engine)
     choose_device(device)
     folder = resolve(model)
     return House(
-        lambda: Pipeline.from_pretrained(folder, device=device, dtype=dtype),
+        lambda: Pipeline.from_pretrained(folder, device=device, dtype=dtype, engine=engine),
         name=Path(model).name or model,
         folder=folder,
         keys=keys,

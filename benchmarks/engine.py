@@ -1,0 +1,281 @@
+"""How fast the engine is on an NVIDIA H200: every row that it is held to, with the bar and the goal beside it.
+
+    python benchmarks/engine.py
+    python benchmarks/engine.py --rows "L, 32 steps" "VQ-16" --minutes 8 --again
+    python benchmarks/engine.py --table --write
+
+Each row is written as soon as it is there; what is there already is not measured again, unless it failed or --again is
+given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256 tokens and
+without pixels, unless they say otherwise. --table only prints; --write puts the table into docs/performance.md.
+--like FOLDER tries everything, small, with that model's configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from marks import fill
+
+from arpg.bench.case import Case, open_pipeline
+from arpg.bench.record import commit, environment
+from arpg.bench.roofline import device_limits, pixel_work
+from arpg.bench.throughput import Effort, measure
+from arpg.device import choose_device
+from arpg.files import write_whole
+from arpg.pipeline import Pipeline
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
+PAGE = ROOT / "docs" / "performance.md"
+REPEATS, WARMUP = 10, 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured, what it is held to, and what is hoped for."""
+
+    name: str
+    bar: float
+    goal: float
+    model: str = "arpg-l"
+    precision: str = "bfloat16"
+    batch: int = 64
+    steps: int = 32
+    side: int = 16  # tokens
+    pixels: bool = False
+    value: str = "token images/s"  # of `arpg bench`'s row; or `p50 ms`, `peak GiB`
+    only: str = ""  # "tokens": nothing of the tokenizer on the device; "pixels": nothing but the tokenizer
+
+    @property
+    def unit(self) -> str:
+        return "images/s" if self.value.endswith("images/s") else self.value.split()[-1]
+
+    @property
+    def less(self) -> bool:
+        """Is less better?"""
+        return self.unit != "images/s"
+
+
+ROWS = (
+    Row("L, 32 steps", 1000, 1500),
+    Row("L, 64 steps", 600, 900, steps=64),
+    Row("L, batch 1, 32 steps: latency", 18, 8, batch=1, value="p50 ms"),
+    Row("L, 32 steps, to pixels", 580, 850, pixels=True, value="images/s"),
+    Row("VQ-16 decode, 256 px", 1450, 2200, only="pixels", value="images/s"),
+    Row("L, batch 64: peak memory", 2.7, 2.5, only="tokens", value="peak GiB"),
+    Row("L, 32 steps, fp8", 1200, 2000, precision="fp8"),
+    Row("XL, 32 steps", 500, 750, model="arpg-xl"),
+    Row("XL, 512 px, 64 steps", 95, 150, model="arpg-xl", steps=64, side=32),
+    Row("XXL, 32 steps", 300, 420, model="arpg-xxl"),
+)
+
+
+def small(row: Row, folder: str) -> Row:
+    """The same on that folder's configuration, so small that any machine can do it."""
+    return replace(row, model=folder, batch=min(row.batch, 2), steps=min(row.steps, 4), side=row.side // 4)
+
+
+class Bench:
+    """Measures rows; the pipeline of the last one is kept, for the next may want the same."""
+
+    def __init__(self, device: str, repeats: int) -> None:
+        self.device, self.repeats = choose_device(device), repeats
+        self._open: tuple[tuple[str, str], Pipeline] | None = None
+
+    def pipeline(self, row: Row) -> Pipeline:
+        what = (row.model, row.precision if self.device.type == "cuda" else "auto")
+        if self._open is None or self._open[0] != what or row.only == "tokens":
+            self.close()
+            engine = "graph" if self.device.type == "cuda" else "auto"
+            opened = open_pipeline(row.model, random=True, device=str(self.device), dtype=what[1], engine=engine)
+            self._open = (what, opened)
+        return self._open[1]
+
+    def close(self) -> None:
+        self._open = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """`value`, and all that `arpg bench` says of it."""
+        pipe = self.pipeline(row)
+        grid = (row.side, row.side)
+        if row.only == "pixels":
+            return self._pixels(pipe, row, grid)
+        if row.only == "tokens" and self.device.type == "cuda":
+            pipe.tokenizer.to("cpu")
+        settings = pipe.sampling.settings(steps=row.steps, guidance=4.0)
+        case = Case(f"{row.model} (random)", row.batch, settings, grid)
+        effort = Effort(repeats=self.repeats, warmup=WARMUP, pixels=row.pixels, top=self.device.type == "cuda")
+        found = measure(pipe, case, effort, limits=lambda dtype: device_limits(self.device, dtype))
+        if row.only == "tokens":
+            self.close()  # its tokenizer is not where the others want it
+        flat = {**found, **{f"{name} ms": value for name, value in found["latency ms"].items()}}
+        return {"value": flat[row.value], "roofline": _roofline(row, found), **found}
+
+    @torch.no_grad()
+    def _pixels(self, pipe: Pipeline, row: Row, grid: tuple[int, int]) -> dict[str, Any]:
+        """Batches of tokens that are there already, one after the other."""
+        tokenizer, wait = pipe.tokenizer, torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        ids_BN = torch.randint(tokenizer.config.codebook_size, (row.batch, row.side**2)).to(self.device)
+        for _ in range(WARMUP):
+            tokenizer.decode(ids_BN, grid)
+        wait()
+        began = time.perf_counter()
+        for _ in range(self.repeats):
+            tokenizer.decode(ids_BN, grid)
+        wait()
+        found: dict[str, Any] = {"value": round(row.batch * self.repeats / (time.perf_counter() - began), 1)}
+        if (limits := device_limits(self.device, torch.bfloat16)) is not None:
+            found["roofline"] = round(row.batch / limits.seconds(pixel_work(tokenizer.config, grid, row.batch, 2)), 1)
+        return found
+
+
+def _roofline(row: Row, found: dict[str, Any]) -> float | None:
+    """Images/s: of the tokens, and where pixels are made, of both together, for they share the device."""
+    names = ["roofline token images/s", *(["roofline pixel images/s"] if row.pixels else [])]
+    if row.unit != "images/s" or not all(name in found for name in names):
+        return None
+    return round(1 / sum(1 / found[name] for name in names), 1)
+
+
+def reached(row: Row, value: float, wanted: float) -> float:
+    """The share of what is wanted; above 1 it is more than that."""
+    return wanted / value if row.less else value / wanted
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown: what was reached, what it is held to, what is hoped for."""
+    lines = ["| | reached | bar | of it | goal | of it | of the roofline |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for row in ROWS:
+        found = record["rows"].get(row.name)
+        if found is None:
+            cells = ["not measured", f"{row.bar:g}", "", f"{row.goal:g}", "", ""]
+        elif "error" in found:
+            cells = [found["error"].replace("|", "/"), f"{row.bar:g}", "", f"{row.goal:g}", "", ""]
+        else:
+            value, roof = found["value"], found.get("roofline")
+            shares = [f"{100 * reached(row, value, wanted):.0f}%" for wanted in (row.bar, row.goal)]
+            bold = f"**{value:,.4g}**" if reached(row, value, row.bar) >= 1 else f"{value:,.4g}"
+            share = "" if not roof else f"{100 * value / roof:.0f}%"
+            cells = [f"{bold} {row.unit}", f"{row.bar:g}", shares[0], f"{row.goal:g}", shares[1], share]
+        lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page_part(record: dict[str, Any]) -> str:
+    """The table, and where its numbers are from."""
+    if not record["rows"]:
+        return "Not measured yet.\n"
+    where = record["where"]
+    commits = sorted({str(found["commit"]) for found in record["rows"].values() if found.get("commit")})
+    about = f"{where['device']}, torch {where['torch']}" + (f", commit {', '.join(commits)}" if commits else "")
+    kernels = _kernels(record)
+    return f"{about}. Bold: the bar is reached.\n\n{table(record)}" + (f"\n{kernels}" if kernels else "")
+
+
+def _kernels(record: dict[str, Any]) -> str:
+    """Where the time of a batch's tokens goes, row by row, and what recording it took."""
+    found = {row.name: each for row in ROWS if "kernels ms" in (each := record["rows"].get(row.name, {}))}
+    if not found:
+        return ""
+    parts = list(next(iter(found.values()))["kernels ms"])
+    lines = [f"| ms | {' | '.join(parts)} | kernels | recorded in |", "|---|" + "---:|" * (len(parts) + 2)]
+    for name, each in found.items():
+        recorded = f"{each['recording']['s']} s" if "recording" in each else ""
+        cells = [*(f"{each['kernels ms'].get(part, 0):.4g}" for part in parts), f"{each['kernels']:,}", recorded]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"benchmark": "engine", "where": {}, "rows": {}}
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    text = json.dumps(record, indent=1) + "\n"
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again: bool) -> dict[str, Any]:
+    """Measure what is not there yet, until the time is up; a row that has begun is finished."""
+    record, deadline = read(path), time.monotonic() + 60 * minutes
+    where = environment(bench.device)
+    if record["where"].get("device") not in (None, where["device"]):
+        raise SystemExit(f"{path} is from {record['where']['device']}, this is {where['device']}; choose another --out")
+    record["where"] = where
+    for row in rows:
+        if not again and "value" in record["rows"].get(row.name, {}):
+            say(f"{row.name}: there already")
+            continue
+        if time.monotonic() > deadline:
+            say(f"{row.name}: no time left; run it again to go on")
+            continue
+        began = time.monotonic()
+        try:
+            found = bench.measure(row)
+        except Exception as error:  # the others still count
+            first = (str(error).splitlines() or ["nothing said"])[0][:200]
+            found = {"error": f"{type(error).__name__}: {first}"}
+        if "error" in found:
+            bench.close()
+        found |= {"bar": row.bar, "goal": row.goal, "unit": row.unit, "commit": commit()}
+        found["seconds taken"] = round(time.monotonic() - began, 1)
+        record["rows"][row.name] = found
+        write(path, record)
+        shown = found.get("error") or f"{found['value']:g} {row.unit} (bar {row.bar:g}, goal {row.goal:g})"
+        say(f"{row.name}: {shown}, {found['seconds taken']} s")
+    return record
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", help="Only those whose names begin with one of these.")
+    parser.add_argument("--minutes", type=float, default=30.0, help="Begin no row after so many.")
+    parser.add_argument("--again", action="store_true", help="Also what is there already.")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--like", metavar="FOLDER", help="To try it: small rows of that model's configuration.")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="Measure nothing.")
+    parser.add_argument("--write", action="store_true", help="Put the table into docs/performance.md.")
+    parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    chosen = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]
+    if not chosen:
+        parser.error(f"no row begins with {' or '.join(options.rows)}; there are {'; '.join(row.name for row in ROWS)}")
+    if options.table:
+        record = read(options.out)
+    else:
+        wanted = [small(row, options.like) for row in chosen] if options.like else chosen
+        bench = Bench(options.device, options.repeats)
+        if bench.device.type != "cuda" and not options.like:
+            parser.error("there is no GPU; --like FOLDER --out FILE tries it on something small")
+        if options.like and options.out == RESULTS:
+            parser.error("--like does not measure the engine; give another --out")
+        record = run(wanted, bench, options.out, minutes=options.minutes, again=options.again)
+    say("\n" + page_part(record))
+    if options.write:
+        page = fill(options.page.read_text(encoding="utf-8"), {"engine": page_part(record)})
+        write_whole(options.page, lambda path: path.write_text(page, encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
