@@ -167,6 +167,7 @@ def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, m
     options = ("optim.schedule=constant", "optim.warmup=0", "run.save_every=3", "run.validate_every=99")
     train(recipe, tmp_path / "plain", *options, "run.steps=6")
     monkeypatch.setattr(update, "fusible", lambda x: True)
+    options = (*options, "optim.one_pass=true")
     train(recipe, tmp_path / "through", *options, "run.steps=6")
     train(recipe, tmp_path / "run", *options, "run.steps=3")
     train(recipe, tmp_path / "run", *options, "run.steps=6", resume=True)
