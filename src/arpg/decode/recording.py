@@ -10,6 +10,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Recording:
         state = None
         stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(model.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _own_scratch():
             for _ in range(len(way.widths)):
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -76,6 +77,19 @@ class Recording:
                 yield Step(index, len(self.steps), ids_BN.clone(), known_BN.clone())
         finally:
             self._done.record(stream)
+
+
+@contextmanager
+def _own_scratch() -> Iterator[None]:
+    """Matrix products inside work in scratch memory of their own, not in that of another recording which may run at the
+    same time: torch keeps one for each stream, and hands out the same streams again and again.
+    """
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 def _pool_bytes(pool: Any) -> int:
