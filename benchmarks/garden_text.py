@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from resumable import ship, train_until
+from resumable import go, train_until
 
 from arpg import Pipeline
 from arpg.checkpoint import FolderConfig, load_tokenizer, read_folder, write_folder
@@ -167,16 +167,8 @@ class Run:
         self.processes = 0 if options.scenes < 2000 else len(os.sched_getaffinity(0))
 
     def go(self) -> None:
-        for step in (self.compose, self.embed, self.train_judge, self.train, self.score):
-            began = time.monotonic()
-            if not step():
-                log.info("%s is not finished; run this again", step.__name__)
-                break
-            log.info("%s: %.0f s", step.__name__, time.monotonic() - began)
-        else:
-            log.info("done")
-        if self.options.ship is not None:
-            ship(self.results, self.options.ship)
+        steps = (self.compose, self.embed, self.train_judge, self.train, self.score)
+        go({step.__name__: step for step in steps}, self.deadline, self.results, self.options.ship)
 
     def compose(self) -> bool:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
