@@ -116,9 +116,11 @@ class Studies:
         return self._told("expand", subject, drawing, size=list(size), way=way)
 
     def extract(self, body: Extract) -> tuple[Image.Image, str]:
-        """What a picture shows of a kind, as an image that is drawn from nothing would follow it; and the kind."""
+        """What a picture shows of a kind, and the kind; without a size, as a new picture would follow it."""
         given = ControlImage(image=body.image, kind=body.kind, strength=1.0, from_image=True)
-        control: Control = self._control(given, self.size, param="image")["control"]
+        size = self.size if body.size is None else (body.size[0], body.size[1])
+        self.limits.check_size(size, param="size")
+        control: Control = self._control(given, size, param="image")["control"]
         return control.image, control.kind
 
     @property

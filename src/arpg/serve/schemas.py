@@ -129,15 +129,18 @@ class Expand(Common):
 
 
 class Extract(Strict):
-    """What a picture shows of a kind, as the model would see it."""
+    """What a picture shows of a kind: its middle, of the shape and size that are asked for."""
 
     model_config = _example({"image": TINY_PNG, "kind": "canny"})
     image: Base64
     kind: Kind | None = Field(None, description="One of the model's; null: its first.")
+    size: Annotated[list[Annotated[int, Field(ge=1, le=MOST.side)]], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="Width, height; null: the model's."
+    )
 
 
 class Extracted(BaseModel):
-    png: str = Field(description="Base64; grey, of the model's size.")
+    png: str = Field(description="Base64; grey.")
     kind: str
     width: int
     height: int
