@@ -44,6 +44,7 @@ FORMS = ("int6", "int4")  # the first is the one that is shipped
 OFTEN = 4  # times that the edges are drawn from for once of the scenes
 SIZE = 96
 STAGES = ("compose", "depth-judge", "tokenize", "classifier", "train", "finish", "score")
+NEEDS = {"depth-judge": 120.0, "classifier": 90.0, "finish": 60.0, "score": 180.0}  # seconds on a GPU: not interrupted
 
 
 def main() -> None:
@@ -88,6 +89,9 @@ class Run:
         steps = {name: getattr(self, name.replace("-", "_")) for name in STAGES if name in self.options.stages}
         go(steps, self.deadline, self.results, self.options.ship)
 
+    def too_late(self, stage: str) -> bool:
+        return time.monotonic() + NEEDS[stage] > self.deadline
+
     def photos(self, split: str) -> Any:
         """Fruits and flowers as one set."""
         return concatenate([open_images(f"{self.options.data}/{name}.zip/{name}/{split}") for name in PHOTOS])
@@ -122,7 +126,7 @@ class Run:
         """Scenes with their exact depth."""
         tokenizer, num = self._tokenizer(), self.options.scenes
         for split, count, seed in (("train", num, 0), ("test", max(32, min(2048, num // 40)), 10**9)):
-            processes = self.processes if count > 4000 else 0
+            processes = self.processes if count > 2000 else 0
             compose_tokens(
                 tokenizer,
                 self.sets(split),
@@ -139,6 +143,8 @@ class Run:
     def depth_judge(self) -> bool:
         options, folder = self.options, self.results / "depth-judge"
         if not (folder / "depth.json").exists():
+            if self.too_late("depth-judge"):
+                return False
             num, steps = options.judge_scenes, options.judge_steps
             sets, processes = self.sets("train"), self.processes if num > 4000 else 0
             make_depth_judge(sets, folder, num=num, steps=steps, processes=processes, device=self.device)
@@ -147,6 +153,8 @@ class Run:
     def classifier(self) -> bool:
         folder = self.results / "classifier"
         if not (folder / "classifier.json").exists():
+            if self.too_late("classifier"):
+                return False
             names, steps = read_folder(resolve("garden")).classes, self.options.classifier_steps
             assert names is not None
             make_classifier(self.photos("train"), self.photos("test"), names, folder, steps=steps, device=self.device)
@@ -154,6 +162,10 @@ class Run:
 
     def score(self) -> bool:
         """Edges, depth and classes, against all baselines but FID: that needs Inception, and the images are kept."""
+        if (self.results / "control-score.json").exists():
+            return True
+        if self.too_late("score"):
+            return False
         report = score(
             self.results / "garden-control",
             self.work / "score",
@@ -173,6 +185,10 @@ class Run:
 
     def finish(self) -> bool:
         """The model in every form: how large it is, and what it loses. The first form is kept."""
+        if (self.results / "control.json").exists():
+            return True
+        if self.too_late("finish"):
+            return False
         made = self.work / "train" / "model"
         report: dict[str, Any] = {"as trained": {"validation loss": self._losses(load_model(made, device=self.device))}}
         for form in reversed(FORMS):

@@ -63,6 +63,7 @@ def test_lines_that_are_drawn_are_followed(page):
     assert image.shape == (96, 96)
     assert image[47:50, 20:76].max(0).min() > 100  # a line across the middle
     assert image[:40].max() == 0
+    assert set(np.unique(image)) == {0, 255}
     page.locator("input[name=sketch-tool][value=eraser]").check(force=True)
     drag(page, on_sketch(page, (0.3, 0.5), (0.6, 0.5)))
     erased = sent(draw(page))

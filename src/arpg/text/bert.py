@@ -6,6 +6,7 @@ The names of the parameters are those of the files. Shapes: B batch, T tokens, E
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from arpg.storage import read_tensors
 
+MOST_KNOWN = 1 << 16  # words whose pieces are kept
 LONGEST = 100  # characters of a word; what is longer is unknown
 CHINESE = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2CEAF), (0x2F800, 0x2FA1F))
 
@@ -28,6 +30,7 @@ class WordPieces:
     def __init__(self, words: Sequence[str]) -> None:
         self.ids = {word: i for i, word in enumerate(words)}
         self.first, self.last, self.unk_token_id = (self.ids[name] for name in ("[CLS]", "[SEP]", "[UNK]"))
+        self._known: dict[str, list[int]] = {}  # captions have few words, many times
         self.all_special_ids = [self.ids[f"[{name}]"] for name in ("UNK", "SEP", "PAD", "CLS", "MASK")]
 
     def __call__(
@@ -35,7 +38,7 @@ class WordPieces:
     ) -> dict[str, Any]:
         """As a tokenizer of `transformers` is called; cut, where it is, before the last special token."""
         if isinstance(texts, str):
-            pieces = [i for word in _words(texts) for i in self._pieces(word)]
+            pieces = [i for word in _words(texts) for i in self._known.get(word) or self._pieces(word)]
             return {"input_ids": [self.first, *(pieces[: max_length - 2] if truncation else pieces), self.last]}
         return {"input_ids": [self(t, truncation=truncation, max_length=max_length)["input_ids"] for t in texts]}
 
@@ -49,10 +52,14 @@ class WordPieces:
                 return [self.unk_token_id]
             found.append(self.ids[name])
             start = end
+        if len(self._known) < MOST_KNOWN:
+            self._known[word] = found
         return found
 
 
 def _words(text: str) -> list[str]:
+    if text.isascii() and text.isprintable():
+        return re.findall(r"[a-z0-9]+|[^a-z0-9\s]", text.lower())
     spaced = []
     for character in unicodedata.normalize("NFD", text.lower()):
         kind = unicodedata.category(character)

@@ -59,6 +59,7 @@ export class Sketch {
     const old = new OffscreenCanvas(before.width, before.height);
     old.getContext("2d").putImageData(before, 0, 0);
     this.context.drawImage(old, 0, 0, width, height);
+    if (LINES.includes(this.kind)) this.#sharpen(40); // lines that shrink have faded
   }
 
   /** From a past request. */
@@ -117,7 +118,16 @@ export class Sketch {
     if (this.undone.length > MOST_UNDO) this.undone.shift();
   }
 
+  /** A line's soft border is no edge: kinds of lines are black and white, as the model has learned them. */
+  #sharpen(least = 96) {
+    const pixels = this.context.getImageData(0, 0, this.canvas.width, this.canvas.height);
+    const { data } = pixels;
+    for (let i = 0; i < data.length; i += 4) data[i] = data[i + 1] = data[i + 2] = data[i] >= least ? 255 : 0;
+    this.context.putImageData(pixels, 0, 0);
+  }
+
   #changed() {
+    if (LINES.includes(this.kind)) this.#sharpen();
     byId("sketch-undo").disabled = !this.undone.length;
     byId("control-clear").disabled = this.empty;
     this.#tell();
