@@ -63,6 +63,8 @@ def ship(results: Path, folder: Path, piece: int = 15_000_000) -> None:
         for path in sorted(p for p in results.rglob("*") if p.is_file()):
             archive.write(path, path.relative_to(results).as_posix())
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("results.zip.*"):  # there may have been more of them
+        old.unlink()
     data = buffer.getvalue()
     for number, start in enumerate(range(0, len(data), piece)):
         (folder / f"results.zip.{number:03d}").write_bytes(data[start : start + piece])
