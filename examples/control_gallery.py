@@ -128,12 +128,12 @@ def drawings() -> dict[str, Image.Image]:
     """Line drawings as a hand makes them, white on black: a round fruit; with a leaf; with another beside it."""
     plain, leaf, two = (Image.new("L", (LINE, LINE)) for _ in range(3))
     for picture in (plain, leaf):
-        pen(picture, circle(128, 142, 84), seed=1)
-        pen(picture, lambda t: (128 + 10 * t, 76 - 40 * t), seed=2)
-    pen(leaf, lambda t: (134 + 62 * t, 52 - 34 * math.sin(math.pi * t)), seed=3)
-    pen(leaf, lambda t: (134 + 62 * t, 52 + 20 * math.sin(math.pi * t)), seed=4)
-    pen(two, circle(84, 150, 58), seed=5)
-    pen(two, circle(186, 166, 46), seed=6)
+        pen(picture, circle(124, 150, 100), seed=1)  # a fruit fills its picture, as in training
+        pen(picture, lambda t: (126 + 12 * t, 66 - 48 * t), seed=2)
+    pen(leaf, lambda t: (134 + 72 * t, 40 - 30 * math.sin(math.pi * t)), seed=3)
+    pen(leaf, lambda t: (134 + 72 * t, 40 + 16 * math.sin(math.pi * t)), seed=4)
+    pen(two, circle(76, 140, 70), seed=5)
+    pen(two, circle(194, 156, 54), seed=6)
     return {"a drawing": plain, "a leaf is added": leaf, "two instead": two}
 
 
@@ -147,7 +147,7 @@ def pen(picture: Image.Image, path: Callable[[float], tuple[float, float]], *, s
     wobble = np.cumsum(rng.normal(0, 0.5, (points + 1, 2)), axis=0)
     wobble -= np.linspace(0, 1, points + 1)[:, None] * wobble[-1]  # a closed path stays closed
     line = [(x + dx, y + dy) for (x, y), (dx, dy) in zip(map(path, np.linspace(0, 1, points + 1)), wobble, strict=True)]
-    ImageDraw.Draw(picture).line(line, fill=255, width=3, joint="curve")
+    ImageDraw.Draw(picture).line(line, fill=255, width=2, joint="curve")
 
 
 def known(pipe: Pipeline) -> list[str | int]:
