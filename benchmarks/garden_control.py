@@ -1,11 +1,11 @@
-"""`garden-control` from nothing to a model folder: tokens with edges, scenes with depth, training, storing small.
+"""`garden-control` from nothing to its score: scenes with depth, tokens with edges, judges, training, storing small.
 
-    python benchmarks/garden_control.py pack --data data --out runs/parts.zip
-    python benchmarks/garden_control.py run --parts runs/parts.zip --work runs/control --out runs/control/results
+    python benchmarks/garden_control.py --data data --work runs/control --out runs/control/results --minutes 9
 
-`pack` gathers the pictures that `run` needs in one file. `run` goes on where it stopped; training is stopped in time
-and resumed. The results: `garden-control` (differences from `garden`), its validation losses as trained and as stored,
-and sheets of what it draws.
+Run it until it says done: it goes on where it stopped, and training is stopped in time and resumed. `--stages` names
+some stages, for calls that have only a part of the data: compose and depth-judge need fruits.zip, emoji.zip and the
+tokenizer of `garden`, the others also flowers.zip and its network. The results: `garden-control` (differences from
+`garden`), its validation losses as trained and as stored, the judges, the score, and sheets of what it draws.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import json
 import logging
 import os
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from control_scoring import make_classifier, make_depth_judge, score
 from PIL import Image
-from resumable import ship, train_until
+from resumable import go, train_until
 
 from arpg import ARPG, Control, Pipeline
-from arpg.checkpoint import load_model, load_tokenizer, write_difference
+from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
 from arpg.data.compose import compose_tokens
 from arpg.data.control_maps import ControlMaps
 from arpg.data.images import concatenate, open_images
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
 from arpg.device import choose_device
-from arpg.files import write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.train.batches import TokenBatches
@@ -44,16 +43,15 @@ PHOTOS = ("fruits", "flowers")
 FORMS = ("int6", "int4")  # the first is the one that is shipped
 OFTEN = 4  # times that the edges are drawn from for once of the scenes
 SIZE = 96
+STAGES = ("compose", "depth-judge", "tokenize", "classifier", "train", "finish", "score")
+NEEDS = {"depth-judge": 120.0, "classifier": 90.0, "finish": 60.0, "score": 180.0}  # seconds on a GPU: not interrupted
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    pack = verbs.add_parser("pack")
-    pack.add_argument("--data", type=Path, default=Path("data"))
-    pack.add_argument("--out", type=Path, required=True)
-    run = verbs.add_parser("run")
-    run.add_argument("--parts", type=Path, required=True)
+    run = parser
+    run.add_argument("--data", type=Path, default=Path("data"), help="fruits.zip, flowers.zip and emoji.zip.")
+    run.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
     run.add_argument("--recipe", type=Path, default=Path("recipes/garden-control.toml"))
     run.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
     run.add_argument("--work", type=Path, required=True, help="Tokens and snapshots; kept between calls.")
@@ -61,29 +59,16 @@ def main() -> None:
     run.add_argument("--ship", type=Path, help="Also the results as one zip, cut into pieces of 15 MB.")
     run.add_argument("--scenes", type=int, default=100_000)
     run.add_argument("--one-crop", action="store_true", help="One view of each picture instead of ten (a trial run).")
+    run.add_argument("--judge-scenes", type=int, default=30_000)
+    run.add_argument("--judge-steps", type=int, default=3000, help="Of the judge of depth.")
+    run.add_argument("--classifier-steps", type=int, default=2500)
+    run.add_argument("--num", type=int, default=500, help="Test images, and test scenes, of the score.")
     run.add_argument("--shown", type=int, default=24, help="Condition images on each sheet.")
     run.add_argument("--minutes", type=float, default=9.0, help="Of this call.")
     run.add_argument("--device", default="auto")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(message)s")
-    if options.verb == "pack":
-        make_parts(options.data, options.out)
-    else:
-        Run(options).go()
-
-
-def make_parts(data: Path, target: Path) -> None:
-    """One zip with the pictures of all three sets; they are compressed already."""
-
-    def write(path: Path) -> None:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as parts:
-            for name in (*PHOTOS, "emoji"):
-                with zipfile.ZipFile(data / f"{name}.zip") as source:
-                    for inner in source.namelist():
-                        parts.writestr(inner, source.read(inner))
-
-    write_whole(target, write)
-    log.info("%s: %.1f MB", target, target.stat().st_size / 1e6)
+    Run(options).go()
 
 
 class Run:
@@ -93,6 +78,7 @@ class Run:
         self.work.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
         self.device = choose_device(options.device)
+        self.processes = len(os.sched_getaffinity(0))
         folders = {split: [str(self.work / kind / split) for kind in ("canny", "depth")] for split in ("train", "test")}
         train = [folders["train"][0]] * OFTEN + folders["train"][1:]
         own = [f"data.train={json.dumps(train)}", f"data.validation={json.dumps(folders['test'])}"]
@@ -100,16 +86,19 @@ class Run:
         self.test = folders["test"]
 
     def go(self) -> None:
-        for step in (self.tokenize, self.compose, self.train, self.finish):
-            began = time.monotonic()
-            if not step():
-                log.info("%s is not finished; run this again", step.__name__)
-                break
-            log.info("%s: %.0f s", step.__name__, time.monotonic() - began)
-        else:
-            log.info("done")
-        if self.options.ship is not None:
-            ship(self.results, self.options.ship)
+        steps = {name: getattr(self, name.replace("-", "_")) for name in STAGES if name in self.options.stages}
+        go(steps, self.deadline, self.results, self.options.ship)
+
+    def too_late(self, stage: str) -> bool:
+        return time.monotonic() + NEEDS[stage] > self.deadline
+
+    def photos(self, split: str) -> Any:
+        """Fruits and flowers as one set."""
+        return concatenate([open_images(f"{self.options.data}/{name}.zip/{name}/{split}") for name in PHOTOS])
+
+    def sets(self, split: str) -> tuple[str, str]:
+        """What scenes are composed of."""
+        return f"{self.options.data}/fruits.zip/fruits/{split}", f"{self.options.data}/emoji.zip/emoji"
 
     def _tokenizer(self) -> Any:
         return load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
@@ -118,7 +107,7 @@ class Run:
         """Ten views of each picture to learn from, one to test with; the edges of each view."""
         tokenizer = self._tokenizer()
         for split in ("train", "test"):
-            images = concatenate([open_images(f"{self.options.parts}/{name}/{split}") for name in PHOTOS])
+            images = self.photos(split)
             ten = split == "train" and not self.options.one_crop
             folder = self.work / "canny" / split
             tokenize(
@@ -127,7 +116,7 @@ class Run:
                 folder,
                 size=SIZE,
                 ten_crops=ten,
-                batch_size=1280,
+                batch_size=1280 if self.device.type == "cuda" else 40,
                 shard_size=8192,
                 control="canny",
             )
@@ -137,10 +126,57 @@ class Run:
         """Scenes with their exact depth."""
         tokenizer, num = self._tokenizer(), self.options.scenes
         for split, count, seed in (("train", num, 0), ("test", max(32, min(2048, num // 40)), 10**9)):
-            sets = (f"{self.options.parts}/fruits/{split}", f"{self.options.parts}/emoji")
-            processes = len(os.sched_getaffinity(0)) if count > 4000 else 0
-            folder = self.work / "depth" / split
-            compose_tokens(tokenizer, sets, folder, num=count, seed=seed, size=SIZE, processes=processes, depth=True)
+            processes = self.processes if count > 2000 else 0
+            compose_tokens(
+                tokenizer,
+                self.sets(split),
+                self.work / "depth" / split,
+                num=count,
+                seed=seed,
+                size=SIZE,
+                processes=processes,
+                shard_size=8192,
+                depth=True,
+            )
+        return True
+
+    def depth_judge(self) -> bool:
+        options, folder = self.options, self.results / "depth-judge"
+        if not (folder / "depth.json").exists():
+            if self.too_late("depth-judge"):
+                return False
+            num, steps = options.judge_scenes, options.judge_steps
+            sets, processes = self.sets("train"), self.processes if num > 4000 else 0
+            make_depth_judge(sets, folder, num=num, steps=steps, processes=processes, device=self.device)
+        return True
+
+    def classifier(self) -> bool:
+        folder = self.results / "classifier"
+        if not (folder / "classifier.json").exists():
+            if self.too_late("classifier"):
+                return False
+            names, steps = read_folder(resolve("garden")).classes, self.options.classifier_steps
+            assert names is not None
+            make_classifier(self.photos("train"), self.photos("test"), names, folder, steps=steps, device=self.device)
+        return True
+
+    def score(self) -> bool:
+        """Edges, depth and classes, against all baselines but FID: that needs Inception, and the images are kept."""
+        if (self.results / "control-score.json").exists():
+            return True
+        if self.too_late("score"):
+            return False
+        report = score(
+            self.results / "garden-control",
+            self.work / "score",
+            images=(self.photos("test"), self.photos("train")),
+            sets=(self.sets("test"), self.sets("train")),
+            judges=(self.results / "classifier", self.results / "depth-judge"),
+            num=self.options.num,
+            processes=self.processes,
+            device=self.device,
+        )
+        (self.results / "control-score.json").write_text(json.dumps(report, indent=1) + "\n")
         return True
 
     def train(self) -> bool:
@@ -149,6 +185,10 @@ class Run:
 
     def finish(self) -> bool:
         """The model in every form: how large it is, and what it loses. The first form is kept."""
+        if (self.results / "control.json").exists():
+            return True
+        if self.too_late("finish"):
+            return False
         made = self.work / "train" / "model"
         report: dict[str, Any] = {"as trained": {"validation loss": self._losses(load_model(made, device=self.device))}}
         for form in reversed(FORMS):

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from resumable import ship, train_until
+from resumable import go, train_until
 
 from arpg import Pipeline
-from arpg.checkpoint import FolderConfig, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import SHIPPED, FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import TextConfig
 from arpg.data.asks import draw_ask
 from arpg.data.captions import caption
@@ -49,6 +49,7 @@ from arpg.train.recipe import ModelRecipe, read_recipe
 
 log = logging.getLogger("garden-text")
 WORDS = "embeddings.word_embeddings.weight"
+NEEDS = {"judge": 150.0, "score": 120.0}  # seconds on a GPU, of what cannot be interrupted
 SPECIAL = 1000  # MiniLM's first ids: padding, special and unused tokens
 SHOWN = (
     "a strawberry to the left of a green apple",
@@ -86,9 +87,9 @@ def main() -> None:
     run.add_argument(
         "--ship", type=Path, help="Also the results as one zip, cut into pieces of 15 MB (cat joins them)."
     )
-    run.add_argument("--scenes", type=int, default=400_000)
+    run.add_argument("--scenes", type=int, default=320_000)
     run.add_argument("--judge-scenes", type=int, default=60_000)
-    run.add_argument("--judge-steps", type=int, default=6000)
+    run.add_argument("--judge-steps", type=int, default=5000)
     run.add_argument("--per-task", type=int, default=60)
     run.add_argument("--guidance", type=float, nargs="*", default=[2.0, 3.0, 4.0, 6.0])
     run.add_argument("--minutes", type=float, default=9.0, help="Of this call.")
@@ -167,22 +168,14 @@ class Run:
         self.processes = 0 if options.scenes < 2000 else len(os.sched_getaffinity(0))
 
     def go(self) -> None:
-        for step in (self.compose, self.embed, self.train_judge, self.train, self.score):
-            began = time.monotonic()
-            if not step():
-                log.info("%s is not finished; run this again", step.__name__)
-                break
-            log.info("%s: %.0f s", step.__name__, time.monotonic() - began)
-        else:
-            log.info("done")
-        if self.options.ship is not None:
-            ship(self.results, self.options.ship)
+        steps = (self.compose, self.embed, self.train_judge, self.train, self.score)
+        go({step.__name__: step for step in steps}, self.deadline, self.results, self.options.ship)
 
     def compose(self) -> bool:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
         few = max(64, min(4096, self.options.scenes // 100))
         for split, num, seed in (("train", self.options.scenes, 0), ("test", few, 10**9)):
-            count = self.processes if split == "train" else 0
+            count = self.processes if num > 2000 else 0
             compose_tokens(
                 tokenizer, self.sets[split], self.work / "scenes" / split, num=num, seed=seed, processes=count
             )
@@ -197,6 +190,8 @@ class Run:
     def train_judge(self) -> bool:
         if (self.judge / "detector.json").exists():
             return True
+        if time.monotonic() + NEEDS["judge"] > self.deadline:
+            return False
         options = self.options
         config = DetectorConfig(tuple(KINDS), tuple(TINTS))
         scenes = draw_scenes(self.sets["train"], config, num=options.judge_scenes, seed=5, processes=self.processes)
@@ -205,7 +200,7 @@ class Run:
         detector = train_detector(
             scenes, config, steps=options.judge_steps, batch_size=batch, device=self.device, progress=_tell
         )
-        fresh = draw_scenes(self.sets["train"], config, num=max(8, options.judge_scenes // 40), seed=6)
+        fresh = draw_scenes(self.sets["train"], config, num=max(8, options.judge_scenes // 60), seed=6)
         detector = calibrate(detector, fresh)
         most = ceiling(held_out_questions(options.per_task), Composer(*self.sets["test"]), detector)
         log.info("the judge on unseen real scenes, threshold %.2f: %s", detector.config.threshold, _short(most))
@@ -218,15 +213,22 @@ class Run:
 
     def score(self) -> bool:
         """The model in half precision, as it is shipped, over a few guidance scales, and what can be reached."""
+        if (self.results / "uncurated.png").exists():
+            return True
+        if time.monotonic() + NEEDS["score"] > self.deadline:
+            return False
         folder = self.results / "garden-text"
         made = self.work / "train" / "model"
         described = read_folder(made)
         weights = pack_weights(read_tensors(made / "model.safetensors"), "float16")
-        config = FolderConfig(model=described.model, sampling=described.sampling, license=described.license)
+        # The tokenizer is shared where it is that of a model in the box; load_tokenizer then finds it.
+        shared = self.recipe.tokenizer if self.recipe.tokenizer in SHIPPED else None
+        config = FolderConfig(
+            model=described.model, sampling=described.sampling, license=described.license, tokenizer_of=shared
+        )
         write_folder(folder, config, model=weights)
         tokenizer = load_tokenizer(made, device=self.device, dtype=torch.float32)
-        network = Pipeline.from_pretrained(made, device=self.device, dtype="float32").model
-        network.load_state_dict({key: tensor.float() for key, tensor in weights.items()})
+        network = load_model(folder, device=self.device, dtype=torch.float32)
         prompts = Prompts(self.text, load=self._encoder)
         pipe = Pipeline(network, tokenizer, sampling=described.sampling, prompts=prompts)
         detector = Detector.load(self.judge, device=self.device)

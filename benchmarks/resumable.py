@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from arpg import InputError
@@ -16,6 +17,20 @@ from arpg.train.model import train_model
 from arpg.train.recipe import ModelRecipe
 
 log = logging.getLogger("resumable")
+
+
+def go(steps: Mapping[str, Callable[[], bool]], deadline: float, results: Path, target: Path | None) -> None:
+    """One step after the other, each of which says whether it is finished; none begins when time is up."""
+    for name, step in steps.items():
+        began = time.monotonic()
+        if began > deadline or not step():
+            log.info("%s is not finished; run this again", name)
+            break
+        log.info("%s: %.0f s", name, time.monotonic() - began)
+    else:
+        log.info("done")
+    if target is not None:
+        ship(results, target)
 
 
 def train_until(deadline: float, recipe: ModelRecipe, folder: Path, results: Path, *, device: str) -> bool:
@@ -48,6 +63,8 @@ def ship(results: Path, folder: Path, piece: int = 15_000_000) -> None:
         for path in sorted(p for p in results.rglob("*") if p.is_file()):
             archive.write(path, path.relative_to(results).as_posix())
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("results.zip.*"):  # there may have been more of them
+        old.unlink()
     data = buffer.getvalue()
     for number, start in enumerate(range(0, len(data), piece)):
         (folder / f"results.zip.{number:03d}").write_bytes(data[start : start + piece])

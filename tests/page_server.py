@@ -39,6 +39,7 @@ INFO = {
     "classes": len(NAMES),
     "takes": "class",
     "prompt_tokens": None,
+    "control": None,
     "image_size": [SIDE, SIDE],
     "grid": [GRID, GRID],
     "stride": STRIDE,
@@ -109,6 +110,7 @@ class Fake:
         self.pause = 0.01
         self.key = None
         self.takes = "class"
+        self.control = None  # what info says of condition images
         self.failures = []  # (status, error, headers), each used once, before any job
         self.late = False  # errors come as an event, after the stream has begun
         self.break_after = None  # a stream breaks off after this many steps
@@ -166,7 +168,9 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if path == "/v1/arpg/info":
             tokens = 64 if self.fake.takes == "text" else None
-            return self.send(200, {**INFO, "takes": self.fake.takes, "prompt_tokens": tokens})
+            return self.send(
+                200, {**INFO, "takes": self.fake.takes, "prompt_tokens": tokens, "control": self.fake.control}
+            )
         if path == "/v1/arpg/classes":
             thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
             classes = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
@@ -184,6 +188,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.fake.failures:
             status, error, headers = self.fake.failures.pop(0)
             return self.send(status, {"error": error}, headers=headers)
+        if task == "condition":  # what is bright
+            with Image.open(io.BytesIO(base64.b64decode(body["image"]))) as image:
+                made = image.convert("L").resize(body["size"]).point(lambda v: 255 * (v > 127))
+            size = dict(zip(("width", "height"), body["size"], strict=True))
+            return self.send(200, {"png": png(made), "kind": body["kind"], **size})
         named = body.get("class")
         if named is not None and named not in NAMES:
             near = [name for name in NAMES if name[:3].lower() == str(named)[:3].lower()][:4]

@@ -210,7 +210,7 @@ def test_the_mask_can_be_erased_undone_inverted_and_boxed(page):
     assert (share() == ~expected).all()
     page.keyboard.press("Control+z")
     assert (share() == expected).all()
-    page.locator("input[value=eraser]").check(force=True)
+    page.locator("input[name=tool][value=eraser]").check(force=True)
     drag(page, on_board(page, (0.3, 0.4), (0.3, 0.41)))
     erased = share()
     assert not erased[38, 29]

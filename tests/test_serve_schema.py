@@ -68,7 +68,7 @@ def test_every_route_is_described(house):
     document = TestClient(create_app(house)).get("/openapi.json").json()
     assert set(document["paths"]) == {
         *(f"/v1/arpg/{name}" for name in ("info", "classes", "thumbnails.webp")),
-        *(f"/v1/arpg/{name}" for name in ("generate", "inpaint", "edit", "outpaint", "expand")),
+        *(f"/v1/arpg/{name}" for name in ("generate", "inpaint", "edit", "outpaint", "expand", "condition")),
         *("/v1/images/generations", "/v1/images/edits", "/v1/models", "/v1/models/{model}"),
         *("/healthz", "/readyz", "/metrics"),
     }

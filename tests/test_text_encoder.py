@@ -3,6 +3,7 @@
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -57,6 +58,32 @@ def t5(t5_folder):
 def minilm():
     pytest.importorskip(PACKAGE)
     return open_encoder(TextConfig("minilm", 384, 16))
+
+
+ODD = [
+    "",
+    "two bananas above a lemon.",
+    "Crème brûlée, naïve-café's #1!",
+    "яблоко",
+    "两个苹果 a",
+    "🍓 and 🍋",
+    "supercalifragilistic",
+]
+ODD += ["x" * 101, "a" * 60, "tab\tand\nline", "it's 50% off (really) <b>", "Ǆ ﬁ ½ ١٢ ẞ", "\u200d zero \ufeff width"]
+
+
+def test_minilm_without_transformers_is_the_same(minilm, monkeypatch):
+    monkeypatch.setattr("arpg.text.minilm.find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    ours = open_encoder(TextConfig("minilm", 384, 16))
+    assert type(ours.network).__module__ == "arpg.text.bert"
+    assert [ours.tokenizer(readable(p))["input_ids"] for p in ODD] == [
+        minilm.tokenizer(readable(p))["input_ids"] for p in ODD
+    ]
+    assert set(ours.tokenizer.all_special_ids) == set(minilm.tokenizer.all_special_ids)
+    prompts = [*ODD, " ".join(["two red apples"] * 20)]  # the last is cut
+    for a, b in zip(ours.states(prompts, batch_size=4), minilm.states(prompts), strict=True):
+        assert a.shape == b.shape
+        assert torch.allclose(a, b, atol=1e-4)
 
 
 def test_t5_states_are_those_of_the_padded_and_masked_network(t5):

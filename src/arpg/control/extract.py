@@ -5,6 +5,7 @@ Edges are white on black; near is white, far is black. Shapes: H W pixels.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from arpg.config import CONTROLS, one_of
-from arpg.control.depth import DepthModel, open_depth
+from arpg.control.depth import FILE, DepthModel, open_depth
 from arpg.errors import InputError, require
+from arpg.hub import home
 from arpg.image import Pixels, to_rgb
 
 KINDS = CONTROLS
@@ -36,6 +38,13 @@ def extract(kind: str, image: Image.Image, *, depth: DepthModel | str | Path | N
         return Image.fromarray(soft_edges(np.asarray(rgb)))
     model = depth if callable(depth) else open_depth(depth)
     return Image.fromarray(stretched(model(rgb)))
+
+
+def can_extract(kind: str) -> bool:
+    """Whether what the kind needs is here: OpenCV; for depth, ONNX Runtime and FastDepth in $ARPG_HOME."""
+    if kind == "depth":
+        return find_spec("onnxruntime") is not None and (home() / FILE).is_file()
+    return find_spec("cv2") is not None
 
 
 def ready_made(image: Image.Image) -> Image.Image:

@@ -129,6 +129,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"].startswith("json") or not where:
         return await _problem(request, Problem(400, "the body is not what was expected; send a JSON object"))
+    if where[0] == "control":  # a thing with fields of its own
+        where = [".".join(where[:2])]
     if first["type"] == "extra_forbidden":
         return await _problem(request, Problem(400, f"unknown field {where[0]!r}; see /openapi.json", param=where[0]))
     value = "" if first["type"] == "missing" else f" is {_short(first.get('input'))}"

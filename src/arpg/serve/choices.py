@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from arpg.config import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
 
 _ABOUT = {
@@ -40,6 +42,16 @@ _ABOUT = {
         "windows": "Every other token is kept, the rest is drawn window by window, at the trained size.",
     },
 }
+_KINDS = {
+    "canny": "Thin outlines, white on black.",
+    "soft": "Soft outlines, the stronger the whiter.",
+    "depth": "How near things are: near is white, far is black.",
+}
+
+
+def kinds(names: Sequence[str]) -> list[dict[str, str]]:
+    """Of condition images."""
+    return [{"name": name, "about": _KINDS[name]} for name in names]
 
 
 def choices() -> dict[str, list[dict[str, str]]]:

@@ -28,6 +28,7 @@ class Limits:
     steps: int = 1024
     side: int = 768  # pixels of a result, along its longer side
     prompt: int = 2000  # characters
+    strength: int = 10  # of a condition image
     pixels: int = 1 << 22  # of a picture that is sent
     bytes: int = 1 << 24  # of a request
 

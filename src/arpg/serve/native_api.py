@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 import arpg
+from arpg.control.extract import can_extract
 from arpg.serve.answers import EventStream, Named, encoded, json_response, result_of
-from arpg.serve.choices import choices
+from arpg.serve.choices import choices, kinds
 from arpg.serve.house import House
 from arpg.serve.jobs import Event, Job, Preview, Result
 from arpg.serve.orders import Ordered
@@ -24,11 +25,14 @@ from arpg.serve.schemas import (
     Edit,
     Error,
     Expand,
+    Extract,
+    Extracted,
     Generate,
     Info,
     Inpaint,
     Outpaint,
 )
+from arpg.serve.studio import png
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": Error, "description": "Something in the request is wrong; the message says what."},
@@ -92,6 +96,12 @@ def native_routes(house: House) -> APIRouter:
             "classes": config.num_classes,
             "takes": house.studies.takes,
             "prompt_tokens": None if config.text is None else config.text.max_tokens,
+            "control": None
+            if config.control is None
+            else {
+                "kinds": kinds(config.control.kinds),
+                "extracts": [kind for kind in config.control.kinds if can_extract(kind)],
+            },
             "image_size": (config.grid[1] * stride, config.grid[0] * stride),
             "grid": config.grid,
             "stride": stride,
@@ -147,6 +157,13 @@ def native_routes(house: House) -> APIRouter:
     async def expand(request: Request, body: Expand) -> Response:
         """A picture, or one that is drawn first, at a larger size."""
         return await draw(request, body, house.studies.expand)
+
+    @router.post("/condition", response_model=Extracted, responses=ERRORS)
+    async def condition(request: Request, body: Extract) -> Response:
+        """The edges or the depth of a picture, as a condition image of the model's size. Nothing is drawn."""
+        image, kind = await house.studio.aside(lambda: house.studies.extract(body))
+        made = {"png": encoded(png(image)), "kind": kind, "width": image.width, "height": image.height}
+        return json_response(made)
 
     return router
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from PIL import Image
 
-from arpg.config import WAYS
+from arpg.config import WAYS, ControlConfig
+from arpg.control.extract import can_extract
+from arpg.control.picture import Control
 from arpg.drawing import Drawing
 from arpg.errors import InputError
 from arpg.pipeline import Pipeline
 from arpg.serve.limits import Limits, decode_base64, read_picture
 from arpg.serve.problem import Problem
-from arpg.serve.schemas import Common, Edit, Expand, Generate, Inpaint, Outpaint, Sampling
+from arpg.serve.schemas import Common, ControlImage, Edit, Expand, Extract, Generate, Inpaint, Outpaint, Sampling
 
 Ordered = tuple[Drawing, dict[str, Any]]  # and what to tell about it, with the settings
 
@@ -42,7 +44,8 @@ class Studies:
         self.pipeline, self.name, self.limits = pipeline, name, limits
 
     def generate(self, body: Generate) -> Ordered:
-        return self.draw(self._subject(body, needed=True), self._options(body))
+        subject = self._subject(body, needed=body.control is None)
+        return self.draw(subject, self._options(body) | self._control(body.control, self.size))
 
     def draw(self, subject: Subject, options: dict[str, Any]) -> Ordered:
         return self._told("generate", subject, self.pipeline.generation(subject.class_, **subject.texts, **options))
@@ -50,7 +53,8 @@ class Studies:
     def inpaint(self, body: Inpaint) -> Ordered:
         subject = self._subject(body)
         image, mask = self._picture(body.image, "image"), self._picture(body.mask, "mask")
-        return self.fill(image, mask, subject, feather=body.feather, options=self._options(body))
+        options = self._options(body) | self._control(body.control, image.size)
+        return self.fill(image, mask, subject, feather=body.feather, options=options)
 
     def fill(
         self,
@@ -74,7 +78,7 @@ class Studies:
 
     def edit(self, body: Edit) -> Ordered:
         subject, image = self._subject(body, needed=True), self._picture(body.image, "image")
-        options = self._options(body)
+        options = self._options(body) | self._control(body.control, image.size)
         left, top, right, bottom = body.box
         box = (left, top, right, bottom)
         drawing = self.pipeline.editing(image, box, subject.class_, feather=body.feather, **subject.texts, **options)
@@ -86,13 +90,17 @@ class Studies:
         width, height = image.width + body.left + body.right, image.height + body.top + body.bottom
         if width * height > self.limits.pixels:
             raise Problem(400, f"the result would have {width}x{height} pixels; at most {self.limits.pixels} are made")
-        drawing = self.pipeline.outpainting(image, subject.class_, **sides, **subject.texts, **self._options(body))
+        options = self._options(body) | self._control(body.control, (width, height))
+        drawing = self.pipeline.outpainting(image, subject.class_, **sides, **subject.texts, **options)
         return self._told("outpaint", subject, drawing, **sides)
 
     def expand(self, body: Expand) -> Ordered:
         subject, way = self._subject(body, needed=body.image is None), body.way or WAYS[0]
         image = None if body.image is None else self._picture(body.image, "image")
-        return self.enlarge(image, subject, (body.size[0], body.size[1]), way=way, options=self._options(body))
+        size = (body.size[0], body.size[1])
+        self.limits.check_size(size, param="size")
+        options = self._options(body) | self._control(body.control, size)
+        return self.enlarge(image, subject, size, way=way, options=options)
 
     def enlarge(
         self,
@@ -106,6 +114,20 @@ class Studies:
         self.limits.check_size(size, param="size")
         drawing = self.pipeline.expansion(image, subject.class_, size=size, way=way, **subject.texts, **options)
         return self._told("expand", subject, drawing, size=list(size), way=way)
+
+    def extract(self, body: Extract) -> tuple[Image.Image, str]:
+        """What a picture shows of a kind, and the kind; without a size, as a new picture would follow it."""
+        given = ControlImage(image=body.image, kind=body.kind, strength=1.0, from_image=True)
+        size = self.size if body.size is None else (body.size[0], body.size[1])
+        self.limits.check_size(size, param="size")
+        control: Control = self._control(given, size, param="image")["control"]
+        return control.image, control.kind
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of what the model draws."""
+        (high, wide), stride = self.pipeline.model.config.grid, self.pipeline.tokenizer.config.stride
+        return wide * stride, high * stride
 
     @property
     def takes(self) -> Literal["class", "text"]:
@@ -173,6 +195,33 @@ class Studies:
     def _options(self, body: Common) -> dict[str, Any]:
         return self.options(body, num=body.num, seed=body.seed, best_of=body.best_of)
 
+    def _control(self, given: ControlImage | None, size: tuple[int, int], *, param: str = "control") -> dict[str, Any]:
+        """The option `control`, where there is one. What is taken from a picture is taken at the size given."""
+        if given is None:
+            return {}
+        config: ControlConfig | None = self.pipeline.model.config.control
+        if config is None:
+            raise Problem(
+                400,
+                f"{param} is given, but the model takes no condition images; leave it out",
+                param=param,
+                code="no_control",
+            )
+        kind = cast(str, given.kind or config.kinds[0])
+        if kind not in config.kinds:
+            raise Problem(400, f"kind is {kind!r}; the model takes {', '.join(config.kinds)}", param=param)
+        if not given.from_image:
+            image = read_picture(decode_base64(given.image, param=param), self.limits, param=param, alpha=True)
+            return {"control": Control(image, kind, given.strength)}
+        if not can_extract(kind):
+            raise Problem(
+                400,
+                f"this server cannot take {kind} from a picture; send a ready-made condition image",
+                param=param,
+                code="no_extractor",
+            )
+        return {"control": Control.of(self._picture(given.image, param), kind, given.strength, size=size)}
+
     def _picture(self, text: str, param: str) -> Image.Image:
         return read_picture(decode_base64(text, param=param), self.limits, param=param)
 
@@ -185,6 +234,8 @@ class Studies:
                 400, f"the result would have {tokens} tokens; at most {most} are drawn, ask for a smaller size"
             )
         shown = {"prompt": subject.prompt, **subject.texts} if self.takes == "text" else {"class": subject.class_}
+        for control in drawing.wanted.controls:
+            more["control"] = {"kind": control.kind, "strength": control.strength}
         return drawing, {"model": self.name, "task": task, **shown, **more}
 
 

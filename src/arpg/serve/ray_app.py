@@ -34,7 +34,13 @@ NAME = "arpg"
 PAINTER = "Painter"
 TRIES = 8
 TASKS = ("generate", "inpaint", "edit", "outpaint", "expand")
-ROUTES = {"/v1/images/generations", "/v1/images/edits", "/v1/models", *(f"/v1/arpg/{task}" for task in TASKS)}
+ROUTES = {
+    "/v1/arpg/condition",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/models",
+    *(f"/v1/arpg/{task}" for task in TASKS),
+}
 PASSED = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
 
 

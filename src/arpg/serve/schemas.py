@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from arpg.config import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
+from arpg.config import ATTENTIONS, CONTROLS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
 from arpg.serve.limits import Limits
 
 MOST = Limits()  # what the schema promises; a server may be told to take less
@@ -20,6 +20,7 @@ GuidanceSchedule: TypeAlias = Literal[GUIDANCE_SCHEDULES]  # type: ignore[valid-
 Attention: TypeAlias = Literal[ATTENTIONS]  # type: ignore[valid-type]
 Decode: TypeAlias = Literal[DECODES]  # type: ignore[valid-type]
 WayName: TypeAlias = Literal[WAYS]  # type: ignore[valid-type]
+Kind: TypeAlias = Literal[CONTROLS]  # type: ignore[valid-type]
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 ClassName = Annotated[str, Field(max_length=200)] | int
@@ -57,10 +58,20 @@ class Sampling(Strict):
         return {name: value for name, value in values.items() if value is not None}
 
 
+class ControlImage(Strict):
+    """A condition image: edges are white on black, near is white and far is black."""
+
+    image: Base64
+    kind: Kind | None = Field(None, description="One of the model's; null: its first.")
+    strength: Annotated[float, Field(ge=0, le=MOST.strength)] = Field(1.0, description="0: no control; 1: as trained.")
+    from_image: bool = Field(False, description="The image is a picture, of which edges or depth are taken.")
+
+
 class Common(Sampling):
     class_: ClassField = None
     prompt: Text | None = Field(None, description="Instead of a class, where the model takes text.")
     negative: Text | None = Field(None, description="A prompt that guidance leads away from.")
+    control: ControlImage | None = Field(None, description="What it shall follow, where the model takes such images.")
     num: int = Field(1, ge=1, le=MOST.images, description="How many images.")
     seed: Seed | None = Field(0, description="Image i has seed + i * best_of; null: a random one, told in the answer.")
     best_of: int = Field(1, ge=1, le=MOST.best_of, description="Draw so many of each, keep the most likely.")
@@ -117,6 +128,24 @@ class Expand(Common):
     way: WayName | None = Field(None, description="How the larger grid is filled.")
 
 
+class Extract(Strict):
+    """What a picture shows of a kind: its middle, of the shape and size that are asked for."""
+
+    model_config = _example({"image": TINY_PNG, "kind": "canny"})
+    image: Base64
+    kind: Kind | None = Field(None, description="One of the model's; null: its first.")
+    size: Annotated[list[Annotated[int, Field(ge=1, le=MOST.side)]], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="Width, height; null: the model's."
+    )
+
+
+class Extracted(BaseModel):
+    png: str = Field(description="Base64; grey.")
+    kind: str
+    width: int
+    height: int
+
+
 class Picture(BaseModel):
     png: str = Field(description="Base64; its text chunk `arpg` holds the settings.")
     seed: int
@@ -165,12 +194,18 @@ class Classes(BaseModel):
     thumbnails: Thumbnails | None
 
 
+class ControlInfo(BaseModel):
+    kinds: list[Choice]
+    extracts: list[str] = Field(description="The kinds that this server can take from a picture.")
+
+
 class Info(BaseModel):
     model: str
     version: str
     classes: int
     takes: Literal["class", "text"]
     prompt_tokens: int | None = Field(description="What is beyond so many tokens of a prompt is cut; null: classes.")
+    control: ControlInfo | None = Field(description="The condition images that the model takes; null: none.")
     image_size: tuple[int, int]
     grid: tuple[int, int]
     stride: int

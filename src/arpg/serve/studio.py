@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -11,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from PIL import Image, PngImagePlugin
@@ -31,6 +32,7 @@ from arpg.tokenizer import VQTokenizer
 
 log = logging.getLogger(__name__)
 Build = Callable[[], tuple[Drawing, dict[str, Any]]]  # checks what was asked; also gives what to tell about it
+T = TypeVar("T")
 
 UNREAD = 8  # previews that a slow reader may have waiting
 LAG = 2.0  # seconds that previews may be behind; beyond that some steps are left out
@@ -75,6 +77,13 @@ class Studio:
     def start(self, job: Job, build: Build) -> None:
         """Draw what `build` makes; it is called in another thread."""
         self._do(self._preparing, job, lambda: _JobRun(self, job, *build()).next_request())
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Something that belongs to no job, in one of the threads that prepare them."""
+        try:
+            return await asyncio.wrap_future(self._preparing.submit(work))
+        except InputError as error:
+            raise wrong(error) from None
 
     def paint(self, job: Job, work: Callable[[], None]) -> None:
         """Make pictures of what a job has so far, in another thread."""

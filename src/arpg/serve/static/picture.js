@@ -88,7 +88,7 @@ export function onIncoming(open, veil) {
     if (!hasFiles(event)) return;
     event.preventDefault();
     leave();
-    if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]);
+    if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0], event.target);
   });
   addEventListener("paste", (event) => {
     const file = [...(event.clipboardData?.files || [])].find((item) => item.type.startsWith("image/"));

@@ -8,7 +8,7 @@ export class NotYet extends Error {
   }
 }
 
-/** The body without pictures; `image` and `mask` are there as "" where the job has them. */
+/** The body without pictures; `image`, `mask` and `control.image` are there as "" where the job has them. */
 export function makeBody(form) {
   const { task, takes, settings } = form;
   const subject = form.fits && canFit(form) ? null : form.subject;
@@ -20,6 +20,7 @@ export function makeBody(form) {
   if (task === "expand") Object.assign(body, { size: form.size, ...(form.way ? { way: form.way } : {}) });
   body[takes === "text" ? "prompt" : "class"] = subject;
   if (takes === "text" && subject !== null && form.negative) body.negative = form.negative;
+  if (form.control) body.control = { ...form.control };
   if ((task === "inpaint" || task === "edit") && form.feather) body.feather = form.feather;
   const given = { ...settings };
   if (given.top_k === 0) delete given.top_k;
@@ -29,8 +30,9 @@ export function makeBody(form) {
 export const takesPicture = ({ task, from }) =>
   task === "inpaint" || task === "edit" || task === "outpaint" || (task === "expand" && from === "picture");
 
-/** Where the picture may decide what fits, no class is needed. */
-export const canFit = ({ task, from }) => task === "inpaint" || task === "outpaint" || (task === "expand" && from === "picture");
+/** Where the picture or a condition image may decide what fits, no class is needed. */
+export const canFit = ({ task, from, control }) =>
+  task === "inpaint" || task === "outpaint" || (task === "expand" && from === "picture") || (task === "generate" && Boolean(control));
 
 export function check(form, { hasPicture, maskShare }) {
   if (takesPicture(form) && !hasPicture) throw new NotYet("There is no picture yet: generate one, or open one of yours.", "file");

@@ -14,7 +14,7 @@ export const shellQuote = (text) =>
   /^[\w@%+=:,./-]+$/.test(text) ? text : `'${String(text).replaceAll("'", "'\\''")}'`;
 
 export function commandLine({ task, body, model }) {
-  const parts = ["arpg", task];
+  const parts = ["arpg", task === "generate" && body.control ? "control" : task];
   const add = (flag, value) => parts.push(`--${flag}`, shellQuote(String(value)));
   if ("image" in body && body.image !== null) parts.push("picture.png");
   if ("mask" in body) parts.push("--mask", "mask.png");
@@ -25,6 +25,11 @@ export function commandLine({ task, body, model }) {
   if (body.prompt != null) add("prompt", body.prompt);
   if (body.negative != null) add("negative", body.negative);
   if (body.class != null) add("class", body.class);
+  if (body.control) {
+    parts.push("--condition", "condition.png");
+    add("kind", body.control.kind);
+    if (body.control.strength !== 1) add("strength", body.control.strength);
+  }
   if (body.feather) add("feather", body.feather);
   if (model !== "garden") add("model", model);
   for (const name of SETTINGS) if (body[name] != null) add(name.replaceAll("_", "-"), body[name]);
@@ -45,12 +50,16 @@ export function python({ task, body, model }) {
   if (body.size) named.push(`size=${literal(body.size)}`);
   if (body.way) named.push(`way=${literal(body.way)}`);
   if (body.feather) named.push(`feather=${body.feather}`);
+  if (body.control) {
+    const { kind, strength } = body.control;
+    named.push(`control=Control(Image.open("condition.png"), ${literal(kind)}, ${strength})`);
+  }
   named.push(`num_images=${body.num}`, `seed=${body.seed}`);
   for (const name of SETTINGS) if (body[name] != null) named.push(`${name}=${literal(body[name])}`);
   const name = target({ task, body });
   return [
-    ...(body.image != null ? ["from PIL import Image", ""] : []),
-    "from arpg import Pipeline",
+    ...(body.image != null || body.control ? ["from PIL import Image", ""] : []),
+    `from arpg import ${body.control ? "Control, " : ""}Pipeline`,
     "",
     `pipe = Pipeline.from_pretrained(${JSON.stringify(model)})`,
     `images = pipe.${task}(${[...positional, ...named].join(", ")})`,
@@ -68,11 +77,17 @@ export function curl({ task, body, origin, key }) {
     body.num > 1
       ? `jq -r '.images[].png' | (i=0; while read -r png; do echo "$png" | base64 -d > ${name}-$i.png; i=$((i+1)); done)`
       : `jq -r '.images[0].png' | base64 -d > ${name}.png`;
-  if (body.image == null) return `${head.join(" ")} -d ${shellQuote(JSON.stringify(body))} | ${write}`;
+  if (body.image == null && !body.control) return `${head.join(" ")} -d ${shellQuote(JSON.stringify(body))} | ${write}`;
   // Pictures are too long for an argument; a here-document is not, and the shell fills them in.
-  const text = JSON.stringify({ ...body, image: "@image", ...("mask" in body ? { mask: "@mask" } : {}) })
+  const files = {
+    ...(body.image != null ? { image: "@image" } : {}),
+    ...("mask" in body ? { mask: "@mask" } : {}),
+    ...(body.control ? { control: { ...body.control, image: "@control" } } : {}),
+  };
+  const text = JSON.stringify({ ...body, ...files })
     .replace(/[\\$`]/g, "\\$&")
     .replace('"@image"', '"$(base64 < picture.png | tr -d \'\\n\')"')
+    .replace('"@control"', '"$(base64 < condition.png | tr -d \'\\n\')"')
     .replace('"@mask"', '"$(base64 < mask.png | tr -d \'\\n\')"');
   return `${head.join(" ")} -d @- <<END | ${write}\n${text}\nEND`;
 }

@@ -1,0 +1,79 @@
+"""The gallery's pictures of prompts: what works, what does not, and prompts that training never saw, uncurated.
+
+Usage: python examples/text_gallery.py MODEL [--out docs/images/gallery]
+
+All seeds are 0 and counted on, nothing is chosen.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from arpg import Pipeline
+from arpg.evaluation.text_score import held_out_questions
+from arpg.image import sheet
+
+GOOD = (
+    "a strawberry to the left of a green apple",
+    "two bananas above a lemon on a blue background",
+    "a smiling cat emoji",
+    "three purple stars on a yellow background",
+    "a red car and a blue key",
+    "a rocket above a house on a purple background",
+    "a penguin with an umbrella on a gray background",
+    "🍓 and 🍋",
+)
+BAD = (  # outside of what scenes and captions have
+    "a photograph of a crowded street at night",
+    "seven apples in a row",
+    "a banana that is not yellow",
+    "a cat riding a bicycle",
+    "the word HELLO",
+    "an apple inside a glass bottle",
+    "das Haus am See",
+    "",
+)
+NEGATIVE = ("a lemon", None, "a gray background", "a yellow background")  # the same prompt, led away from each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, default=Path("docs/images/gallery"))
+    parser.add_argument("--num", type=int, default=48, help="Pictures of the uncurated sheet.")
+    options = parser.parse_args()
+    write(Pipeline.from_pretrained(options.model, device="cpu"), options.out, num=options.num)
+
+
+def write(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
+    """All pictures, as WebP; their paths."""
+    questions = held_out_questions(max(1, num // 6))
+    unseen = [q.task.prompt for q in questions[:: max(1, len(questions) // num)]][:num]
+    made = {
+        "text-good": rows(pipe, GOOD),
+        "text-bad": rows(pipe, BAD),
+        "text-negative": negatives(pipe),
+        "text-uncurated": sheet(pipe.generate(prompt=unseen, seed=0), columns=8, captions=unseen),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in made.items():
+        picture.save(folder / f"{name}.webp", quality=85, method=6)
+    return [folder / f"{name}.webp" for name in made]
+
+
+def rows(pipe: Pipeline, prompts: Sequence[str], each: int = 2) -> Image.Image:
+    """So many pictures of each prompt, side by side."""
+    made = pipe.generate(prompt=list(prompts), num_images=each, seed=0)
+    return sheet(made, columns=4 * each, captions=[prompt or "(nothing)" for prompt in prompts for _ in range(each)])
+
+
+def negatives(pipe: Pipeline, prompt: str = "a fruit on a background") -> Image.Image:
+    """One prompt and seed, led away from different things."""
+    made = [pipe.generate(prompt=prompt, negative=text, seed=0)[0] for text in NEGATIVE]
+    return sheet(made, columns=len(made), captions=[f"{prompt}, not: {text or '-'}" for text in NEGATIVE])
+
+
+if __name__ == "__main__":
+    main()
