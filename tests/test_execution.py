@@ -1,12 +1,14 @@
 """The loop eagerly, compiled and from CUDA graphs: the same tokens, also from threads, after errors and many times."""
 
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 
 from arpg import SamplingSettings, make_plan, tasks
-from arpg.decode import Engine, decode
+from arpg.decode import Engine, decode, execution
+from arpg.decode.engine import run
 from arpg.errors import InputError
 from conftest import small_model
 
@@ -148,3 +150,53 @@ class TestGraphs:
             assert len(engine.recordings) == 1
         case = make(model, 2, first=4)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
+
+
+class Fake:
+    """A recording that a CPU can make: it runs the loop."""
+
+    made: ClassVar = []
+
+    def __init__(self, model, inputs, way, settings):
+        self.busy, self.bytes, self.args = threading.Lock(), 10, (model, settings)
+        self.made.append(len(inputs.ids_BN))
+
+    def replay(self, inputs, way):
+        return run(self.args[0], inputs, way, self.args[1])
+
+
+@pytest.fixture
+def engine(model, monkeypatch):
+    """An engine that records, with fakes."""
+    monkeypatch.setattr(execution, "Recording", Fake)
+    monkeypatch.setattr(Fake, "made", [])
+    made = Engine(model, memory=25)
+    made.mode = "graph"
+    return made
+
+
+def test_a_shape_is_recorded_when_it_comes_again(engine, model):
+    for first in (0, 10, 20):
+        case = make(model, 5, first=first)
+        assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
+    assert Fake.made == [6]  # filled up
+    for batch in (1, 2, 1, 2, 5, 6):  # room for two recordings; the oldest goes
+        list(engine.decode(*make(model, batch)))
+    assert Fake.made == [6, 1, 2, 6]
+    engine.forget()
+    assert not engine.recordings
+
+
+def test_what_is_too_large_runs_eagerly(engine, model, monkeypatch, caplog):
+    tries = []
+
+    def fail(*_):
+        tries.append(1)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(execution, "Recording", fail)
+    for first in (0, 10, 20):
+        case = make(model, 2, first=first)
+        assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
+    assert tries == [1]  # not again and again
+    assert "too large to be recorded" in caplog.text

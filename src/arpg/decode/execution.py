@@ -18,13 +18,14 @@ from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.recording import Recording, Shape, shape_of
 from arpg.decode.request import Request
-from arpg.decode.start import read
+from arpg.decode.start import Inputs, read
 from arpg.errors import require
 from arpg.model import ARPG
 
 log = logging.getLogger(__name__)
 
 _BATCHES = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # that recordings are made for
+_REMEMBERED = 4096  # shapes that are counted
 _SHARE = 0.25  # of the GPU's memory that recordings may hold together
 
 
@@ -55,6 +56,7 @@ class Engine:
         self.memory = memory or 0
         self.recordings: OrderedDict[Shape, Recording] = OrderedDict()
         self._seen: Counter[Shape] = Counter()
+        self._too_large: set[Shape] = set()
         self._lock = threading.Lock()
 
     def decode(self, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
@@ -75,7 +77,7 @@ class Engine:
         recording = self._borrow(shape)
         if recording is None and self._worth(shape):
             list(run(self.model, inputs, Planned(request, plan, self.model.device), settings))  # compiles kernels
-            recording = self._record(shape, Recording(self.model, inputs, way, settings))
+            recording = self._record(shape, inputs, Planned(request, plan, self.model.device), settings)
         steps = run(self.model, inputs, way, settings) if recording is None else recording.replay(inputs, way)
         try:
             for step in steps:
@@ -101,12 +103,21 @@ class Engine:
 
     def _worth(self, shape: Shape) -> bool:
         with self._lock:
+            if len(self._seen) > _REMEMBERED:
+                self._seen.clear()
             self._seen[shape] += 1
             often = self._seen[shape] > (1 if self.eagerly_first else 0)
-            return often and shape not in self.recordings
+            return often and shape not in self.recordings and shape not in self._too_large
 
-    def _record(self, shape: Shape, recording: Recording) -> Recording:
-        """Keep it, and let others go where there is not enough memory for all."""
+    def _record(self, shape: Shape, inputs: Inputs, way: Planned, settings: SamplingSettings) -> Recording | None:
+        """Keep it, and let others go where there is not enough memory for all; None where it does not fit alone."""
+        try:
+            recording = Recording(self.model, inputs, way, settings)
+        except torch.OutOfMemoryError:
+            log.warning("a generation of %d images is too large to be recorded; it runs eagerly", len(inputs.ids_BN))
+            self.forget()
+            self._too_large.add(shape)
+            return None
         recording.busy.acquire()
         with self._lock:
             self.recordings[shape] = recording
