@@ -5,8 +5,6 @@ Shapes: B batch, C channels, HW pixels, K classes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 
 from arpg.errors import InputError, require
 from arpg.evaluation.judge_folder import load_judge, save_judge
+from arpg.evaluation.judge_training import Progress, fit, in_half, seeded
 from arpg.image import Pixels, check_pixels, to_images
 
 SMALLEST = 64  # pixels: four halvings leave a map worth averaging
@@ -111,7 +110,7 @@ def train_classifier(
     seed: int = 0,
     weights: NDArray[np.floating[Any]] | None = None,
     compiled: bool = False,
-    progress: Callable[[int, float], None] | None = None,
+    progress: Progress = None,
 ) -> Classifier:
     """AdamW with a warm-up and a cosine, label smoothing 0.1, images drawn in proportion to `weights`.
 
@@ -124,14 +123,8 @@ def train_classifier(
         good = weights.shape == labels.shape and bool(np.isfinite(weights).all() and (weights >= 0).all())
         require(good and weights.sum() > 0, f"weights must be {len(labels)} numbers of 0 or more, one per image")
     device = torch.device(device)
-    cuda = device.type == "cuda"
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        classifier = Classifier(ClassifierConfig(num_classes, width))
-    classifier.to(device).train()
-    forward = torch.compile(classifier) if compiled and cuda else classifier
-    optimizer = torch.optim.AdamW(classifier.parameters(), lr=lr, weight_decay=0.05, fused=cuda)
+    classifier = seeded(lambda: Classifier(ClassifierConfig(num_classes, width)), seed).to(device)
+    forward = torch.compile(classifier) if compiled and device.type == "cuda" else classifier
 
     # All draws are made before the loop and on the CPU, so a seed means the same on every device and nothing waits.
     generator = torch.Generator().manual_seed(seed)
@@ -142,21 +135,14 @@ def train_classifier(
     all_pixels = torch.from_numpy(np.array(pixels)).to(device)
     all_labels = torch.from_numpy(np.array(labels, dtype=np.int64)).to(device)
 
-    warmup = max(1, steps // 10)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    def loss(step: int) -> Tensor:
         chosen = picks_TB[step]
         image_B3HW = augment(to_images(all_pixels[chosen]), draws_TBA[step])
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+        with in_half(device):
             logits_BK = forward(image_B3HW)
-        loss = F.cross_entropy(logits_BK.float(), all_labels[chosen], label_smoothing=0.1)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        if progress is not None and ((step + 1) % 50 == 0 or step + 1 == steps):
-            progress(step + 1, loss.item())
-    return classifier.eval()
+        return F.cross_entropy(logits_BK.float(), all_labels[chosen], label_smoothing=0.1)
+
+    return fit(classifier, loss, steps=steps, lr=lr, warmup=0.1, weight_decay=0.05, progress=progress)
 
 
 def augment(image_B3HW: Tensor, draws_BA: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Shapes: B batch, n scenes, H W pixels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.control.extract import depth_map
@@ -22,6 +22,7 @@ from arpg.evaluation.bootstrap import bootstrap
 from arpg.evaluation.depth_judge import Depth, DepthJudge, DepthJudgeConfig, rmse
 from arpg.evaluation.detector_scenes import draw_parts
 from arpg.evaluation.detector_training import spoil
+from arpg.evaluation.judge_training import Progress, fit, in_half, seeded
 from arpg.image import Pixels, to_images
 
 
@@ -76,42 +77,31 @@ def train_depth_judge(
     batch_size: int = 256,
     lr: float = 2e-3,
     seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
+    progress: Progress = None,
 ) -> DepthJudge:
     """AdamW with a warm-up and a cosine; flips, colour jitter, blur and noise.
 
     The loss is cross-entropy with the depth as a share: like that of squares its least is at the mean, and its gradient
     does not vanish at 0 and 1.
     """
-    require(steps >= 1 and batch_size >= 1, f"steps is {steps}, batch_size {batch_size}; expected 1 or more of each")
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     device = torch.device(device)
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        judge = DepthJudge(config).to(device).train()
-    optimizer = torch.optim.AdamW(judge.parameters(), lr=lr, weight_decay=0.02, fused=cuda)
+    judge = seeded(lambda: DepthJudge(config), seed).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     pixels, near = torch.from_numpy(scenes.pixels_nHW3).to(device), torch.from_numpy(scenes.near_nHW).to(device)
-    warmup = max(1, steps // 20)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+    def loss(step: int) -> Tensor:
         pick = torch.randint(len(scenes), (batch_size,), generator=generator, device=device)
         image, depth = to_images(pixels[pick]), 1 - near[pick].float() / 255
         flip = torch.rand(batch_size, 1, 1, generator=generator, device=device) < 0.5
         image = torch.where(flip[:, None], image.flip(3), image)
         depth = torch.where(flip, depth.flip(2), depth)
         image = spoil(image, generator).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+        with in_half(device):
             logits = judge(image)
-        loss = F.binary_cross_entropy_with_logits(logits.float(), depth)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(judge.parameters(), 5.0)
-        optimizer.step()
-        if progress is not None and ((step + 1) % 50 == 0 or step + 1 == steps):
-            progress(step + 1, loss.item())
-    return judge.eval()
+        return F.binary_cross_entropy_with_logits(logits.float(), depth)
+
+    return fit(judge, loss, steps=steps, lr=lr, warmup=0.05, weight_decay=0.02, clip=5.0, progress=progress)
 
 
 def depth_error(judge: DepthJudge, scenes: DepthScenes) -> dict[str, Any]:

@@ -6,8 +6,7 @@ Shapes: B batch, O objects of a scene (filled up with -1), K kinds, C colours, h
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from arpg.data.composer import Scene
 from arpg.errors import require
 from arpg.evaluation.detector import STRIDE, Detector, DetectorConfig, Maps
+from arpg.evaluation.judge_training import Progress, fit, in_half, seeded
 from arpg.image import to_images
 
 MOST = 4  # objects of a scene
@@ -59,38 +59,24 @@ def train_detector(
     batch_size: int = 256,
     lr: float = 2e-3,
     seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
+    progress: Progress = None,
 ) -> Detector:
     """AdamW with a warm-up and a cosine; flips, colour jitter, blur and noise."""
-    require(steps >= 1 and batch_size >= 1, f"steps is {steps}, batch_size {batch_size}; expected 1 or more of each")
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     device = torch.device(device)
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        detector = Detector(config).to(device).train()
-    optimizer = torch.optim.AdamW(detector.parameters(), lr=lr, weight_decay=0.02, fused=cuda)
+    detector = seeded(lambda: Detector(config), seed).to(device)
     generator = torch.Generator(device).manual_seed(seed)
-    pixels = torch.from_numpy(scenes.pixels_nHW3)
+    pixels = torch.from_numpy(scenes.pixels_nHW3).to(device)
     kind, colour, box = (torch.from_numpy(a).to(device) for a in (scenes.kind_nO, scenes.colour_nO, scenes.box_nO4))
-    if cuda:
-        pixels = pixels.to(device)
-    warmup = max(1, steps // 20)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+    def loss(step: int) -> Tensor:
         pick = torch.randint(len(scenes), (batch_size,), generator=generator, device=device)
-        image = to_images(pixels[pick.to(pixels.device)], device)
-        image, boxes = _augment(image, box[pick], generator)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+        image, boxes = _augment(to_images(pixels[pick]), box[pick], generator)
+        with in_half(device):
             maps = detector(image.contiguous(memory_format=torch.channels_last))
-        loss = detection_loss(Maps(*(m.float() for m in maps)), kind[pick], colour[pick], boxes)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(detector.parameters(), 5.0)
-        optimizer.step()
-        if progress is not None and ((step + 1) % 50 == 0 or step + 1 == steps):
-            progress(step + 1, loss.item())
-    return detector.eval()
+        return detection_loss(Maps(*(m.float() for m in maps)), kind[pick], colour[pick], boxes)
+
+    return fit(detector, loss, steps=steps, lr=lr, warmup=0.05, weight_decay=0.02, clip=5.0, progress=progress)
 
 
 def calibrate(detector: Detector, scenes: Scenes) -> Detector:
