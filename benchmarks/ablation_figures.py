@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_lines import ORDER_STEPS, SEARCH, STEPS, Measured, final, matching, of_order
+from ablation_lines import ORDER_STEPS, SEARCH, STEPS, Measured, comparable, final, matching, of_order
 
 from arpg.config import ORDERS
 from arpg.evaluation.results import Line
@@ -33,7 +33,7 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
         attention: [line for steps in sorted(STEPS) if (line := final(lines, steps=steps, attention=attention))]
         for attention in ("block", "causal")
     }
-    if any(found.values()):
+    if comparable(lines):
         for name, label in (("steps", "steps"), ("speed", "images/s")):
             places = {
                 attention: [(x, line) for line in of if (x := _place(measured, line, name))]
@@ -66,13 +66,16 @@ def draw(measured: Measured, folder: Path) -> list[Path]:
     orders = {
         steps: {order: line for order in ORDERS if (line := of_order(lines, order, steps))} for steps in ORDER_STEPS
     }
-    if any(orders.values()):
+    if len({order for of in orders.values() for order in of}) > 1:
         axes = axes_of("orders", "")
         width = 0.8 / len(ORDER_STEPS)
         for k, steps in enumerate(sorted(ORDER_STEPS)):
             of = list(orders[steps].values())
             x = [ORDERS.index(order) + (k - 1) * width for order in orders[steps]]
-            axes.bar(x, [line["fid"] for line in of], width, yerr=_errors(of) if of else None, label=f"{steps} steps")
+            if of:
+                axes.bar(
+                    x, [line["fid"] for line in of], width, yerr=_errors(of), color=f"C{k}", label=f"{steps} steps"
+                )
         axes.set_xticks(range(len(ORDERS)), ORDERS, rotation=20)
         axes.legend()
     written = []

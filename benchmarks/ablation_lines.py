@@ -86,3 +86,9 @@ def of_order(lines: Sequence[Line], order: str, steps: int) -> Line | None:
         return None
     guidance = lowest(searched)["settings"]["guidance"]
     return next(iter(matching(lines, FINAL, order=order, steps=steps, guidance=guidance)), None)
+
+
+def comparable(lines: Sequence[Line]) -> bool:
+    """Whether block-wise and causal attention can be compared over steps: both are there for two numbers of steps."""
+    both = [all(final(lines, steps=steps, attention=a) for a in ("block", "causal")) for steps in STEPS]
+    return sum(both) >= 2

@@ -25,6 +25,7 @@ from ablation_lines import (
     SPEED_STEPS,
     STEPS,
     Measured,
+    comparable,
     final,
     matching,
     of_order,
@@ -72,7 +73,7 @@ def _conditions(measured: Measured) -> str:
     if speed:
         text += (
             f"Speed: {speed['device']}, torch {speed['torch']}, {speed['precision']}, {speed['batches timed']} batches "
-            f"of {speed['batch size']} after one that warms up.\n"
+            f"of {speed['batch size']} after three that warm up or are recorded.\n"
         )
     return text or NOTHING
 
@@ -142,9 +143,10 @@ def _steps(measured: Measured) -> str:
                 scale = f"{line['settings']['guidance']:g}"
                 rows.append([steps, attention, scale, *_numbers(line), _rate(measured, line["settings"])])
     header = ["steps", "attention", "best guidance", *TITLES, "images/s"]
-    figures = [("FID over steps", "steps"), ("FID over guidance", "guidance")]
-    if measured.speed["lines"]:
-        figures.insert(1, ("FID over images per second", "speed"))
+    figures = [("FID over guidance", "guidance")]
+    if comparable(measured.lines):
+        speed = [("FID over images per second", "speed")] if measured.speed["lines"] else []
+        figures = [("FID over steps", "steps"), *speed, *figures]
     return markdown(header, rows) + "".join(_figure(*each) for each in figures) if rows else NOTHING
 
 
@@ -173,7 +175,8 @@ def _orders(measured: Measured) -> str:
             rate = _rate(measured, {**PLAIN, "order": order, "steps": SPEED_STEPS})
             rows.append([order, *cells, rate])
     header = ["order", *(f"{steps} steps" for steps in sorted(ORDER_STEPS)), f"images/s, {SPEED_STEPS} steps"]
-    return markdown(header, rows) + _figure("FID by order", "orders") if rows else NOTHING
+    figure = _figure("FID by order", "orders") if len(rows) > 1 else ""
+    return markdown(header, rows) + figure if rows else NOTHING
 
 
 def _rows(measured: Measured, axis: str, values: Sequence[str]) -> str:

@@ -80,13 +80,21 @@ def test_tables():
     about = {"defaults": next(x["settings"] for x in lines if x["num"] == 5000)}
     about |= dict.fromkeys(("device", "torch", "precision", "batch size", "reference", "inception"), "x")
     parts = ablation_report.tables(Measured(lines, baselines, about, fake_speed()))
-    assert "Speed: abacus, torch 2, float32, 2 batches of 5 after one that warms up.\n" in parts["conditions"]
+    assert (
+        "Speed: abacus, torch 2, float32, 2 batches of 5 after three that warm up or are recorded.\n"
+        in parts["conditions"]
+    )
     assert parts["baselines"].splitlines()[2:] == [
         "| real | 9 | 1.00 |  |  | 0.700 |  |",
         "| samples, all defaults (12 steps, guidance 3) | 5000 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 |",
     ]
     for name in ("steps", "speed"):
         assert f"](images/ablations-{name}.png)" in parts["steps"]
+    assert "ablations-orders.png" in parts["orders"]
+    some = [x for x in lines if x["settings"]["order"] == "random" and x["settings"]["steps"] == 12]
+    alone = ablation_report.tables(Measured(some, baselines, about, fake_speed()))
+    assert "ablations-steps.png" not in alone["steps"]  # one number of steps and one order: nothing to compare
+    assert "ablations-orders.png" not in alone["orders"]
     rows = parts["steps"].splitlines()[2:]
     assert rows[0] == "| 12 | block | 3 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 | 83 |"
     assert rows[1] == "| 12 | causal | 5 | 13.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 |  |"
