@@ -5,6 +5,7 @@
 
 `pack` gathers what `run` needs where nothing can be installed: the frames that the composer takes, and MiniLM in half
 precision with the words that captions have. `run` goes on where it stopped; training is stopped in time and resumed.
+`--stages` names some stages: the judge can learn beside the composing, which leaves a GPU idle.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from arpg.train.recipe import ModelRecipe, read_recipe
 
 log = logging.getLogger("garden-text")
 WORDS = "embeddings.word_embeddings.weight"
+STAGES = ("compose", "embed", "judge", "train", "score")
 NEEDS = {"judge": 150.0, "score": 120.0}  # seconds on a GPU, of what cannot be interrupted
 SPECIAL = 1000  # MiniLM's first ids: padding, special and unused tokens
 SHOWN = (
@@ -80,6 +82,7 @@ def main() -> None:
     pack.add_argument("--out", type=Path, required=True)
     run = verbs.add_parser("run")
     run.add_argument("--parts", type=Path, required=True)
+    run.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
     run.add_argument("--recipe", type=Path, default=Path("recipes/garden-text.toml"))
     run.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
     run.add_argument("--work", type=Path, required=True, help="Scenes, snapshots, images; kept between calls.")
@@ -164,12 +167,12 @@ class Run:
         self.recipe = read_recipe(options.recipe, ModelRecipe, [*own, *options.set])
         assert self.recipe.model.text is not None
         self.text: TextConfig = self.recipe.model.text
-        self.judge = self.results / "judge"
+        self.judge_folder = self.results / "judge"
         self.processes = 0 if options.scenes < 2000 else len(os.sched_getaffinity(0))
 
     def go(self) -> None:
-        steps = (self.compose, self.embed, self.train_judge, self.train, self.score)
-        go({step.__name__: step for step in steps}, self.deadline, self.results, self.options.ship)
+        steps = {name: getattr(self, name) for name in STAGES if name in self.options.stages}
+        go(steps, self.deadline, self.results, self.options.ship)
 
     def compose(self) -> bool:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
@@ -187,8 +190,8 @@ class Run:
             write_text_states(open_tokens(self.work / "scenes" / split), self.text, encoder, batch_size=1024)
         return True
 
-    def train_judge(self) -> bool:
-        if (self.judge / "detector.json").exists():
+    def judge(self) -> bool:
+        if (self.judge_folder / "detector.json").exists():
             return True
         if time.monotonic() + NEEDS["judge"] > self.deadline:
             return False
@@ -205,7 +208,7 @@ class Run:
         most = ceiling(held_out_questions(options.per_task), Composer(*self.sets["test"]), detector)
         log.info("the judge on unseen real scenes, threshold %.2f: %s", detector.config.threshold, _short(most))
         (self.results / "ceiling.json").write_text(json.dumps(most, indent=1) + "\n")
-        detector.save(self.judge)
+        detector.save(self.judge_folder)
         return True
 
     def train(self) -> bool:
@@ -231,7 +234,7 @@ class Run:
         network = load_model(folder, device=self.device, dtype=torch.float32)
         prompts = Prompts(self.text, load=self._encoder)
         pipe = Pipeline(network, tokenizer, sampling=described.sampling, prompts=prompts)
-        detector = Detector.load(self.judge, device=self.device)
+        detector = Detector.load(self.judge_folder, device=self.device)
         questions = held_out_questions(self.options.per_task)
         tasks = [q.task for q in questions]
         most = ceiling(questions, Composer(*self.sets["test"]), detector)
