@@ -17,7 +17,7 @@ from torch import Tensor
 from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
-_MANY = 512  # programs that keep a GPU busy with a warp for every 16 queries
+_MANY = 512  # programs that keep a GPU busy, with few slots at a time each
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
@@ -32,12 +32,16 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-def tiles(queries: int, pairs: int) -> Tiles:
-    """For so many queries, in so many pairs of a row and a head. `benchmarks/attention_tiles.py` measures others."""
-    rows = max(16, min(_MOST, triton.next_power_of_2(queries)))
-    if pairs * triton.cdiv(queries, rows) < _MANY:
-        return Tiles(rows, slots=64, warps=4, stages=2)
-    return Tiles(rows, slots=16, warps=rows // 16, stages=3, registers=128)
+def tiles(queries: int, pairs: int, *, new: bool) -> Tiles:
+    """For so many queries, in so many pairs of a row and a head. New slots: one program must take all the queries.
+
+    `benchmarks/attention_tiles.py` measures other tiles.
+    """
+    if pairs * triton.cdiv(queries, _MOST) < _MANY:
+        return Tiles(max(16, min(_MOST, triton.next_power_of_2(queries))), slots=64, warps=4, stages=2)
+    if queries > 16:
+        return Tiles(_MOST, slots=32, warps=4, stages=3)
+    return Tiles(16, slots=16, warps=1, stages=3, registers=128)  # 16 warps fit: 132 such processors hold 2112 pairs
 
 
 def attend(
@@ -82,13 +86,16 @@ def _launch(
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
     cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
     ragged = isinstance(first, Tensor)
-    cut = tiles(queries, batch * heads)
+    cut = tiles(queries, batch * heads, new=new)
+    assert not new or queries <= cut.queries
+    # What torch.compile traces may not set registers.
+    capped = {} if cut.registers is None or torch.compiler.is_compiling() else {"maxnreg": cut.registers}
     _attend[(triton.cdiv(queries, cut.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
         limit_BS is not None, rotation is not None, new, ragged, cut.queries, cut.slots,
-        max(16, triton.next_power_of_2(channels)), num_warps=cut.warps, num_stages=cut.stages, maxnreg=cut.registers,
+        max(16, triton.next_power_of_2(channels)), num_warps=cut.warps, num_stages=cut.stages, **capped,
     )  # fmt: skip
     return out
 
