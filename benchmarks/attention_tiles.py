@@ -28,8 +28,9 @@ from arpg.model.rope import Rotation, grid_places, rotate, rotation
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles
 # queries, slots, warps, stages, registers of a thread
-FEW = [(16, 16, 1, 3, 128), (16, 16, 1, 3, None), (16, 16, 1, 4, 128), (16, 16, 1, 3, 96), (16, 32, 1, 2, None),
+FEW = [(16, 16, 1, 3, 128), (16, 16, 1, 3, None), (16, 16, 1, 4, 128), (16, 16, 1, 3, 96), (16, 32, 1, 2, 128),
        (16, 32, 2, 3, None), (16, 64, 4, 2, None)]  # fmt: skip
+ALONE = [(16, 128, 8, 2, None), (16, 64, 4, 2, None), (16, 256, 8, 2, None), (16, 32, 1, 2, 128)]
 MANY = [(64, 32, 4, 3, None), (16, 16, 1, 3, 128), (32, 32, 2, 3, None), (64, 64, 4, 2, None), (64, 16, 4, 3, 128)]
 Launch = tuple[bool, int, int]  # new keys and values or not, queries, slots before
 
@@ -117,7 +118,7 @@ def main() -> None:
     some = [(True, 26, 93), (False, 26, 200), (False, 40, 200)]
     table(f"ARPG-L, {large.rows} rows, more queries", large, MANY, some, config.pass1_layers)
     one, some = Layers(2, config.num_heads), [(True, 8, 93), (False, 8, 93), (False, 8, 200), (True, 1, 1)]
-    table("ARPG-L, 2 rows", one, [FEW[6], FEW[5], FEW[4], FEW[0]], some, config.pass1_layers)
+    table("ARPG-L, 2 rows", one, ALONE, some, config.pass1_layers)
     del large
     config = MODELS["arpg-xl"]
     large, some = Layers(options.rows, config.num_heads), [(True, 8, 93), (False, 8, 93)]

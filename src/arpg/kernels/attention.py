@@ -17,19 +17,19 @@ from torch import Tensor
 from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
-_MANY = 512  # programs that keep a GPU busy, with few slots at a time each
+_MANY = 512  # programs that keep a GPU busy
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
 
 class Tiles(NamedTuple):
-    """How the work is cut, and what a program may hold: registers of a thread decide how many programs run at once."""
+    """How the work is cut. Registers decide how many programs run at once."""
 
     queries: int
     slots: int
     warps: int
     stages: int
-    registers: int | None = None
+    registers: int | None = None  # of a thread, for heads of up to 64 channels
 
 
 def tiles(queries: int, pairs: int, *, new: bool) -> Tiles:
@@ -37,11 +37,12 @@ def tiles(queries: int, pairs: int, *, new: bool) -> Tiles:
 
     `benchmarks/attention_tiles.py` measures other tiles.
     """
-    if pairs * triton.cdiv(queries, _MOST) < _MANY:
-        return Tiles(max(16, min(_MOST, triton.next_power_of_2(queries))), slots=64, warps=4, stages=2)
-    if queries > 16:
+    rows = 16 if queries <= 16 else 32 if queries <= 32 else _MOST
+    if pairs * triton.cdiv(queries, rows) < _MANY:  # as much of the cache at once as there is, mostly
+        return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
+    if rows > 16:
         return Tiles(_MOST, slots=32, warps=4, stages=3)
-    return Tiles(16, slots=16, warps=1, stages=3, registers=128)  # 16 warps fit: 132 such processors hold 2112 pairs
+    return Tiles(rows, slots=16, warps=1, stages=3, registers=128)  # so that a multiprocessor holds 16 programs
 
 
 def attend(
@@ -88,8 +89,9 @@ def _launch(
     ragged = isinstance(first, Tensor)
     cut = tiles(queries, batch * heads, new=new)
     assert not new or queries <= cut.queries
-    # What torch.compile traces may not set registers.
-    capped = {} if cut.registers is None or torch.compiler.is_compiling() else {"maxnreg": cut.registers}
+    # torch.compile does not know how to pass this on
+    free = cut.registers is None or channels > 64 or torch.compiler.is_compiling()
+    capped = {} if free else {"maxnreg": cut.registers}
     _attend[(triton.cdiv(queries, cut.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
@@ -126,8 +128,8 @@ def _attend(  # type: ignore[no-untyped-def]
         new_keys = _load(k + batch * nb + head * nh + row * ns + channel, whole)
         new_values = _load(v + batch * ub + head * uh + row * us + channel, whole)
     if TURN:
-        angle = (batch * S + row) * K + channel
-        c, n = _load(cos + angle, whole), _load(sin + angle, whole)
+        angle = row * K + channel
+        c, n = _load(cos + batch * S * K + angle, whole), _load(sin + batch * S * K + angle, whole)
         x = _turned(x, c, n)
         if NEW:
             new_keys = _turned(new_keys, c, n)
@@ -158,7 +160,7 @@ def _attend(  # type: ignore[no-untyped-def]
         within = start + slot[None, :] < sees if LIMITED else None
         most, total, mean = _look(x, keys, values, within, scale, most, total, mean, LIMITED)
     result = (mean * (1 / total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + ((batch * S + query[:, None]) * H + head) * K + channel, result, there)
+    tl.store(out + (batch * S * H + head) * K + (query[:, None] * H * K + channel), result, there)
 
 
 @triton.jit
@@ -206,5 +208,5 @@ def _turned(x, cos, sin):  # type: ignore[no-untyped-def]
     pairs = tl.reshape(bits, (x.shape[0], x.shape[1] // 2, 2))
     swapped = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), x.shape)
     partner = swapped.to(x.dtype, bitcast=True).to(tl.float32)
-    partner = tl.where(tl.arange(0, x.shape[1])[None, :] % 2 == 0, -partner, partner)
-    return (x.to(tl.float32) * cos + partner * sin).to(x.dtype)
+    along, across = x.to(tl.float32) * cos, partner * sin
+    return tl.where(tl.arange(0, x.shape[1])[None, :] % 2 == 0, along - across, along + across).to(x.dtype)
