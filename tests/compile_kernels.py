@@ -52,7 +52,12 @@ def main():
         attention.attend(qkv[:, :, 0], *cache, torch.ones(2, slots, dtype=torch.long))
         attention.attend_and_store(qkv, cache, None, by, 7)
         attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths)
-    attention.attend(half(256, 5, 4, 64), half(256, 90, 4, 64), half(256, 90, 4, 64), None)  # many programs
+    many = half(256, 90, 4, 64), half(256, 90, 4, 64)  # many programs: other tiles
+    attention.attend(half(256, 5, 4, 64), *many, None)
+    for slots in (5, 20):
+        turned = torch.zeros(256, slots, 64), torch.zeros(256, slots, 64)
+        attention.attend(half(256, slots, 4, 64), *many, None, turned)
+        attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7)
     rotary.split_turned(qkv, *by)
     rotary.join_turned(*qkv.unbind(2), *by)
     rotary.turn(qkv[:, :, 0], *by)

@@ -17,8 +17,8 @@ GPU = torch.cuda.is_available()
 
 from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
+from arpg.kernels import attention, residual  # noqa: E402
 from arpg.kernels import draw as draws  # noqa: E402
-from arpg.kernels import residual  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
@@ -133,6 +133,15 @@ def test_angles(channels):
     torch.testing.assert_close([x.cpu() for x in fused], list(plain), atol=2e-5, rtol=1e-5)
 
 
+@pytest.fixture(params=[None, 16])
+def at_a_time(request, monkeypatch):
+    """As many slots at a time as attention takes itself, or few, so that there are several blocks."""
+    if request.param:
+        own = attention.tiles
+        monkeypatch.setattr(attention, "tiles", lambda *a, **by: own(*a, **by)._replace(slots=request.param))
+
+
+@pytest.mark.usefixtures("at_a_time")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("queries", "slots", "channels"), [(1, 1, 4), (3, 70, 16), (20, 130, 24), (5, 64, 32)])
 def test_attention_over_a_cache(queries, slots, channels, turned):
@@ -149,6 +158,7 @@ def test_attention_over_a_cache(queries, slots, channels, turned):
         torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.usefixtures("at_a_time")
 @pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 32), (20, 128, 24)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_attention_that_stores(queries, held, channels, ragged):

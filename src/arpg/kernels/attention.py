@@ -7,6 +7,7 @@ Shapes: B rows, S queries, T slots, H heads, K head channels.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,9 +17,32 @@ from torch import Tensor
 from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
-_MANY = 512  # programs that keep a GPU busy: then each takes few slots at a time, with few warps
+_MANY = 512  # programs that keep a GPU busy
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
+
+
+class Tiles(NamedTuple):
+    """How the work is cut. Registers decide how many programs run at once."""
+
+    queries: int
+    slots: int
+    warps: int
+    stages: int
+    registers: int | None = None  # of a thread, for heads of up to 64 channels
+
+
+def tiles(queries: int, pairs: int, *, new: bool) -> Tiles:
+    """For so many queries, in so many pairs of a row and a head. New slots: one program must take all the queries.
+
+    `benchmarks/attention_tiles.py` measures other tiles.
+    """
+    rows = 16 if queries <= 16 else 32 if queries <= 32 else _MOST
+    if pairs * triton.cdiv(queries, rows) < _MANY:  # as much of the cache at once as there is, mostly
+        return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
+    if rows > 16:
+        return Tiles(_MOST, slots=32, warps=4, stages=3)
+    return Tiles(rows, slots=16, warps=1, stages=3, registers=128)  # so that a multiprocessor holds 16 programs
 
 
 def attend(
@@ -63,15 +87,17 @@ def _launch(
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
     cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
     ragged = isinstance(first, Tensor)
-    rows = max(16, min(_MOST, triton.next_power_of_2(queries)))
-    many = batch * heads * triton.cdiv(queries, rows) >= _MANY
-    slots, warps, stages = (16, 1, 3) if many and rows == 16 else (64, 4, 2)
-    _attend[(triton.cdiv(queries, rows), batch * heads)](
+    cut = tiles(queries, batch * heads, new=new)
+    assert not new or queries <= cut.queries
+    # torch.compile does not know how to pass this on
+    free = cut.registers is None or channels > 64 or torch.compiler.is_compiling()
+    capped = {} if free else {"maxnreg": cut.registers}
+    _attend[(triton.cdiv(queries, cut.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
-        limit_BS is not None, rotation is not None, new, ragged, rows, slots,
-        max(16, triton.next_power_of_2(channels)), num_warps=warps, num_stages=stages,
+        limit_BS is not None, rotation is not None, new, ragged, cut.queries, cut.slots,
+        max(16, triton.next_power_of_2(channels)), num_warps=cut.warps, num_stages=cut.stages, **capped,
     )  # fmt: skip
     return out
 
@@ -79,74 +105,108 @@ def _launch(
 @triton.jit(do_not_specialize=["S", "first"])
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, key, value, limit, cos, sin, lengths, out,
-    qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt, kh, vb, vt, vh, lb, ls,
+    qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
     S, first, H, scale, K: tl.constexpr,
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some queries of one head of one row; softmax on the fly, in base 2. The new slots come first, then the cache."""
+    """Some queries of one head of one row; softmax on the fly, in base 2.
+
+    New slots enter the softmax first, then the cache's last ones, of which there may be fewer than SLOTS, then whole
+    blocks, which need no mask. All that comes before the blocks is read before anything is computed.
+    """
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, CHANNELS)
-    there = (query[:, None] < S) & (channel[None, :] < K)
-    angle = (batch * S + query[:, None]) * K + channel[None, :]
-    q += batch * qb + head * qh
-    if TURN:
-        c, n = tl.load(cos + angle, there, other=0.0), tl.load(sin + angle, there, other=0.0)
-        x = _turned(q, query[:, None] * qs, channel[None, :], c, n, there)
-    else:
-        x = tl.load(q + query[:, None] * qs + channel[None, :], there, other=0.0)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    whole = None if K == CHANNELS else channel < K
     end = first
     if RAGGED:
         end = tl.load(lengths + batch).to(tl.int32)
-    if LIMITED:
-        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)
+    row = tl.minimum(query, S - 1)[:, None]  # behind the last query: the last one again
+    x = _load(q + batch * qb + head * qh + row * qs + channel, whole)
+    if NEW:  # as many as there are queries
+        new_keys = _load(k + batch * nb + head * nh + row * ns + channel, whole)
+        new_values = _load(v + batch * ub + head * uh + row * us + channel, whole)
+    if TURN:
+        angle = row * K + channel
+        c, n = _load(cos + batch * S * K + angle, whole), _load(sin + batch * S * K + angle, whole)
+        x = _turned(x, c, n)
+        if NEW:
+            new_keys = _turned(new_keys, c, n)
     key += batch * kb + head * kh
     value += batch * vb + head * vh
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mean = tl.zeros((ROWS, CHANNELS), tl.float32)
-    if NEW:  # as many as there are queries
-        new_keys = _turned(k + batch * nb + head * nh, query[:, None] * ns, channel[None, :], c, n, there)
-        new_values = tl.load(v + batch * ub + head * uh + query[:, None] * us + channel[None, :], there, other=0.0)
+    blocks = tl.maximum(end - 1, 0) // SLOTS  # whole ones, before the last
+    slot = blocks * SLOTS + tl.arange(0, SLOTS)
+    stored = (slot[:, None] < end) & (channel < K)
+    values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+    keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+    there = (query[:, None] < S) & (channel < K)
+    visible, new_visible = (slot < end)[None, :], (query < S)[None, :]
+    if LIMITED:
+        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)[:, None]
+        visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((end + query)[None, :] < sees)
+    if NEW:
         to = (end + query)[:, None]
-        tl.store(key + to * kt + channel[None, :], new_keys, there)
-        tl.store(value + to * vt + channel[None, :], new_values, there)
-        new_visible = (query < S)[None, :]
-        if LIMITED:
-            new_visible = new_visible & ((end + query)[None, :] < sees[:, None])
-        most, total, mean = _look(x, new_keys, new_values, new_visible, scale, most, total, mean)
-    for start in range(0, end, SLOTS):
-        slot = start + tl.arange(0, SLOTS)
-        stored = (slot[:, None] < end) & (channel[None, :] < K)
-        keys = tl.load(key + slot[:, None] * kt + channel[None, :], stored, other=0.0)
-        values = tl.load(value + slot[:, None] * vt + channel[None, :], stored, other=0.0)
-        visible = (slot < end)[None, :]
-        if LIMITED:
-            visible = visible & (slot[None, :] < sees[:, None])
-        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean)
-    result = (mean / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + ((batch * S + query[:, None]) * H + head) * K + channel[None, :], result, there)
+        tl.store(key + to * kt + channel, new_keys, there)
+        tl.store(value + to * vt + channel, new_values, there)
+        most, total, mean = _first_look(x, new_keys, new_values, new_visible, scale, LIMITED)
+        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean, LIMITED)
+    else:
+        most, total, mean = _first_look(x, keys, values, visible, scale, LIMITED)
+    slot = tl.arange(0, SLOTS)
+    for start in range(0, blocks * SLOTS, SLOTS):
+        keys = _load(key + start * kt + (slot[:, None] * kt + channel), whole)
+        values = _load(value + start * vt + (slot[:, None] * vt + channel), whole)
+        within = start + slot[None, :] < sees if LIMITED else None
+        most, total, mean = _look(x, keys, values, within, scale, most, total, mean, LIMITED)
+    result = (mean * (1 / total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (batch * S * H + head) * K + (query[:, None] * H * K + channel), result, there)
 
 
 @triton.jit
-def _look(x, keys, values, visible, scale, most, total, mean):  # type: ignore[no-untyped-def]
-    """Some more slots enter the softmax; a query may see none of them."""
-    score = tl.dot(x, tl.trans(keys), input_precision="ieee") * scale
-    score = tl.where(visible, score, float("-inf"))
-    higher = tl.maximum(most, tl.max(score, 1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(score - safe[:, None])
+def _load(at, mask):  # type: ignore[no-untyped-def]
+    """Zero where the mask is off, if there is one."""
+    if mask is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask, other=0.0)
+
+
+@triton.jit
+def _scores(x, keys, visible):  # type: ignore[no-untyped-def]
+    score = tl.dot(x, tl.trans(keys), input_precision="ieee")
+    return score if visible is None else tl.where(visible, score, float("-inf"))
+
+
+@triton.jit
+def _first_look(x, keys, values, visible, scale, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The softmax begins. Where there are limits, a query may see none of the slots."""
+    score = _scores(x, keys, visible)
+    most = tl.max(score, 1) * scale
+    safe = tl.where(most == float("-inf"), 0.0, most) if LIMITED else most
+    weight = tl.exp2(score * scale - safe[:, None])
+    return most, tl.sum(weight, 1), tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+
+
+@triton.jit
+def _look(x, keys, values, visible, scale, most, total, mean, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some more slots enter the softmax."""
+    score = _scores(x, keys, visible)
+    higher = tl.maximum(most, tl.max(score, 1) * scale)
+    safe = tl.where(higher == float("-inf"), 0.0, higher) if LIMITED else higher
+    weight = tl.exp2(score * scale - safe[:, None])
     fade = tl.exp2(most - safe)
     total = total * fade + tl.sum(weight, 1)
-    mean = mean * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
     return higher, total, mean
 
 
 @triton.jit
-def _turned(at, row, channel, cos, sin, there):  # type: ignore[no-untyped-def]
-    """Rows of one head, turned. A channel's partner is read again: cheaper than to move it between threads."""
-    x = tl.load(at + row + channel, there, other=0.0)
-    partner = tl.load(at + row + (channel ^ 1), there, other=0.0).to(tl.float32)
-    partner = tl.where(channel % 2 == 0, -partner, partner)
-    return (x.to(tl.float32) * cos + partner * sin).to(x.dtype)
+def _turned(x, cos, sin):  # type: ignore[no-untyped-def]
+    """Rows of one head, turned. Partners change places by exclusive or, which moves nothing between threads."""
+    bits = x.to(tl.int32 if x.dtype == tl.float32 else tl.int16, bitcast=True)
+    pairs = tl.reshape(bits, (x.shape[0], x.shape[1] // 2, 2))
+    swapped = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), x.shape)
+    partner = swapped.to(x.dtype, bitcast=True).to(tl.float32)
+    along, across = x.to(tl.float32) * cos, partner * sin
+    return tl.where(tl.arange(0, x.shape[1])[None, :] % 2 == 0, along - across, along + across).to(x.dtype)
