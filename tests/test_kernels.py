@@ -337,5 +337,5 @@ def test_float8_goes_through_the_network(monkeypatch):
     first = {"pass1.0.attn.qkv", "pass2.0.attn.q"}  # nothing was added before them
     assert len(taken) == 2 * 4 + 1 + 2 * 4 + 1
     assert {name for name, dtype in taken if dtype != FLOAT8} == first
-    assert agreement(alone, exact)["logit error"] < 0.15
-    assert agreement(handed, exact)["logit error"] < 0.3  # the interpreter rounds badly (`test_precision.py`)
+    assert agreement(alone, exact)["logit error"] < 0.3
+    assert agreement(handed, exact)["logit error"] < 0.4  # the interpreter rounds badly (`test_precision.py`)
