@@ -236,6 +236,22 @@ def test_the_benchmark_compares_engines(folder, tmp_path, monkeypatch):
     assert precision.differs(found["against eager"]) == []
 
 
+def test_the_benchmark_of_products(folder, monkeypatch, capsys):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    import products
+
+    monkeypatch.setattr(products, "ROWS", (1, 16))
+    monkeypatch.setattr(products, "BYTES", 0)
+    options = ["--model", str(folder), "--device", "cpu", "--batch", "2", "--steps", "3", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["products.py", *options, "--parts", "check", "speed", "products"])
+    products.main()
+    told = capsys.readouterr().out
+    assert "speed, float32" in told
+    assert "precision is fp8, which needs an NVIDIA GPU" in told
+    # The prefix, then two steps that are read; three that are asked: four products in a block, memory and head.
+    assert f"{3 * (2 * 4 + 1) + 3 * (2 * 4 + 1)} products of a generation, bf16" in told
+
+
 def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
     import pixels
