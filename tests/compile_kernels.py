@@ -58,6 +58,7 @@ def main():
         turned = torch.zeros(256, slots, 64), torch.zeros(256, slots, 64)
         attention.attend(half(256, slots, 4, 64), *many, None, turned)
         attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7)
+    attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
     rotary.split_turned(qkv, *by)
     rotary.join_turned(*qkv.unbind(2), *by)
     rotary.turn(qkv[:, :, 0], *by)
@@ -74,9 +75,8 @@ def main():
     swiglu.swiglu(half(16, 5632))
     swiglu.swiglu_backward(half(16, 5632), half(16, 2816))
 
-    quantised.quantise_rows(x)
-    quantised.swiglu_rows(half(2, 8, 5632))
-    quantised.norm_rows(x, x, weight, 1e-5)
+    swiglu.swiglu_float8(half(16, 5632))
+    residual.residual_norm_float8(x, x, weight, 1e-5)
     quantised.int8_product(half(9, 1024), torch.zeros(2048, 1024, dtype=torch.int8), torch.ones(2048))
 
     tensors = adamw.Tensors([2048, 100], torch.device("cpu"))

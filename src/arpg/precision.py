@@ -1,8 +1,10 @@
 """Weights of 8 bits: float8 with float8 activations (Hopper, Ada), or int8 (any GPU, and CPUs).
 
-A weight has a scale for each output, an activation one for each row (token), found as it comes. What is quantised are
-the matrices of the blocks and between the passes, and the head unless it is left out; embeddings and norms are looked
-up or small. The residual stream, attention and the cache stay in 16 bits (on a CPU, 32).
+A float8 number has the same relative precision from 2^-6 to 448, so activations, which are about 1, need no scale,
+and a weight needs one only. int8 has no exponent: a weight has a scale for each output there, and on a CPU an
+activation has one for each row. What is quantised are the matrices of the blocks and between the passes, and the head
+unless it is left out; embeddings and norms are looked up or small. The residual stream, queries, keys, values and the
+cache stay in 16 bits (on a CPU, 32).
 Shapes: O outputs, I inputs.
 """
 
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 from arpg.config import PRECISIONS
 from arpg.device import choose_dtype
 from arpg.errors import require
-from arpg.kernels import FLOAT8, FLOAT8_MAX, Rows, usable
+from arpg.kernels import FLOAT8, FLOAT8_MAX, usable
 from arpg.model import ARPG
 from arpg.packed import StoredLinear, become, unpack_linears
 from arpg.storage import to_int8
@@ -48,7 +50,7 @@ def to_precision(model: ARPG, precision: Precision, device: torch.device, *, hea
         if not isinstance(module, StoredLinear):
             _move(module, device, dtype)
     if precision == "fp8":
-        _hand_over_rows(model, head=head)
+        _hand_over_float8(model, head=head)
     return model
 
 
@@ -70,23 +72,18 @@ def check_fp8(device: torch.device) -> None:
     )
 
 
-def to_rows(x: Tensor) -> Rows:
-    """Each row in float8, with its scale."""
-    if usable(x):
-        from arpg.kernels.quantised import quantise_rows
-
-        return quantise_rows(x)
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / FLOAT8_MAX
-    return Rows((wide / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8), scale)
+def to_float8(x: Tensor) -> Tensor:
+    """As it is, without a scale; what float8 cannot reach becomes its largest number."""
+    return x if x.dtype == FLOAT8 else x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
 
 
 class Fp8Linear(StoredLinear):
-    """Float8 times float8, row by row and output by output. Takes plain tensors, and rows that are float8 already."""
+    """Float8 times float8. Takes what is float8 already, and other tensors."""
 
     precision = "fp8"
     values_OI: Tensor
-    scale_O: Tensor
+    scale: Tensor  # of the weight
+    one: Tensor  # the scale of what comes in
     dtype: torch.dtype  # of what comes out
 
     def keep(self, weight_OI: Tensor, dtype: torch.dtype) -> None:
@@ -95,30 +92,29 @@ class Fp8Linear(StoredLinear):
             f"a layer has {self.in_features} inputs and {self.out_features} outputs; fp8 needs multiples of 16",
         )
         self.dtype = dtype
-        self.values_OI, scale_O1 = to_rows(weight_OI.float())
-        self.scale_O = scale_O1[:, 0].contiguous()
+        wide_OI = weight_OI.float()
+        self.scale = wide_OI.abs().amax().clamp_min(1e-12) / FLOAT8_MAX
+        self.one = torch.ones_like(self.scale)
+        self.values_OI = to_float8(wide_OI / self.scale).contiguous()
 
     def forget(self) -> None:
-        del self.values_OI, self.scale_O, self.dtype
+        del self.values_OI, self.scale, self.one, self.dtype
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        return (self.values_OI.float() * self.scale_O[:, None]).to(self.dtype)
+        return (self.values_OI.float() * self.scale).to(self.dtype)
 
-    def forward(self, x: Tensor | Rows) -> Tensor:
-        if isinstance(x, Tensor):
-            if torch.is_grad_enabled() and x.requires_grad:
-                return F.linear(x, self.weight)
-            x = to_rows(x)
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return F.linear(x, self.weight)
+        x = to_float8(x)
+        if not x.is_cuda:
+            return F.linear(x.float(), self.values_OI.float()).mul_(self.scale).to(self.dtype)
+        rows_MI, right_IO = x.flatten(0, -2), self.values_OI.t()
         out: Tensor = torch._scaled_mm(
-            x.values.flatten(0, -2),
-            self.values_OI.t(),
-            scale_a=x.scale.flatten(0, -2),
-            scale_b=self.scale_O[None],
-            out_dtype=self.dtype,
-            use_fast_accum=x.values.is_cuda,
+            rows_MI, right_IO, scale_a=self.one, scale_b=self.scale, out_dtype=self.dtype, use_fast_accum=True
         )
-        return out.unflatten(0, x.values.shape[:-1])  # type: ignore[no-any-return, no-untyped-call]
+        return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Int8Linear(StoredLinear):
@@ -218,9 +214,10 @@ def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             module._buffers[name] = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
 
 
-def _hand_over_rows(model: ARPG, *, head: bool) -> None:
-    """Norms and SwiGLU give float8 rows to those who take them, so that nobody reads a tensor just to quantise it."""
+def _hand_over_float8(model: ARPG, *, head: bool) -> None:
+    """Norms, attention and SwiGLU give float8 to those who take it, so that nobody reads a tensor just to cast it."""
     for block in chain(model.pass1, model.pass2):
-        block.attn_norm.in_rows = block.ffn_norm.in_rows = block.ffn.in_rows = True  # type: ignore[union-attr]
-    model.memory_norm.in_rows = True
-    model.norm.in_rows = head
+        for part in (block.attn_norm, block.attn, block.ffn_norm, block.ffn):
+            part.in_float8 = True  # type: ignore[union-attr]
+    model.memory_norm.in_float8 = True
+    model.norm.in_float8 = head

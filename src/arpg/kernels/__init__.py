@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +24,3 @@ def usable(x: Tensor) -> bool:
 def decoding(x: Tensor) -> bool:
     """Whether the kernels without a gradient may take it, too."""
     return usable(x) and not torch.is_grad_enabled()
-
-
-class Rows(NamedTuple):
-    """A tensor in float8, and what each of its rows is multiplied by."""
-
-    values: Tensor  # [..., C]
-    scale: Tensor  # [..., 1], float32

@@ -46,17 +46,32 @@ def tiles(queries: int, pairs: int, *, new: bool) -> Tiles:
 
 
 def attend(
-    q_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: Tensor, limit_BS: Tensor | None, rotation: Rotation | None = None
+    q_BSHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTHK: Tensor,
+    limit_BS: Tensor | None,
+    rotation: Rotation | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`[B, S, H, K]`. `limit_BS`: how many slots each query sees, one or more; None: all.
 
-    With a rotation (`[B, S, K]` each) the queries are turned on their way in.
+    With a rotation (`[B, S, K]` each) the queries are turned on their way in. `dtype`: of what comes out, by default
+    that of the queries.
     """
-    return _launch((q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK), limit_BS, rotation, key_BTHK.shape[1], new=False)
+    return _launch(
+        (q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK), limit_BS, rotation, key_BTHK.shape[1], new=False, dtype=dtype
+    )
 
 
 def attend_and_store(
-    qkv_BS3HK: Tensor, cache: tuple[Tensor, Tensor], limit_BS: Tensor | None, rotation: Rotation, first: int | Tensor
+    qkv_BS3HK: Tensor,
+    cache: tuple[Tensor, Tensor],
+    limit_BS: Tensor | None,
+    rotation: Rotation,
+    first: int | Tensor,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Queries and keys are turned; keys and values go to the cache, from slot `first` (of each row) on. `[B, S, H, K]`.
 
@@ -64,12 +79,12 @@ def attend_and_store(
     """
     q, k, v = qkv_BS3HK.unbind(2)
     if q.shape[1] <= _MOST:
-        return _launch((q, k, v), cache, limit_BS, rotation, first, new=True)
+        return _launch((q, k, v), cache, limit_BS, rotation, first, new=True, dtype=dtype)
     store_turned(k, v, *rotation, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
     if isinstance(first, Tensor):  # a row ends where its limits say
-        return attend(q, *cache, limit_BS, rotation)
+        return attend(q, *cache, limit_BS, rotation, dtype=dtype)
     key, value = (x[:, : first + q.shape[1]] for x in cache)
-    return attend(q, key, value, limit_BS, rotation)
+    return attend(q, key, value, limit_BS, rotation, dtype=dtype)
 
 
 def _launch(
@@ -80,10 +95,11 @@ def _launch(
     first: int | Tensor,
     *,
     new: bool,
+    dtype: torch.dtype | None,
 ) -> Tensor:
     q, k, v = qkv
     batch, queries, heads, channels = q.shape
-    out = torch.empty((batch, queries, heads, channels), dtype=q.dtype, device=q.device)
+    out = torch.empty((batch, queries, heads, channels), dtype=dtype or q.dtype, device=q.device)
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
     cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
     ragged = isinstance(first, Tensor)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arpg.kernels import FLOAT8
+
 # Of the backward pass: each program sums its share of the weight's gradient, some rows at a time, while the next come.
 _PROGRAMS, _ROWS, _STAGES = 512, 1, 3
 
@@ -21,8 +23,19 @@ def residual_norm(
     x_BSD: Tensor, delta_BSD: Tensor, weight_D: Tensor, key_B: Tensor, p: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """x + dropout(delta), and that normed; masks as in `model/dropout.py`. p = 0: no dropout, whatever the keys."""
+    return _forward(x_BSD, delta_BSD, weight_D, key_B, p, eps, x_BSD.dtype)
+
+
+def residual_norm_float8(x_BSD: Tensor, delta_BSD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and that normed, in float8. No gradient."""
+    return _forward(x_BSD, delta_BSD, weight_D, weight_D, 0.0, eps, FLOAT8)  # without dropout no key is read
+
+
+def _forward(
+    x_BSD: Tensor, delta_BSD: Tensor, weight_D: Tensor, key_B: Tensor, p: float, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     x_BSD, delta_BSD = x_BSD.contiguous(), delta_BSD.contiguous()
-    total, normed = torch.empty_like(x_BSD), torch.empty_like(x_BSD)
+    total, normed = torch.empty_like(x_BSD), torch.empty_like(x_BSD, dtype=dtype)
     slots, width = x_BSD.shape[-2:]
     half, warps = _block(width)
     _residual_norm_forward[(x_BSD.numel() // width,)](
@@ -113,11 +126,11 @@ def _residual_norm_forward(  # type: ignore[no-untyped-def]
     tl.store(total + high, high_sum, there)
     low_sum, high_sum = low_sum.to(tl.float32), high_sum.to(tl.float32)
     r = tl.rsqrt(tl.sum(low_sum * low_sum + high_sum * high_sum) / D + eps)
-    low_normed = (low_sum * r).to(normed.dtype.element_ty).to(tl.float32) * tl.load(weight + channel, there).to(
+    low_normed = (low_sum * r).to(total.dtype.element_ty).to(tl.float32) * tl.load(weight + channel, there).to(
         tl.float32
     )
     high_weight = tl.load(weight + D // 2 + channel, there).to(tl.float32)
-    high_normed = (high_sum * r).to(normed.dtype.element_ty).to(tl.float32) * high_weight
+    high_normed = (high_sum * r).to(total.dtype.element_ty).to(tl.float32) * high_weight
     tl.store(normed + low, low_normed.to(normed.dtype.element_ty), there)
     tl.store(normed + high, high_normed.to(normed.dtype.element_ty), there)
 

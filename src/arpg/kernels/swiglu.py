@@ -12,14 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arpg.kernels import FLOAT8
+
 _ROWS, _CHANNELS = 8, 256
 
 
 @torch.library.custom_op("arpg::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
     """`[..., F]` from the gates and ups `[..., 2 F]`; F is a multiple of 256."""
+    return _forward(gate_up, gate_up.dtype)
+
+
+def swiglu_float8(gate_up: Tensor) -> Tensor:
+    """The same in float8. No gradient."""
+    return _forward(gate_up, FLOAT8)
+
+
+def _forward(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     gate_up = gate_up.contiguous()
-    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=dtype)
     _swiglu_forward[_grid(out)](gate_up, out, out.numel() // out.shape[-1], out.shape[-1], _ROWS, _CHANNELS)
     return out
 

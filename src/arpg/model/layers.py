@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import Rows, decoding, usable
+from arpg.kernels import FLOAT8, decoding, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -28,7 +28,7 @@ class ResidualNorm(nn.Module):
     """
 
     EPS = 1e-5
-    in_rows = False  # whether those who read the norm take float8 rows (`arpg.precision` knows)
+    in_float8 = False  # whether those who read the norm take float8 (`arpg.precision` knows)
 
     def __init__(self, width: int, *, dropout: float, site: int = 0) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class ResidualNorm(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | Rows]:
+    ) -> tuple[Tensor, Tensor]:
         """The stream, and the stream normed. No delta: there was no layer before."""
         if delta_BSD is None:
             return x_BSD, once(self._norm, x_BSD)
-        if self.in_rows and usable(x_BSD) and not torch.is_grad_enabled():
-            from arpg.kernels.quantised import norm_rows
+        if self.in_float8 and decoding(x_BSD):
+            from arpg.kernels.residual import residual_norm_float8
 
-            return norm_rows(x_BSD, delta_BSD, self.weight, self.EPS)
+            return residual_norm_float8(x_BSD, delta_BSD, self.weight, self.EPS)
         p = self.dropout.p if self.training else 0.0
         keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
         if usable(x_BSD) and (p == 0 or keys is not None):
@@ -65,7 +65,7 @@ class ResidualNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    in_rows = False  # whether `down` takes float8 rows
+    in_float8 = False  # whether `down` takes float8
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -73,16 +73,16 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x), in_rows=self.in_rows))
+        out: Tensor = self.down(swiglu(self.gate_up(x), in_float8=self.in_float8))
         return out
 
 
-def swiglu(gate_up: Tensor, *, in_rows: bool = False) -> Tensor | Rows:
+def swiglu(gate_up: Tensor, *, in_float8: bool = False) -> Tensor:
     """silu(gate) * up."""
-    if in_rows and usable(gate_up) and not torch.is_grad_enabled():
-        from arpg.kernels.quantised import swiglu_rows
+    if in_float8 and decoding(gate_up):
+        from arpg.kernels.swiglu import swiglu_float8
 
-        return swiglu_rows(gate_up)
+        return swiglu_float8(gate_up)
     if usable(gate_up):
         from arpg.kernels.swiglu import swiglu as fused
 
@@ -113,9 +113,9 @@ def split_turned(qkv_BS3HK: Tensor, by: Rotation) -> tuple[Tensor, ...]:
     return rotate(q, by), rotate(k, by), v
 
 
-def once(function: Callable[[Any], Tensor], x_BSD: Tensor | Rows) -> Tensor:
+def once(function: Callable[[Any], Tensor], x_BSD: Tensor) -> Tensor:
     """A function of the channels; where all slots of all rows are one and the same (expanded), it is called for one."""
-    if isinstance(x_BSD, Rows) or not usable(x_BSD) or x_BSD.stride()[:2] != (0, 0):
+    if not usable(x_BSD) or x_BSD.stride()[:2] != (0, 0):
         return function(x_BSD)
     return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
 
@@ -128,12 +128,13 @@ def sees(limit: Limit, num_slots: int, x: Tensor) -> Mask:
     return (slot_T < limit[..., None])[:, None]
 
 
-def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None) -> Tensor:
+def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None, *, in_float8: bool = False) -> Tensor:
     """The one attention: `[B, S, D]` from queries (turned first, if there is a rotation), keys and values."""
     if decoding(q_BSHK) and not isinstance(mask, str):
         from arpg.kernels.attention import attend as fused
 
-        return fused(q_BSHK, *kv, mask, None if by is None else (by.cos_BSK, by.sin_BSK)).flatten(2)
+        rotation = None if by is None else (by.cos_BSK, by.sin_BSK)
+        return fused(q_BSHK, *kv, mask, rotation, dtype=FLOAT8 if in_float8 else None).flatten(2)
     q_BSHK = q_BSHK if by is None else turn(q_BSHK, by)
     out_BHSK = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),
@@ -147,6 +148,8 @@ def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None)
 
 class SelfAttention(nn.Module):
     """Pass 1: a slot brings its own key and value, which go to the slots before (None: there are none)."""
+
+    in_float8 = False  # whether `out` takes float8
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,13 +167,16 @@ class SelfAttention(nn.Module):
         if slots is not None and by is not None and not isinstance(mask, str) and decoding(qkv_BS3HK):
             from arpg.kernels.attention import attend_and_store
 
-            return attend_and_store(qkv_BS3HK, (slots.key_BTHK, slots.value_BTHK), mask, by, slots.first).flatten(2)
+            cache, dtype = (slots.key_BTHK, slots.value_BTHK), FLOAT8 if self.in_float8 else None
+            return attend_and_store(qkv_BS3HK, cache, mask, by, slots.first, dtype=dtype).flatten(2)
         q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
-        return attend(q, (k, v) if slots is None else slots.write(k, v), mask)
+        return attend(q, (k, v) if slots is None else slots.write(k, v), mask, in_float8=self.in_float8)
 
 
 class CrossAttention(nn.Module):
     """Pass 2: queries only; the keys and values are those that Pass 1 left."""
+
+    in_float8 = False  # whether `out` takes float8
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -184,7 +190,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, q_BSD: Tensor, by: Rotation | None, mask: Mask, memory: KeyValue) -> Tensor:
         """What the heads see, `[B, S, D]`, given the projection of the queries."""
-        return attend(q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1), memory, mask, by)
+        return attend(q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1), memory, mask, by, in_float8=self.in_float8)
 
 
 class MemoryProjection(nn.Linear):
