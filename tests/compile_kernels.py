@@ -43,7 +43,7 @@ def half(*shape):
 
 
 def main():
-    from arpg.kernels import adamw, attention, draw, groupnorm, quantised, residual, rotary, swiglu
+    from arpg.kernels import adamw, attention, draw, few_rows, groupnorm, quantised, residual, rotary, swiglu
 
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
@@ -53,6 +53,11 @@ def main():
         attention.attend_and_store(qkv, cache, None, by, 7)
         attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths)
     attention.attend(half(256, 5, 4, 64), half(256, 90, 4, 64), half(256, 90, 4, 64), None)  # many programs
+    for rows in (2, 8, 16, 40):
+        few, weight = half(rows, 1024), half(1024)
+        few_rows.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5)
+        few_rows.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True)
+        few_rows.linear(half(rows, 2816), half(1024, 2816), add=few)
     rotary.split_turned(qkv, *by)
     rotary.join_turned(*qkv.unbind(2), *by)
     rotary.turn(qkv[:, :, 0], *by)

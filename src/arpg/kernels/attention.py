@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arpg.kernels import ahead, ahead_options
 from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
@@ -71,7 +72,7 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
         limit_BS is not None, rotation is not None, new, ragged, rows, slots,
-        max(16, triton.next_power_of_2(channels)), num_warps=warps, num_stages=stages,
+        max(16, triton.next_power_of_2(channels)), ahead(q), num_warps=warps, num_stages=stages, **ahead_options(q),
     )  # fmt: skip
     return out
 
@@ -82,9 +83,12 @@ def _attend(  # type: ignore[no-untyped-def]
     qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt, kh, vb, vt, vh, lb, ls,
     S, first, H, scale, K: tl.constexpr,
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head of one row; softmax on the fly, in base 2. The new slots come first, then the cache."""
+    if AHEAD:  # the next kernel may fetch its weights
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)
