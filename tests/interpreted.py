@@ -1,4 +1,4 @@
-"""Triton's interpreter makes an integer of an array with one element, which numpy no longer does: `mend` puts it right."""
+"""Triton's interpreter makes an integer of an array with one element, which numpy no longer does; `mend` helps."""
 
 import torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,6 @@ def ahead(x: Tensor) -> bool:
     Each of them must then wait itself (`gdc_wait`) before it reads or writes what another kernel writes or reads.
     """
     return FEW_ROWS and AHEAD and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def ahead_options(x: Tensor) -> dict[str, Any]:
-    """What such a kernel is launched with."""
-    return {"launch_pdl": True} if ahead(x) else {}
 
 
 class Rows(NamedTuple):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels import ahead, ahead_options
+from arpg.kernels import ahead
 from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
@@ -72,7 +72,7 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
         limit_BS is not None, rotation is not None, new, ragged, rows, slots,
-        max(16, triton.next_power_of_2(channels)), ahead(q), num_warps=warps, num_stages=stages, **ahead_options(q),
+        max(16, triton.next_power_of_2(channels)), ahead(q), num_warps=warps, num_stages=stages, launch_pdl=ahead(q),
     )  # fmt: skip
     return out
 

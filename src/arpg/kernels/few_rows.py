@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels import ahead, ahead_options
+from arpg.kernels import ahead
 
 
 class Tile(NamedTuple):
@@ -60,7 +60,7 @@ def linear(
         x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, len(x_MD), outputs, x_MD.stride(0),
         add_MN.stride(0), eps, inputs, norm_D is not None, add is not None, swiglu, rows, tile.outputs, tile.warps,
         tile.inputs, triton.cdiv(inputs, tile.warps * tile.inputs), ahead(x), num_warps=tile.warps,
-        maxnreg=tile.registers, **ahead_options(x),
+        maxnreg=tile.registers, launch_pdl=ahead(x),
     )  # fmt: skip
     return out
 
