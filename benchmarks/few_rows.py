@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/few_rows.py
 
 First the network (24 layers, head; both passes, 93 tokens known) as one graph: by the library, in five kernels a layer,
-and in five that fetch their weights ahead; with the error of the logits against the library's, and the library's own
-against float32. Then one image, replayed. Then tiles, product by product, and the image again with the best of them.
+and in five that fetch their weights ahead; with the error of the logits against float32. Then one image, replayed. Then
+tiles, product by product, and the image again with the best of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from arpg.bench.case import Case
 from arpg.config import MODELS
 from arpg.decode.execution import Engine
 from arpg.kernels import few_rows
+from arpg.kernels.attention import attend, attend_and_store
 from arpg.kernels.few_rows import Tile, linear
 from arpg.model import ARPG
 
@@ -60,13 +61,13 @@ def guarded(name: str, work: Callable[[], Any]) -> Any:
         return None
 
 
-def microseconds(work: Callable[[], Any], *, times: int = 10) -> float:
-    """Of one call, replayed from a graph."""
+def microseconds(work: Callable[[], Any], *, times: int = 10) -> tuple[float, Any]:
+    """Of one call, replayed from a graph, and what the last replay made."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        made = work()
     graph.replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -74,7 +75,7 @@ def microseconds(work: Callable[[], Any], *, times: int = 10) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / times * 1e3
+    return float(start.elapsed_time(end)) / times * 1e3, made.clone()
 
 
 def make_model() -> ARPG:
@@ -114,16 +115,20 @@ def layers(model: ARPG, exact: ARPG) -> None:
         switch(OFF)
         true = network(exact, rows, torch.float32)()
         call = network(model, rows, HALF)
-        library = call()
+        made: dict[tuple[bool, bool], Tensor] = {}
         for to in (OFF, PLAIN, AHEAD):
             switch(to)
-            logits = guarded(NAMES[to], call)
-            took = None if logits is None else guarded(NAMES[to], lambda call=call: microseconds(call))
-            if took is not None:
-                say(
-                    f"{rows:3d} rows  {NAMES[to]:20s} {took:7.1f} us a call, {took / LAYERS:5.1f} us a layer;"
-                    f" off float32 by {distance(logits, true):.4f}, off the library by {distance(logits, library):.4f}"
-                )
+            result = guarded(NAMES[to], partial(microseconds, call))
+            if result is None:
+                continue
+            took, made[to] = result
+            say(
+                f"{rows:3d} rows  {NAMES[to]:20s} {took:7.1f} us a call, {took / LAYERS:5.1f} us a layer;"
+                f" off float32 by {distance(made[to], true):.4f}"
+            )
+        if PLAIN in made and AHEAD in made:  # a kernel that does not wait long enough would show here
+            apart = distance(made[AHEAD], made[PLAIN])
+            say(f"{rows:3d} rows  ahead or not: {'bit for bit the same' if apart == 0 else f'apart by {apart:.2g}'}")
 
 
 def image(model: ARPG, to: tuple[bool, bool], name: str) -> Tensor:
@@ -167,6 +172,14 @@ def compile_one(job: tuple[str, int, Tile, tuple[bool, bool], int]) -> None:
     product(kind, most, torch.zeros(128, inputs, device="cuda", dtype=HALF))
 
 
+def compile_attention(slots: int, to: tuple[bool, bool]) -> None:
+    switch(to)
+    qkv, angles = torch.zeros(2, slots, 3, 16, 64, device="cuda", dtype=HALF), torch.zeros(2, slots, 64, device="cuda")
+    key, value = (torch.zeros(2, 300, 16, 64, device="cuda", dtype=HALF) for _ in range(2))
+    attend_and_store(qkv, (key, value), None, (angles, angles), 7)
+    attend(qkv[:, :, 0].contiguous(), key, value, None, (angles, angles))
+
+
 def compile_all(workers: int) -> None:
     """All kernels at once: one after the other they would take most of the minute."""
     jobs = []
@@ -176,9 +189,11 @@ def compile_all(workers: int) -> None:
             tried += [(other, AHEAD) for other in CANDIDATES[kind]] if most in ROWS else []
             jobs += [(kind, most, *one, inputs) for one in tried for inputs in ((1024, 2816)[: 1 + (kind == "sum")])]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for job, future in [(job, pool.submit(compile_one, job)) for job in jobs]:
-            guarded(f"compiling {job[:3]}", future.result)
-    say(f"{len(jobs)} kernels compiled")
+        futures = [pool.submit(compile_attention, slots, to) for to in (AHEAD, OFF) for slots in (1, 20, 40)]
+        futures += [pool.submit(compile_one, job) for job in jobs]
+        for future in futures:
+            guarded("compiling", future.result)
+    say(f"{len(futures)} compiled")
 
 
 def tiles(model: ARPG, deadline: float) -> None:
@@ -221,21 +236,19 @@ def chain(weights: list[Tensor], rows: int, kind: str) -> float:
     if kind != "sum":
         options = {"norm_D": torch.ones_like(x[0]), "eps": 1e-5, "swiglu": kind == "swiglu"}
 
-    def call() -> None:
+    def call() -> Tensor:
         for weight in weights:
-            if kind == "library":
-                F.linear(x, weight)
-            else:
-                linear(x, weight, **options)
+            made = F.linear(x, weight) if kind == "library" else linear(x, weight, **options)
+        return made
 
-    return microseconds(call) / len(weights)
+    return microseconds(call)[0] / len(weights)
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
-    parser.add_argument("--seconds", type=float, default=50, help="after which no more tiles are tried")
+    parser.add_argument("--seconds", type=float, default=45, help="after which no more tiles are tried")
     options = parser.parse_args()
     guarded("compiling", lambda: compile_all(options.workers))
     exact = make_model()
@@ -245,7 +258,7 @@ def main() -> None:
     del exact
     first = image(model, OFF, NAMES[OFF])
     for to in (PLAIN, AHEAD):
-        ids = guarded("one image", lambda to=to: image(model, to, NAMES[to]))
+        ids = guarded("one image", partial(image, model, to, NAMES[to]))
         if ids is not None:
             say(f"{float((ids == first).float().mean()):.1%} of the tokens are the library's")
     guarded("tiles", lambda: tiles(model, options.seconds))
