@@ -90,19 +90,22 @@ def _linear(  # type: ignore[no-untyped-def]
     there = (row[:, None] < M) & (output[None, :] < N)
     if ADD:
         before = tl.load(add + row[:, None] * add_row + output[None, :], there, other=0.0)
-    for part in tl.static_range(PARTS):
-        channel = first + part * WARPS * INPUTS
-        given = (row[None, :, None] < M) & (channel < D)
-        rows += (tl.load(x + row[None, :, None] * x_row + channel, given, other=0.0),)  # type: ignore[assignment]
     up = tl.zeros((WARPS, ROWS, OUTPUTS), tl.float32)
     gate = tl.zeros((WARPS, ROWS, OUTPUTS), tl.float32)
     products = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
-    for part in tl.static_range(PARTS):
-        if SWIGLU:
-            gate = tl.dot(rows[part], tl.permute(gates[part], (0, 2, 1)), gate, input_precision="ieee")
-        up = tl.dot(rows[part], tl.permute(ups[part], (0, 2, 1)), up, input_precision="ieee")
-        if NORM:  # squares as the diagonal of a product: far fewer instructions than a sum over threads
-            products = tl.dot(rows[part], tl.permute(rows[part], (0, 2, 1)), products, input_precision="ieee")
+    LEAD: tl.constexpr = PARTS if ROWS <= 16 else 1  # parts of the rows that are read before one is multiplied
+    for turn in tl.static_range(PARTS + LEAD):
+        if turn < PARTS:
+            channel = first + turn * WARPS * INPUTS
+            given = (row[None, :, None] < M) & (channel < D)
+            rows += (tl.load(x + row[None, :, None] * x_row + channel, given, other=0.0),)  # type: ignore[assignment]
+        if turn >= LEAD:
+            some = rows[turn - LEAD]  # type: ignore[var-annotated]
+            if SWIGLU:
+                gate = tl.dot(some, tl.permute(gates[turn - LEAD], (0, 2, 1)), gate, input_precision="ieee")
+            up = tl.dot(some, tl.permute(ups[turn - LEAD], (0, 2, 1)), up, input_precision="ieee")
+            if NORM:  # squares as the diagonal of a product: far fewer instructions than a sum over threads
+                products = tl.dot(some, tl.permute(some, (0, 2, 1)), products, input_precision="ieee")
     total = tl.sum(up, 0)
     gate_total = tl.sum(gate, 0)
     if NORM:
