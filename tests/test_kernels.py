@@ -32,19 +32,11 @@ from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
 from arpg.precision import Fp8Linear, to_precision  # noqa: E402
 from arpg.train.batches import Batch  # noqa: E402
 from conftest import SMALL, small_model  # noqa: E402
+from interpreted import mend  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 
-if not GPU:  # Triton's interpreter makes an integer of an array with one element, which numpy no longer does
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_index(tensor, scope):
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_index
+mend()
 
 
 def draw(*shape, seed=0):

@@ -114,7 +114,7 @@ class State:
         return self.num_prefix if self.prefix_R1 is None else self.prefix_R1
 
     def _places(self, position_BS: Tensor) -> Tensor:
-        return self.place_BN2.take_along_dim(position_BS[..., None], dim=1)
+        return self.place_BN2.gather(1, position_BS[..., None].expand(-1, -1, 2))
 
     def _rows(self, x_B: Tensor) -> Tensor:
         """The same for the conditional and the unconditional rows."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
+FEW_ROWS = False  # decoding layers of a handful of rows in five kernels each (`few_rows.py`)
+MOST_ROWS = 64  # that count as a handful
+AHEAD = True  # with these, kernels fetch weights while the kernel in front still runs
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
@@ -24,3 +27,25 @@ def usable(x: Tensor) -> bool:
 def decoding(x: Tensor) -> bool:
     """Whether the kernels without a gradient may take it, too."""
     return usable(x) and not torch.is_grad_enabled()
+
+
+def few(x: Tensor, layer: nn.Linear) -> bool:
+    """Whether the kernels for a handful of rows take this product of the channels: plain weights of the same type."""
+    if not FEW_ROWS or not decoding(x) or torch.compiler.is_compiling() or x.numel() > MOST_ROWS * x.shape[-1]:
+        return False
+    weight = layer._parameters.get("weight")  # not there: kept in 8 bits
+    return weight is not None and weight.dtype == x.dtype and layer.bias is None
+
+
+def ahead(x: Tensor) -> bool:
+    """Whether kernels start before those in front of them end (programmatic dependent launch: Hopper and later).
+
+    Each of them must then wait itself (`gdc_wait`) before it reads or writes what another kernel writes or reads.
+    """
+    return (
+        FEW_ROWS
+        and AHEAD
+        and x.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )

@@ -7,13 +7,14 @@ Shapes: B rows, S queries, T slots, H heads, K head channels.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from arpg.kernels import ahead
 from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
@@ -105,15 +106,18 @@ def _launch(
     ragged = isinstance(first, Tensor)
     cut = tiles(queries, batch * heads, new=new)
     assert not new or queries <= cut.queries
-    # torch.compile does not know how to pass this on
-    free = cut.registers is None or channels > 64 or torch.compiler.is_compiling()
-    capped = {} if free else {"maxnreg": cut.registers}
+    early = ahead(q)
+    options: dict[str, Any] = {}
+    if early:
+        options["launch_pdl"] = True
+    if cut.registers is not None and channels <= 64 and not torch.compiler.is_compiling():  # which cannot pass it on
+        options["maxnreg"] = cut.registers
     _attend[(triton.cdiv(queries, cut.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
         limit_BS is not None, rotation is not None, new, ragged, cut.queries, cut.slots,
-        max(16, triton.next_power_of_2(channels)), num_warps=cut.warps, num_stages=cut.stages, **capped,
+        max(16, triton.next_power_of_2(channels)), early, num_warps=cut.warps, num_stages=cut.stages, **options,
     )  # fmt: skip
     return out
 
@@ -124,13 +128,16 @@ def _attend(  # type: ignore[no-untyped-def]
     qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
     S, first, H, scale, K: tl.constexpr,
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head of one row; softmax on the fly, in base 2.
 
     New slots enter the softmax first, then the cache's last ones, of which there may be fewer than SLOTS, then whole
     blocks, which need no mask. All that comes before the blocks is read before anything is computed.
     """
+    if AHEAD:  # the next kernel may fetch its weights
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)[None, :]

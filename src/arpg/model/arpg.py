@@ -130,8 +130,7 @@ class ARPG(nn.Module):
             visible_BS = cache.length_B[:, None]
         first = self.config.pass1_layers
         memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
-        logits: Tensor = self.head(self._pass2(query_BSD, place_BS2, visible_BS, memories))
-        return logits
+        return self._pass2(query_BSD, place_BS2, visible_BS, memories, head=self.head)
 
     def forward(
         self,
@@ -212,8 +211,12 @@ class ARPG(nn.Module):
         slots = [None if writer is None else writer.slots(i) for i in range(len(self.pass1) + len(self.memory_kv))]
         for i, block in enumerate(self.pass1):
             x, delta = block(x, delta, by, mask, slots[i], keys.layers[i])
-        _, x = self.memory_norm(x, delta, keys.layers[len(self.pass1)])
-        return [project(x, by, slots[len(self.pass1) + i]) for i, project in enumerate(self.memory_kv)]
+        norm = None
+        if self.memory_norm.joins(self.memory_kv[0], x, delta):  # type: ignore[arg-type]
+            norm = self.memory_norm
+        else:
+            _, x = self.memory_norm(x, delta, keys.layers[len(self.pass1)])
+        return [project(x, by, slots[len(self.pass1) + i], norm) for i, project in enumerate(self.memory_kv)]
 
     def _pass2(
         self,
@@ -222,8 +225,9 @@ class ARPG(nn.Module):
         limit: Limit,
         memories: Sequence[KeyValue],
         keys: Keys | None = None,
+        head: nn.Linear | None = None,
     ) -> Tensor:
-        """The normed output of the last layer: what the head turns into logits."""
+        """The normed output of the last layer, or what the head makes of it: logits."""
         if query_BSD is None:  # one and the same for all: the first layer turns it into one query, too
             query_BSD = _stream(self.embedding.weight[self.config.mask_id]).expand(*place_BS2.shape[:-1], -1)
         by = self._rotation(place_BS2)
@@ -232,6 +236,8 @@ class ARPG(nn.Module):
         *layers, last = (self._dropout_keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
         for i, (block, key) in enumerate(zip(self.pass2, layers, strict=True)):
             x, delta = block(x, delta, by, mask, memories[i % len(memories)], key)
+        if head is not None:
+            return self.norm.product(head, x, delta, last)
         out: Tensor = self.norm(x, delta, last)[1]
         return out
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.kernels import FLOAT8, decoding, usable
+from arpg.kernels import FLOAT8, decoding, few, usable
 from arpg.model.cache import KeyValue, Limit, Slots
 from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
@@ -55,6 +55,21 @@ class ResidualNorm(nn.Module):
             return both
         x_BSD = x_BSD + self.dropout(delta_BSD, dropout_key_B)
         return x_BSD, self._norm(x_BSD)
+
+    def product(
+        self, layer: nn.Linear, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
+    ) -> Tensor:
+        """What a layer makes of the stream normed; of a handful of rows in one kernel."""
+        if not self.joins(layer, x_BSD, delta_BSD):
+            out: Tensor = layer(self(x_BSD, delta_BSD, dropout_key_B)[1])
+            return out
+        from arpg.kernels.few_rows import linear
+
+        return linear(x_BSD, layer.weight, norm_D=self.weight, eps=self.EPS)
+
+    def joins(self, layer: nn.Linear, x_BSD: Tensor, delta_BSD: Tensor | None) -> bool:
+        """Whether the norm and the layer after it are one kernel."""
+        return delta_BSD is None and not self.training and few(x_BSD, layer)
 
     def _norm(self, x: Tensor) -> Tensor:
         if decoding(x):
@@ -200,8 +215,11 @@ class MemoryProjection(nn.Linear):
         super().__init__(config.width, 2 * config.width, bias=False)
         self.num_heads = config.num_heads
 
-    def forward(self, x_BSD: Tensor, by: Rotation | None, slots: Slots | None) -> KeyValue:  # type: ignore[override]
-        kv_BSE = super().forward(x_BSD)
+    def forward(  # type: ignore[override]
+        self, x_BSD: Tensor, by: Rotation | None, slots: Slots | None, norm: ResidualNorm | None = None
+    ) -> KeyValue:
+        """With a norm, `x` is the stream, not normed yet, and both are one kernel."""
+        kv_BSE = super().forward(x_BSD) if norm is None else norm.product(self, x_BSD, None)
         key, value = kv_BSE.unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
         if slots is not None and by is not None and decoding(key):
             from arpg.kernels.rotary import store_turned
@@ -230,8 +248,21 @@ class Block(nn.Module):
         mask: Mask,
         source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what is to be added to it (None: nothing)."""
+        if self.attn_norm.joins(self.ffn.down, x, delta):
+            return self._few_rows(x, by, mask, source), None
         x, normed = self.attn_norm(x, delta, dropout_key_B)
         seen = self.attn(once(self.attn.projection, normed), by, mask, source)
         x, normed = self.ffn_norm(x, self.attn.out(seen), dropout_key_B)
         return x, self.ffn(normed)
+
+    def _few_rows(self, x: Tensor, by: Rotation | None, mask: Mask, source: Slots | KeyValue | None) -> Tensor:
+        """The same in five kernels. Sums are complete: nothing is handed on."""
+        from arpg.kernels.few_rows import linear
+
+        seen = self.attn(once(lambda x: self.attn_norm.product(self.attn.projection, x, None), x), by, mask, source)
+        x = linear(seen, self.attn.out.weight, add=x)
+        norm = self.ffn_norm
+        hidden = linear(x, self.ffn.gate_up.weight, norm_D=norm.weight, eps=norm.EPS, swiglu=True)
+        return linear(hidden, self.ffn.down.weight, add=x)
