@@ -79,12 +79,13 @@ def test_one_row_for_all():
 
 def test_who_takes_few_rows(monkeypatch):
     monkeypatch.setattr(kernels, "decoding", lambda x: not torch.is_grad_enabled())
-    layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, 32, 32)
+    layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, kernels.MOST_ROWS // 2, 32)
     with torch.no_grad():
-        assert not kernels.few(x, layer)  # not switched on
-        monkeypatch.setattr(kernels, "FEW_ROWS", True)
         assert kernels.few(x, layer)
-        assert not kernels.few(torch.zeros(5, 13, 32), layer)  # too many
+        monkeypatch.setattr(kernels, "FEW_ROWS", False)
+        assert not kernels.few(x, layer)  # switched off
+        monkeypatch.setattr(kernels, "FEW_ROWS", True)
+        assert not kernels.few(torch.zeros(1, kernels.MOST_ROWS + 1, 32), layer)  # too many
         assert not kernels.few(x.half(), layer)
         model = to_precision(small_model(), "int8", torch.device("cpu"))
         assert not kernels.few(torch.zeros(1, 1, model.config.width), model.pass1[0].ffn.down)
@@ -105,7 +106,7 @@ def test_decoding_in_five_kernels_a_layer(monkeypatch):
     products = []
     monkeypatch.setattr(few_rows, "TILES", {kind: {64: Tile(128, 1, 64, 128)} for kind in few_rows.TILES})
     monkeypatch.setattr(few_rows, "linear", lambda x, *a, **k: products.append(x.shape) or linear(x, *a, **k))
-    monkeypatch.setattr(kernels, "FEW_ROWS", True)
+    monkeypatch.setattr(kernels, "MOST_ROWS", 64)
     for module in (kernels, layers):
         monkeypatch.setattr(module, "decoding", lambda x: not torch.is_grad_enabled())
     monkeypatch.setattr(layers, "usable", lambda x: True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
-FEW_ROWS = False  # decoding layers of a handful of rows in five kernels each (`few_rows.py`)
-MOST_ROWS = 64  # that count as a handful
+FEW_ROWS = True  # decoding layers of a handful of rows in five kernels each (`few_rows.py`)
+MOST_ROWS = 16  # that count as a handful
 AHEAD = True  # with these, kernels fetch weights while the kernel in front still runs
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 

@@ -126,7 +126,7 @@ def _launch(
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, key, value, limit, cos, sin, lengths, out,
     qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
-    S, first, H, scale, K: tl.constexpr,
+    S, first, H, scale: tl.constexpr, K: tl.constexpr,
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip

@@ -28,9 +28,9 @@ class Tile(NamedTuple):
 
 # By kind of product, then by the most rows that a program takes. No tile may make a thread spill much (docs/log.md).
 TILES: dict[str, dict[int, Tile]] = {
-    "plain": {4: Tile(16, 8, 128, 80), 8: Tile(16, 8, 128, 80), 16: Tile(16, 8, 128, 96), 32: Tile(16, 8, 128, 128)},
-    "swiglu": {4: Tile(16, 8, 128, 128), 8: Tile(16, 8, 128, 128), 16: Tile(16, 8, 128, 128), 32: Tile(8, 8, 128, 128)},
-    "sum": {4: Tile(8, 8, 128, 80), 8: Tile(8, 8, 128, 96), 16: Tile(8, 8, 128, 128), 32: Tile(8, 8, 64, 128)},
+    "plain": {4: Tile(16, 4, 256, 168), 8: Tile(16, 4, 256, 168), 16: Tile(16, 4, 256, 168)},
+    "swiglu": {4: Tile(8, 4, 256, 168), 8: Tile(8, 4, 256, 168), 16: Tile(8, 4, 256, 168)},
+    "sum": {4: Tile(8, 4, 256, 168), 8: Tile(8, 4, 256, 168), 16: Tile(8, 4, 256, 168)},
 }
 
 
