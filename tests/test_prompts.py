@@ -212,6 +212,17 @@ def test_editing_verbs_take_prompts(run, text_folder, tmp_path):  # noqa: F811
     assert opened(out).size == (16, 16)
 
 
+def test_a_prompt_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):  # noqa: F811
+    out = tmp_path / "banana.png"
+    for what, model in ((("--prompt", "a banana"), "garden-text"), (("--class", "Banana"), "garden")):
+        code, _, err = run("generate", *what, "--steps", 1, "-n", 1, "--device", "cpu", "-o", out)
+        assert code == 0, err
+        assert about(out)["model"] == model
+    code, text, err = run("score", out, "--prompt", "a banana", "--orders", 1, "--device", "cpu")
+    assert code == 0, err
+    assert "144 tokens" in text
+
+
 def test_score_takes_a_prompt(run, pipe, text_folder, tmp_path):  # noqa: F811
     picture = noise(8, 8, seed=2)
     picture.save(tmp_path / "p.png")

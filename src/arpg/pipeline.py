@@ -358,7 +358,7 @@ class Pipeline:
                 require(
                     value is None,
                     f"{name} is {value!r}, but the model takes classes; give one of them (see `arpg classes`), or "
-                    "choose a model that takes prompts",
+                    "choose a model that takes prompts, such as garden-text",
                 )
             return self.model.config.num_classes if class_ is None else self.classes.find(class_)
         require(class_ is None, f"class is {class_!r}, but the model takes prompts; give a prompt instead")

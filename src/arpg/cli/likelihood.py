@@ -25,7 +25,12 @@ def score(
     orders: OrdersOption = 4,
     order: Annotated[str, typer.Option(help=f"{', '.join(configs.ORDERS)}.")] = "random",
     surprise: Annotated[Path | None, typer.Option("--map", help="Write the bits of each token as a picture.")] = None,
-    model: ModelOption = configs.DEFAULT_MODEL,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="A folder, a published name, a hub id; none: garden, or garden-text for a prompt."
+        ),
+    ] = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -35,7 +40,8 @@ def score(
     if surprise is not None:
         check_output(surprise, folder=False)
     picture = open_image(image)
-    pipe = _load(model, device)
+    in_the_box = configs.DEFAULT_MODEL if prompt is None else configs.DEFAULT_TEXT_MODEL
+    pipe = _load(model or in_the_box, device)
     bits = pipe.score(picture, class_, prompt=prompt, orders=orders, order=order, seed=seed)
     means = bits.mean((1, 2))
     spread = f" +- {means.std(ddof=1):.3f} between orders" if orders > 1 else ""

@@ -80,7 +80,7 @@ def _info_all() -> None:
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"--engine auto is {choose_mode('auto', choose_device('auto'))} here")
-    out.print(f"{'model':<10}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
+    out.print(f"{'model':<13}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
     for name in configs.SHIPPED:
         described = present(read_folder(shipped(name)).model, f"{name} has no model")
         out.print(_line(name, described, "in the box"), markup=False)
@@ -92,7 +92,8 @@ def _info_all() -> None:
 
 def _line(name: str, c: configs.ModelConfig, here: str) -> str:
     layers = f"{c.pass1_layers}+{c.pass2_layers}"
-    return f"{name:<10}{layers:>8}{c.width:>7}{c.num_heads:>7}{c.num_classes:>9}  {here}"
+    classes = "prompts" if c.text is not None else str(c.num_classes)
+    return f"{name:<13}{layers:>8}{c.width:>7}{c.num_heads:>7}{classes:>9}  {here}"
 
 
 def _hardware() -> str:

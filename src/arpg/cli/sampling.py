@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +25,16 @@ class Sampling:
     """What the options say: the model, the seed, and the settings that were given."""
 
     model: str
+    named: bool  # or is the model what is taken where none is named?
     seed: int
     device: str
     dtype: str
     engine: str
     settings: dict[str, Any]
+
+    def asked(self, *, prompts: bool) -> Sampling:
+        """For prompts, where no model is named: with the one in the box that takes them."""
+        return dataclasses.replace(self, model=configs.DEFAULT_TEXT_MODEL) if prompts and not self.named else self
 
     def load(self) -> Any:
         with err.status("loading"):
@@ -41,8 +47,11 @@ class Sampling:
 
 def _options(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
-    ] = configs.DEFAULT_MODEL,
+        str | None,
+        typer.Option(
+            "--model", "-m", help="A folder, a published name, a hub id; none: garden, or garden-text for prompts."
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Decoding steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 turns it off.")] = None,
     guidance_schedule: Annotated[GuidanceSchedule | None, typer.Option(help="How guidance grows.")] = None,
@@ -75,7 +84,7 @@ def _options(
     settings["schedule"] = parse_schedule(schedule)
     configs.SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
     configs.one_of("engine", engine, configs.ENGINES)
-    return Sampling(model, seed, device, dtype, engine, settings)
+    return Sampling(model or configs.DEFAULT_MODEL, model is not None, seed, device, dtype, engine, settings)
 
 
 def samples(command: Callable[..., None]) -> Callable[..., None]:

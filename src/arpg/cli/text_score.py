@@ -92,6 +92,7 @@ def evaluate_text(
     require(prompts is None or fruits is None, "the ceiling is of our own prompts; leave --fruits or --prompts out")
     questions = [] if prompts is not None else held_out_questions(per_task)
     tasks = [q.task for q in questions] if prompts is None else read_tasks(prompts)
+    sampling = sampling.asked(prompts=True)
     pipe = sampling.load()
     require(pipe.prompts is not None, f"{sampling.model} takes classes; expected a model that takes prompts")
     with progress_bar() as progress:
