@@ -238,6 +238,7 @@ def test_kernels_are_summed_by_what_they_do():
         ("_angles", "rotation"),
         ("_draw", "draw"),
         ("_int8_product", "matrix products"),
+        ("_linear", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
         ("void at::native::elementwise_kernel<128, 4>", "copies, small"),
     ],
@@ -250,10 +251,11 @@ def test_the_groups_know_the_names_of_our_kernels():
     """Kernels that decoding launches, found in their files: renamed ones would silently become `copies, small`."""
     source = Path(kernels.__file__).parent.parent / "kernels"
     text = "".join(
-        (source / f"{file}.py").read_text() for file in ("attention", "draw", "residual", "rotary", "swiglu")
+        (source / f"{file}.py").read_text()
+        for file in ("attention", "draw", "few_rows", "quantised", "residual", "rotary", "swiglu")
     )
     launched = set(re.findall(r"^ +(_\w+)\[\(?", text, flags=re.M)) - {"_backward"}
-    assert {"_attend", "_draw", "_residual_norm_forward", "_swiglu_forward"} <= launched
+    assert {"_attend", "_draw", "_linear", "_residual_norm_forward", "_swiglu_forward"} <= launched
     assert {name for name in launched if kernels.group_of(name) == kernels.REST} == set()
 
 

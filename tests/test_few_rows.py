@@ -2,6 +2,7 @@
 interpreter runs them (`conftest.py` switches it on)."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,10 +78,18 @@ def test_one_row_for_all():
     torch.testing.assert_close(fused, plain(x, weight, add=x), atol=1e-5, rtol=1e-5)
 
 
+def start_early(monkeypatch):
+    """The network takes these kernels, whatever the device; they start early only where it can."""
+    monkeypatch.setattr(kernels, "AHEAD", kernels.early(draw(1)))
+    monkeypatch.setattr(kernels, "early", lambda x: True)
+
+
 def test_who_takes_few_rows(monkeypatch):
     monkeypatch.setattr(kernels, "decoding", lambda x: not torch.is_grad_enabled())
     layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, kernels.MOST_ROWS // 2, 32)
     with torch.no_grad():
+        assert not kernels.few(x, layer)  # on a CPU no kernel starts before the one in front ends
+        start_early(monkeypatch)
         assert kernels.few(x, layer)
         monkeypatch.setattr(kernels, "FEW_ROWS", False)
         assert not kernels.few(x, layer)  # switched off
@@ -90,6 +99,19 @@ def test_who_takes_few_rows(monkeypatch):
         model = to_precision(small_model(), "int8", torch.device("cpu"))
         assert not kernels.few(torch.zeros(1, 1, model.config.width), model.pass1[0].ffn.down)
     assert not kernels.few(x, layer)  # somebody may want a gradient
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_who_starts_early(capability, expected, monkeypatch):
+    """Hopper and later. What torch.compile traces cannot say so."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = SimpleNamespace(is_cuda=True, device="cuda")
+    assert kernels.early(x) == kernels.ahead(x) == expected
+    monkeypatch.setattr(kernels, "AHEAD", False)
+    assert kernels.early(x) == expected
+    assert not kernels.ahead(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not kernels.early(x)
 
 
 def test_decoding_in_five_kernels_a_layer(monkeypatch):
@@ -107,6 +129,7 @@ def test_decoding_in_five_kernels_a_layer(monkeypatch):
     monkeypatch.setattr(few_rows, "TILES", {kind: {64: Tile(128, 1, 64, 128)} for kind in few_rows.TILES})
     monkeypatch.setattr(few_rows, "linear", lambda x, *a, **k: products.append(x.shape) or linear(x, *a, **k))
     monkeypatch.setattr(kernels, "MOST_ROWS", 64)
+    start_early(monkeypatch)
     for module in (kernels, layers):
         monkeypatch.setattr(module, "decoding", lambda x: not torch.is_grad_enabled())
     monkeypatch.setattr(layers, "usable", lambda x: True)

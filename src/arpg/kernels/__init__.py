@@ -30,22 +30,24 @@ def decoding(x: Tensor) -> bool:
 
 
 def few(x: Tensor, layer: nn.Linear) -> bool:
-    """Whether the kernels for a handful of rows take this product of the channels: plain weights of the same type."""
-    if not FEW_ROWS or not decoding(x) or torch.compiler.is_compiling() or x.numel() > MOST_ROWS * x.shape[-1]:
+    """Whether the kernels for a handful of rows take this product of the channels: plain weights of the same type.
+
+    Only where they can start early: without that, an image takes longer with them than with the library.
+    """
+    if not FEW_ROWS or not decoding(x) or x.numel() > MOST_ROWS * x.shape[-1] or not early(x):
         return False
     weight = layer._parameters.get("weight")  # not there: kept in 8 bits
     return weight is not None and weight.dtype == x.dtype and layer.bias is None
 
 
 def ahead(x: Tensor) -> bool:
-    """Whether kernels start before those in front of them end (programmatic dependent launch: Hopper and later).
+    """Whether kernels start before those in front of them end.
 
     Each of them must then wait itself (`gdc_wait`) before it reads or writes what another kernel writes or reads.
     """
-    return (
-        FEW_ROWS
-        and AHEAD
-        and x.is_cuda
-        and not torch.compiler.is_compiling()
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    )
+    return FEW_ROWS and AHEAD and early(x)
+
+
+def early(x: Tensor) -> bool:
+    """Whether kernels can be started so (programmatic dependent launch): compute capability 9.0, Hopper, and later."""
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.get_device_capability(x.device) >= (9, 0)
