@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ablation_lines import FEW_STEPS, ORDER_STEPS, STEPS, final, noise, of_order, unguided
+from ablation_lines import FEW_STEPS, ORDER_STEPS, SEARCH, STEPS, final, matching, noise, of_order, unguided
 
 from arpg.config import ORDERS, SCHEDULES
 from arpg.evaluation.results import Line, markdown
@@ -60,15 +60,29 @@ def verdicts(lines: Sequence[Line]) -> str:
 
 
 def gap(lines: Sequence[Line]) -> str:
-    """Causal less block-wise."""
-    rows = []
+    """Causal less block-wise, and what fewer steps cost block-wise; then the same pairs in the search."""
+    most, rows, pairs = final(lines, steps=max(STEPS)), [], []
     for steps in sorted(STEPS):
         block, causal = (final(lines, steps=steps, attention=attention) for attention in ("block", "causal"))
-        if block is not None and causal is not None:
-            share = 100 / block["fid"]
-            apart, half = causal["fid"] - block["fid"], noise(causal, block)
-            rows.append([steps, f"{apart:+.2f} ± {half:.2f}", f"{share * apart:+.1f} ± {share * half:.1f}%"])
-    return markdown(["steps", "FID, causal less block-wise", "of block-wise"], rows) if rows else ""
+        if block is None or causal is None:
+            continue
+        share, apart, half = 100 / block["fid"], causal["fid"] - block["fid"], noise(causal, block)
+        cost = None if most in (None, block) else _difference(block, most)
+        rows.append([steps, f"{apart:+.2f} ± {half:.2f}", f"{share * apart:+.1f} ± {share * half:.1f}%", cost])
+        if steps != max(STEPS):
+            for searched in matching(lines, SEARCH, steps=steps):
+                scale = searched["settings"]["guidance"]
+                others = matching(lines, SEARCH, steps=steps, attention="causal", guidance=scale)
+                pairs += [other["fid"] - searched["fid"] for other in others]
+    if not rows:
+        return ""
+    header = ["steps", "FID, causal less block-wise", "of block-wise", f"block-wise, less that of {max(STEPS)} steps"]
+    if not pairs:
+        return markdown(header, rows)
+    return markdown(header, rows) + (
+        f"\nIn the search ({SEARCH:,} images; the same scale, fewer than {max(STEPS)} steps) causal is higher in "
+        f"{sum(apart > 0 for apart in pairs)} of {len(pairs)} pairs, by {sum(pairs) / len(pairs):.2f} on average.\n"
+    )
 
 
 def differences(lines: Sequence[Line]) -> str:
