@@ -4,11 +4,13 @@ FOLDER/
   about.json, results.jsonl, results-1.jsonl, ...     quality (arpg.evaluation.results)
   baselines.json                                      what is possible
   speed.json                                          images per second
+  order-bits.json                                     what each order costs the model
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from arpg.evaluation.results import Line, read_about, read_lines
 
-BASELINES, SPEED = "baselines.json", "speed.json"
+BASELINES, SPEED, BITS = "baselines.json", "speed.json", "order-bits.json"
 FINAL, SEARCH = 5000, 2000  # images of a measurement, and of one in the search for the guidance
 STEPS = (24, 12, 8, 144, 16, 32, 64)  # in the order in which they are measured
 ORDER_STEPS = (24, 12, 144)
@@ -33,6 +35,7 @@ class Measured:
     baselines: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)  # of the lines
     speed: dict[str, Any] = field(default_factory=lambda: {"about": {}, "lines": []})
+    bits: dict[str, Any] = field(default_factory=dict)  # of each order
 
     def rate(self, settings: dict[str, Any]) -> float | None:
         """Images per second with these settings; the scale of the guidance makes no difference."""
@@ -44,16 +47,17 @@ class Measured:
 
 
 def read(folder: Path) -> Measured:
-    path = folder / BASELINES
-    baselines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     about = read_about(folder) if (folder / "about.json").exists() else {}
-    return Measured(read_lines(folder), baselines, about, read_speed(folder))
+    return Measured(read_lines(folder), _json(folder / BASELINES), about, read_speed(folder), _json(folder / BITS))
 
 
 def read_speed(folder: Path) -> dict[str, Any]:
-    path = folder / SPEED
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {"about": {}, "lines": [], **found}
+    return {"about": {}, "lines": [], **_json(folder / SPEED)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def matching(lines: Sequence[Line], num: int, **settings: Any) -> list[Line]:
@@ -92,3 +96,13 @@ def comparable(lines: Sequence[Line]) -> bool:
     """Whether block-wise and causal attention can be compared over steps: both are there for two numbers of steps."""
     both = [all(final(lines, steps=steps, attention=a) for a in ("block", "causal")) for steps in STEPS]
     return sum(both) >= 2
+
+
+def unguided(lines: Sequence[Line], steps: int) -> Line | None:
+    return next(iter(matching(lines, FINAL, steps=steps, guidance_schedule="none")), None)
+
+
+def noise(a: Line, b: Line) -> float:
+    """Half the width of the interval of a difference of FIDs."""
+    halves = [(line["fid interval"][1] - line["fid interval"][0]) / 2 for line in (a, b) if "fid interval" in line]
+    return math.hypot(*halves)

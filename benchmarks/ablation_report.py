@@ -10,7 +10,6 @@ page a table stands between <!-- NAME: begin --> and <!-- NAME: end -->.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +26,11 @@ from ablation_lines import (
     Measured,
     comparable,
     final,
-    matching,
     of_order,
     read,
+    unguided,
 )
+from ablation_verdicts import differences, gap, verdicts
 from marks import fill
 
 from arpg.config import ORDERS, SCHEDULES
@@ -45,7 +45,6 @@ IMAGES = ROOT / "docs" / "images"
 
 SHOWN = ("fid", "kid", "precision", "recall", "accuracy")
 TITLES = tuple(NUMBERS[name][0] for name in SHOWN)
-PAPER_ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate")
 NOTHING = "Not measured yet.\n"
 
 
@@ -54,12 +53,14 @@ def tables(measured: Measured) -> dict[str, str]:
     return {
         "conditions": _conditions(measured),
         "baselines": _baselines(measured),
-        "verdicts": _verdicts(measured.lines),
+        "verdicts": verdicts(measured.lines) or NOTHING,
         "steps": _steps(measured),
-        "gap": _gap(measured.lines),
+        "gap": gap(measured.lines) or NOTHING,
         "orders": _orders(measured),
+        "bits": _bits(measured),
         "schedules": _rows(measured, "schedule", SCHEDULES),
         "guidance": _rows(measured, "guidance_schedule", ("linear", "constant", "none")),
+        "differences": differences(measured.lines) or NOTHING,
     }
 
 
@@ -89,51 +90,6 @@ def _baselines(measured: Measured) -> str:
     return markdown(["images", "number", *TITLES], rows) if rows else NOTHING
 
 
-def _verdicts(lines: Sequence[Line]) -> str:
-    """The paper's findings, each with what was measured here; differences count where they exceed the noise."""
-    few, many = min(STEPS), max(STEPS)
-    of = {(s, a): final(lines, steps=s, attention=a) for s in STEPS for a in ("block", "causal")}
-    rows = []
-    ends = [of[s, a] for s in (few, many) for a in ("block", "causal")]
-    if None not in ends:
-        block_few, causal_few, block_many, causal_many = (line for line in ends if line)
-        apart = [causal["fid"] - block["fid"] for block, causal in ((block_few, causal_few), (block_many, causal_many))]
-        noise = [_noise(causal_few, block_few), _noise(causal_many, block_many)]
-        shown = [f"{d:+.2f} ± {n:.2f} at {s} steps" for d, n, s in zip(apart, noise, (few, many), strict=True)]
-        rows.append(
-            [
-                "Fewer steps hurt causal decoding more than block-wise",
-                ", ".join(shown),
-                apart[0] - apart[1] > sum(noise),
-            ]
-        )
-        rows.append([f"With one token per step ({many}) both are the same", shown[1], abs(apart[1]) <= noise[1]])
-        scales = [line["settings"]["guidance"] for line in (block_few, block_many)]
-        text = f"{scales[0]:g} at {few} steps, {scales[1]:g} at {many}"
-        rows.append(["The best guidance falls with the number of steps", text, scales[0] > scales[1]])
-    blocks = [line for s in sorted(STEPS) if (line := of[s, "block"])]
-    if len(blocks) == len(STEPS):
-        best, most = min(blocks, key=lambda line: float(line["fid"])), blocks[-1]
-        text = f"{best['fid']:.2f} at {best['settings']['steps']} steps, {most['fid']:.2f} at {many}"
-        better = most["fid"] - best["fid"] > _noise(most, best)
-        rows.append(["Block-wise, some steps are better than one token per step", text, better])
-    orders = {order: line for order in PAPER_ORDERS if (line := of_order(lines, order, many))}
-    if len(orders) == len(PAPER_ORDERS):
-        ranked = sorted(orders, key=lambda order: float(orders[order]["fid"]))
-        text = ", ".join(f"{order} {orders[order]['fid']:.2f}" for order in ranked)
-        first = orders["random"]["fid"] - orders[ranked[0]]["fid"] <= _noise(orders["random"], orders[ranked[0]])
-        rows.append([f"No order is better than random ({many} steps)", text, first])
-        rows.append([f"Spirals are worst ({many} steps)", text, set(ranked[-2:]) == {"spiral-in", "spiral-out"}])
-    header = ["the paper", "here", "agrees"]
-    return markdown(header, [[*row[:2], "yes" if row[2] else "no"] for row in rows]) if rows else NOTHING
-
-
-def _noise(a: Line, b: Line) -> float:
-    """Half the width of the interval of a difference."""
-    halves = [(line["fid interval"][1] - line["fid interval"][0]) / 2 for line in (a, b) if "fid interval" in line]
-    return math.hypot(*halves)
-
-
 def _steps(measured: Measured) -> str:
     rows = []
     for steps in sorted(STEPS):
@@ -150,15 +106,16 @@ def _steps(measured: Measured) -> str:
     return markdown(header, rows) + "".join(_figure(*each) for each in figures) if rows else NOTHING
 
 
-def _gap(lines: Sequence[Line]) -> str:
-    """Causal less block-wise."""
+def _bits(measured: Measured) -> str:
+    """What the orders cost, teacher-forced."""
     rows = []
-    for steps in sorted(STEPS):
-        block, causal = (final(lines, steps=steps, attention=attention) for attention in ("block", "causal"))
-        if block is not None and causal is not None:
-            apart = causal["fid"] - block["fid"]
-            rows.append([steps, f"{apart:+.2f}", f"{100 * apart / block['fid']:+.0f}%"])
-    return markdown(["steps", "FID, causal less block-wise", "of block-wise"], rows) if rows else NOTHING
+    for order, found in measured.bits.get("orders", {}).items():
+        above, apart = found["above random"]
+        thirds = " / ".join(f"{bits:.2f}" for bits in found["thirds"])
+        cost = None if order == "random" else f"{above:+.3f} ± {apart:.3f}"
+        rows.append([order, f"{found['bits']:.3f}", cost, thirds])
+    header = ["order", "bits per token", "above random", "first / middle / last third"]
+    return markdown(header, rows) + f"\n{measured.bits['images']} images.\n" if rows else NOTHING
 
 
 def _orders(measured: Measured) -> str:
@@ -184,7 +141,7 @@ def _rows(measured: Measured, axis: str, values: Sequence[str]) -> str:
     for value in values:
         for steps in sorted(FEW_STEPS):
             if value == "none":
-                line = next(iter(matching(measured.lines, FINAL, steps=steps, guidance_schedule="none")), None)
+                line = unguided(measured.lines, steps)
             else:
                 line = final(measured.lines, steps=steps, **{axis: value})
             if line is not None:
