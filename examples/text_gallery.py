@@ -2,7 +2,7 @@
 
 Usage: python examples/text_gallery.py [MODEL] [--out docs/images/gallery]
 
-All seeds are 0 and counted on, nothing is chosen.
+All seeds are 0 and counted on, nothing is chosen. With --data also what the tokenizer leaves of composed scenes.
 """
 
 import argparse
@@ -10,9 +10,12 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from arpg import Pipeline
+from arpg.data.composer import Composer
+from arpg.evaluation.detector_scenes import tokenized
 from arpg.evaluation.text_score import held_out_questions
 from arpg.image import sheet
 
@@ -36,7 +39,7 @@ BAD = (  # outside of what scenes and captions have
     "das Haus am See",
     "",
 )
-NEGATIVE = ("a lemon", None, "a gray background", "a yellow background")  # the same prompt, led away from each
+NEGATIVE = (None, "a red apple", "a green apple", "a yellow apple")  # the same prompt, led away from each
 
 
 def main() -> None:
@@ -44,8 +47,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="garden-text")
     parser.add_argument("--out", type=Path, default=Path("docs/images/gallery"))
     parser.add_argument("--num", type=int, default=48, help="Pictures of the uncurated sheet.")
+    parser.add_argument("--data", type=Path, help="The folder of fruits.zip and emoji.zip.")
     options = parser.parse_args()
-    write(Pipeline.from_pretrained(options.model, device="cpu"), options.out, num=options.num)
+    pipe = Pipeline.from_pretrained(options.model, device="cpu")
+    write(pipe, options.out, num=options.num)
+    if options.data is not None:
+        scenes(pipe, options.data).save(options.out / "text-tokenizer.webp", quality=85, method=6)
 
 
 def write(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
@@ -75,10 +82,19 @@ def shown(prompt: str) -> str:
     return "".join(c if c.isascii() else f"[{unicodedata.name(c, '?').lower()}]" for c in prompt) or "(nothing)"
 
 
-def negatives(pipe: Pipeline, prompt: str = "a fruit on a background") -> Image.Image:
-    """One prompt and seed, led away from different things."""
-    made = [pipe.generate(prompt=prompt, negative=text, seed=0)[0] for text in NEGATIVE]
-    return sheet(made, columns=len(made), captions=[f"{prompt}, not: {text or '-'}" for text in NEGATIVE])
+def negatives(pipe: Pipeline, prompt: str = "an apple", each: int = 8) -> Image.Image:
+    """One prompt and the same seeds, led away from different things, a row each."""
+    made = [pipe.generate(prompt=prompt, negative=text, num_images=each, seed=0) for text in NEGATIVE]
+    captions = [f"{prompt}, not {text}" if text else prompt for text in NEGATIVE for _ in range(each)]
+    return sheet([image for row in made for image in row], columns=each, captions=captions)
+
+
+def scenes(pipe: Pipeline, data: Path, num: int = 8) -> Image.Image:
+    """Composed scenes of views that nobody trained on, and below each what is left of it after the tokenizer."""
+    composer = Composer(f"{data}/fruits.zip/fruits/test", f"{data}/emoji.zip/emoji")
+    pixels_nHW3 = np.stack([composer.scene(10**9 + i).pixels_HW3 for i in range(num)])
+    rows = np.concatenate((pixels_nHW3, tokenized(pixels_nHW3, pipe.tokenizer)))
+    return sheet([Image.fromarray(pixels_HW3) for pixels_HW3 in rows], columns=num)
 
 
 if __name__ == "__main__":
