@@ -48,6 +48,7 @@ def test_every_mode_draws_the_same_tokens(model, mode, options):
     for first in (0, 10, 20):  # `auto` records the second time and replays the third
         case = make(model, first=first, **options)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
+        assert tokens(engine.decode(*case, every=False))[-1] == tokens(decode(model, *case))[-1]
 
 
 @pytest.mark.gpu
@@ -161,8 +162,8 @@ class Fake:
         self.busy, self.bytes, self.args = threading.Lock(), 10, (model, settings)
         self.made.append(len(inputs.ids_BN))
 
-    def replay(self, inputs, way):
-        return run(self.args[0], inputs, way, self.args[1])
+    def replay(self, inputs, way, *, every):
+        return (step for step in run(self.args[0], inputs, way, self.args[1]) if every or step.last)
 
 
 @pytest.fixture
@@ -185,6 +186,17 @@ def test_a_shape_is_recorded_when_it_comes_again(engine, model):
     assert Fake.made == [6, 1, 2, 6]
     engine.forget()
     assert not engine.recordings
+
+
+def test_who_looks_at_the_last_step_alone(engine, model):
+    """Eagerly and recorded; a recording then copies nothing else."""
+    case = make(model, 2)
+    *_, last = decode(model, *case)
+    for _ in range(3):
+        *before, step = engine.decode(*case, every=False)
+        assert tokens([step]) == tokens([last])
+    assert Fake.made == [2]
+    assert not before
 
 
 def test_what_is_too_large_runs_eagerly(engine, model, monkeypatch, caplog):

@@ -82,7 +82,7 @@ def _on_gpu(
 
 
 def _ids(engine: Engine, request: Request, plan: Plan, settings: SamplingSettings) -> Tensor:
-    for step in engine.decode(request, plan, settings):
+    for step in engine.decode(request, plan, settings, every=False):
         ids_BN = step.ids_BN
     return ids_BN
 

@@ -116,7 +116,7 @@ def generate(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> t
     wait = _waiter(pipe.model.device)
     began = time.perf_counter()
     request, plan = case.request(pipe.model, seed)
-    for step in pipe.engine.decode(request, plan, case.settings):
+    for step in pipe.engine.decode(request, plan, case.settings, every=False):
         ids_BN = step.ids_BN
     wait()
     middle = time.perf_counter()

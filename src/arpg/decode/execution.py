@@ -59,15 +59,15 @@ class Engine:
         self._too_large: set[Shape] = set()
         self._lock = threading.Lock()
 
-    def decode(self, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
-        """As `engine.decode`."""
+    def decode(self, request: Request, plan: Plan, settings: SamplingSettings, *, every: bool = True) -> Iterator[Step]:
+        """As `engine.decode`. Not `every` step is looked at: those before the last may be left out."""
         if self.mode != "graph" or settings.decode != "steps" or plan.num_steps == 0:
             return decode(self.model, request, plan, settings)
         check(self.model, request, plan)
-        return self._decode(request, plan, settings)
+        return self._decode(request, plan, settings, every=every)
 
     @torch.no_grad()
-    def _decode(self, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
+    def _decode(self, request: Request, plan: Plan, settings: SamplingSettings, *, every: bool) -> Iterator[Step]:
         batch = len(request.seeds)
         request, plan = filled_up(request, plan)
         way = choose_way(request, plan, settings, self.model.device)
@@ -78,7 +78,10 @@ class Engine:
         if recording is None and self._worth(shape):
             list(run(self.model, inputs, Planned(request, plan, self.model.device), settings))  # compiles kernels
             recording = self._record(shape, inputs, Planned(request, plan, self.model.device), settings)
-        steps = run(self.model, inputs, way, settings) if recording is None else recording.replay(inputs, way)
+        if recording is None:
+            steps = run(self.model, inputs, way, settings)
+        else:
+            steps = recording.replay(inputs, way, every=every)
         try:
             for step in steps:
                 yield Step(step.index, step.num_steps, step.ids_BN[:batch], step.known_BN[:batch])

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from arpg.decode.noise import Stream, random_words, seed_keys
+from arpg.decode.noise import Stream, few_words
 
 Grid = tuple[int, int]
 Positions = NDArray[np.int64]
@@ -47,9 +46,7 @@ def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...]
 
 def order_words(grid: Grid, seeds: Sequence[int]) -> Words:
     """`[seeds, N]`: what an order has of its seed, a random word for each position of the grid."""
-    positions = torch.arange(grid[0] * grid[1]).expand(len(seeds), -1)
-    words: Words = random_words(seed_keys(seeds), Stream.ORDER, positions, 1)[..., 0].numpy()
-    return words
+    return few_words(seeds, Stream.ORDER, grid[0] * grid[1])
 
 
 def _raster(height: int, width: int) -> Positions:

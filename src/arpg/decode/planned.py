@@ -6,6 +6,7 @@ Shapes: B batch, S tokens of a step, T tokens of all steps, K steps, V vocabular
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Planned:
         known = known_positions(request)
         steps = range(plan.num_steps)
         sizes = [[*p.sizes, *[0] * (len(steps) - len(p.sizes))] for p in plan.samples]
-        self.widths = [max(row[s] for row in sizes) for s in steps]
+        self.widths = [max(column) for column in zip(*sizes, strict=True)]
         self.ragged = any(len(set(column)) > 1 for column in ([len(row) for row in known], *zip(*sizes, strict=True)))
         self.num_steps: int | None = len(steps)
         rows = [
@@ -35,15 +36,16 @@ class Planned:
         self.position_BT = send(torch.tensor(rows, dtype=torch.long), device)
         self.scale_BK = send(torch.tensor(scales), device) if plan.guided else None
         self.count_BK = send(torch.tensor(sizes), device) if self.ragged else None
-        self.lengths = [max(map(len, known))]  # of the longest row, at first and after each step
-        for s in steps:
-            self.lengths.append(max(len(row) + sum(done[: s + 1]) for row, done in zip(known, sizes, strict=True)))
+        # Of the longest row, at first and after each step.
+        rising = [itertools.accumulate(row, initial=len(there)) for row, there in zip(sizes, known, strict=True)]
+        self.lengths = [max(lengths) for lengths in zip(*rising, strict=True)]
         # The last step's tokens are never looked at.
         self.tokens = max(self.lengths[0], *(self.lengths[s] + self.widths[s] for s in steps[:-1]), 0)
-        self._turns = self._make_turns()
         self._next = 0
 
-    def _make_turns(self) -> list[Turn]:
+    @cached_property
+    def _turns(self) -> list[Turn]:
+        """Made when they are asked for: a recorded generation has its own."""
         turns: list[Turn] = []
         write: Write | None = None
         for s, position_BS in enumerate(torch.split(self.position_BT, self.widths, dim=1)):

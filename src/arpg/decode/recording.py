@@ -64,8 +64,10 @@ class Recording:
         self.seconds = time.perf_counter() - began
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def replay(self, inputs: Inputs, way: Planned) -> Generator[Step]:
-        """The steps of another request of the same shape. The caller holds `busy`, and gives it back."""
+    def replay(self, inputs: Inputs, way: Planned, *, every: bool = True) -> Generator[Step]:
+        """The steps of another request of the same shape, or the last alone: what is handed out is copied, and each
+        copy waits its turn between two graphs. The caller holds `busy`, and gives it back.
+        """
         stream = torch.cuda.current_stream(inputs.ids_BN.device)
         stream.wait_event(self._done)  # the last one may have run on another stream
         try:
@@ -74,7 +76,8 @@ class Recording:
                 mine.copy_(given)
             for index, (graph, ids_BN, known_BN) in enumerate(self.steps):
                 graph.replay()
-                yield Step(index, len(self.steps), ids_BN.clone(), known_BN.clone())
+                if every or index + 1 == len(self.steps):
+                    yield Step(index, len(self.steps), ids_BN.clone(), known_BN.clone())
         finally:
             self._done.record(stream)
 
