@@ -62,6 +62,7 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
     buffers: passes over memory are what this costs.
     """
     shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    shift: Any
     buffers: Any
     if isinstance(counter[0], Tensor):
         shift, buffers = torch.bitwise_right_shift, torch.empty((6, *shape), dtype=torch.long, device=counter[0].device)
