@@ -1,6 +1,6 @@
 """The gallery's pictures of prompts: what works, what does not, and prompts that training never saw, uncurated.
 
-Usage: python examples/text_gallery.py [MODEL] [--out docs/images/gallery]
+Usage: python examples/text_gallery.py [MODEL] [--out docs/images/prompts]
 
 All seeds are 0 and counted on, nothing is chosen. With --data also what the tokenizer leaves of composed scenes.
 """
@@ -45,14 +45,14 @@ NEGATIVE = (None, "a red apple", "a green apple", "a yellow apple")  # the same 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="garden-text")
-    parser.add_argument("--out", type=Path, default=Path("docs/images/gallery"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/prompts"))
     parser.add_argument("--num", type=int, default=48, help="Pictures of the uncurated sheet.")
     parser.add_argument("--data", type=Path, help="The folder of fruits.zip and emoji.zip.")
     options = parser.parse_args()
     pipe = Pipeline.from_pretrained(options.model, device="cpu")
     write(pipe, options.out, num=options.num)
     if options.data is not None:
-        scenes(pipe, options.data).save(options.out / "text-tokenizer.webp", quality=85, method=6)
+        scenes(pipe, options.data).save(options.out / "tokenizer.webp", quality=85, method=6)
 
 
 def write(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
@@ -60,10 +60,10 @@ def write(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
     questions = held_out_questions(max(1, num // 6))
     unseen = [q.task.prompt for q in questions[:: max(1, len(questions) // num)]][:num]
     made = {
-        "text-good": rows(pipe, GOOD),
-        "text-bad": rows(pipe, BAD),
-        "text-negative": negatives(pipe),
-        "text-uncurated": sheet(pipe.generate(prompt=unseen, seed=0), columns=8, captions=unseen),
+        "good": rows(pipe, GOOD),
+        "bad": rows(pipe, BAD),
+        "negative": negatives(pipe),
+        "uncurated": sheet(pipe.generate(prompt=unseen, seed=0), columns=8, captions=unseen),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in made.items():

@@ -69,5 +69,5 @@ def test_classes_are_spread(tests):
 def test_text(text_model, tmp_path):
     pipe = Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
     paths = text_gallery.write(pipe, tmp_path, num=12)
-    assert [path.stem for path in paths] == ["text-good", "text-bad", "text-negative", "text-uncurated"]
+    assert [path.stem for path in paths] == ["good", "bad", "negative", "uncurated"]
     assert all(open_image(path).width > 192 for path in paths)
