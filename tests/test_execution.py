@@ -188,6 +188,16 @@ def test_a_shape_is_recorded_when_it_comes_again(engine, model):
     assert not engine.recordings
 
 
+def test_what_runs_eagerly_is_not_filled_up(engine, model, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        execution, "run", lambda model, inputs, *a: sizes.append(len(inputs.ids_BN)) or run(model, inputs, *a)
+    )
+    for first in (0, 10, 20):
+        list(engine.decode(*make(model, 5, first=first)))
+    assert sizes == [5, 6]  # eagerly; then filled up, before it is recorded; the fake runs by itself
+
+
 def test_who_looks_at_the_last_step_alone(engine, model):
     """Eagerly and recorded; a recording then copies nothing else."""
     case = make(model, 2)

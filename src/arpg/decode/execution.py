@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from arpg.config import ENGINES, SamplingSettings, one_of
-from arpg.decode.engine import Step, check, choose_way, decode, run
+from arpg.decode.engine import Step, check, decode, run
 from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.recording import Recording, Shape, shape_of
@@ -69,16 +69,18 @@ class Engine:
     @torch.no_grad()
     def _decode(self, request: Request, plan: Plan, settings: SamplingSettings, *, every: bool) -> Iterator[Step]:
         batch = len(request.seeds)
-        request, plan = filled_up(request, plan)
-        way = choose_way(request, plan, settings, self.model.device)
-        assert isinstance(way, Planned)
-        inputs = read(self.model, request, guided=plan.guided, ragged=way.ragged)
+        filled, filled_plan = filled_up(request, plan)
+        way = Planned(filled, filled_plan, self.model.device)
+        inputs = read(self.model, filled, guided=plan.guided, ragged=way.ragged)
         shape = shape_of(inputs, way, settings)
         recording = self._borrow(shape)
         if recording is None and self._worth(shape):
-            list(run(self.model, inputs, Planned(request, plan, self.model.device), settings))  # compiles kernels
-            recording = self._record(shape, inputs, Planned(request, plan, self.model.device), settings)
-        if recording is None:
+            list(run(self.model, inputs, Planned(filled, filled_plan, self.model.device), settings))  # compiles kernels
+            recording = self._record(shape, inputs, Planned(filled, filled_plan, self.model.device), settings)
+        if recording is None:  # as it came
+            if batch < len(filled.seeds):
+                way = Planned(request, plan, self.model.device)
+                inputs = read(self.model, request, guided=plan.guided, ragged=way.ragged)
             steps = run(self.model, inputs, way, settings)
         else:
             steps = recording.replay(inputs, way, every=every)
