@@ -122,6 +122,20 @@ def _halton(grid: Grid, words: Words) -> Positions:
     return order
 
 
+@lru_cache(maxsize=16)
+def _distances(grid: Grid) -> NDArray[np.float64]:
+    """`[2 H - 1, 2 W - 1]`: how far a cell is from one in the middle."""
+    height, width = grid
+    distance: NDArray[np.float64] = np.hypot(*np.ogrid[1 - height : height, 1 - width : width])
+    return distance
+
+
+def _around(table: NDArray[np.float64], grid: Grid, position: int) -> NDArray[np.float64]:
+    """The part of a table around the middle that is the grid, where the position is the middle."""
+    row, column = divmod(position, grid[1])
+    return table[grid[0] - 1 - row :, grid[1] - 1 - column :][: grid[0], : grid[1]]
+
+
 def _local(grid: Grid, fill: Positions, sizes: tuple[int, ...], words: Words) -> Positions:
     """Greedy: the next position is the one closest to what is known, and crowding its own step costs.
 
@@ -129,29 +143,25 @@ def _local(grid: Grid, fill: Positions, sizes: tuple[int, ...], words: Words) ->
     leaves a choice (at first, always), a wider one with a small weight spreads the step over the grid, and
     then the seed decides.
     """
-    height, width = grid
-    row, column = np.divmod(np.arange(height * width), width)
-
-    def distance(position: int) -> NDArray[np.float64]:
-        result: NDArray[np.float64] = np.hypot(row - row[position], column - column[position])
-        return result
-
-    open_ = np.zeros(height * width, dtype=bool)
-    open_[fill] = True
-    to_known = np.full(height * width, float(height + width))
-    for known in np.flatnonzero(~open_).tolist():
-        to_known = np.minimum(to_known, distance(known))
+    distance = _distances(grid)
+    squared = distance**2
+    closed = np.ones(grid, dtype=bool)
+    closed.flat[fill] = False
+    to_known = np.full(grid, float(sum(grid)))
+    for known in np.flatnonzero(closed).tolist():
+        np.minimum(to_known, _around(distance, grid, known), out=to_known)
+    tie = (words * 1e-6 / 2**32).reshape(grid)
     order: list[int] = []
     for size in sizes:
         spacing = max(1.0, math.sqrt(len(fill) / size) / 2)
-        score = words * 1e-6 / 2**32 - to_known
+        crowding = 3.0 * np.exp(-squared / 2) + 0.05 * np.exp(-squared / (2 * spacing**2))
+        score = np.where(closed, -np.inf, tie - to_known)
         for _ in range(size):
-            score[~open_] = -np.inf
             position = int(score.argmax())
-            open_[position] = False
             order.append(position)
-            squared = distance(position) ** 2
-            score -= 3.0 * np.exp(-squared / 2) + 0.05 * np.exp(-squared / (2 * spacing**2))
-        for position in order[-size:]:
-            to_known = np.minimum(to_known, distance(position))
+            score -= _around(crowding, grid, position)
+            score.flat[position] = -np.inf
+        for position in order[len(order) - size :]:
+            closed.flat[position] = True
+            np.minimum(to_known, _around(distance, grid, position), out=to_known)
     return np.array(order, dtype=np.int64)
