@@ -41,8 +41,8 @@ class Engine:
     """Runs generations of one model; any number of threads may use it at once.
 
     `auto` is `graph` on a GPU and `eager` elsewhere. In `auto` a shape is recorded when it comes for the second time,
-    since recording takes longer than one generation; in `graph` at once. Batches are filled up to the next of 1, 2, 3,
-    4, 6, 8, 12, ... images. Exact and speculative decoding, whose steps depend on what is drawn, run eagerly.
+    since recording takes longer than one generation; in `graph` at once. Recorded batches are filled up to the next of
+    1, 2, 3, 4, 6, 8, 12, ... images. Exact and speculative decoding, whose steps depend on what is drawn, run eagerly.
     """
 
     def __init__(self, model: ARPG, mode: str = "auto", *, memory: int | None = None) -> None:
