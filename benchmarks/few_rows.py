@@ -3,9 +3,10 @@
     PYTHONPATH=src python benchmarks/few_rows.py
 
 First the network (24 layers, head; both passes, 93 tokens known) as one graph: by the library, in five kernels a layer,
-and in five that fetch their weights ahead (compute capability 9.0 and later); with the error of the logits against
-float32; also for more rows than these kernels are taken for. Then one image, replayed. Then tiles, product by product,
-and the image again with the best of them.
+and in five that fetch their weights ahead; with the error of the logits against float32. Then the small kernels around
+the layers, against tensor operations. Then one image, replayed, and what its caller waits for before. Then tiles,
+product by product; the network again for more rows with the best of them, which says how many rows should count as a
+handful (`arpg.kernels.MOST_ROWS`); and the image again.
 """
 
 from __future__ import annotations
@@ -24,25 +25,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg import SamplingSettings, kernels
+from arpg import SamplingSettings, kernels, make_plan, tasks
 from arpg.bench.case import Case
 from arpg.config import MODELS
+from arpg.decode.engine import check
 from arpg.decode.execution import Engine
-from arpg.kernels import few_rows
+from arpg.decode.planned import Planned
+from arpg.decode.recording import shape_of
+from arpg.decode.start import read
+from arpg.kernels import draw as draws
+from arpg.kernels import few_rows, lookup
 from arpg.kernels.attention import attend, attend_and_store
 from arpg.kernels.few_rows import Tile, linear
-from arpg.model import ARPG
+from arpg.model import ARPG, rope
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
 OFF, PLAIN, AHEAD = (False, False), (True, False), (True, True)  # kernels.FEW_ROWS, kernels.AHEAD
 NAMES = {OFF: "library", PLAIN: "five kernels", AHEAD: "five, weights ahead"}
-CANDIDATES = {  # beside those in the table
-    "plain": (Tile(16, 4, 256, 168), Tile(16, 8, 128, 160), Tile(8, 4, 256, 128), Tile(32, 8, 128, 128)),
-    "swiglu": (Tile(16, 8, 128, 255), Tile(8, 4, 256, 168), Tile(8, 8, 128, 80), Tile(8, 8, 128, 128)),
-    "sum": (Tile(8, 4, 256, 168), Tile(16, 8, 128, 128), Tile(8, 8, 64, 80), Tile(8, 8, 128, 255)),
+CANDIDATES = {  # beside those in the table. All that make the stream have 8 outputs: who norms it is compiled for that
+    "plain": (Tile(16, 4, 256, 255), Tile(16, 8, 128, 96), Tile(16, 8, 128, 128), Tile(32, 8, 128, 128)),
+    "swiglu": (Tile(8, 4, 256, 255), Tile(8, 8, 128, 80), Tile(8, 8, 128, 128), Tile(16, 8, 128, 128)),
+    "sum": (Tile(8, 4, 256, 255), Tile(8, 8, 128, 80), Tile(8, 8, 128, 128), Tile(8, 8, 64, 128)),
 }
-ROWS = {4: 2, 16: 16}  # what a size of the table is tried with
-MOST_ROWS = 64  # of the network, in five kernels
+ROWS = {4: 2, 16: 12, 32: 24}  # what a size of the table is tried with
+MAKERS = 128  # programs that make a stream of 1,024 channels
 _began = time.perf_counter()
 
 
@@ -52,12 +58,6 @@ def say(*words: object) -> None:
 
 def switch(to: tuple[bool, bool]) -> None:
     kernels.FEW_ROWS, kernels.AHEAD = to
-    kernels.early = lambda x: True  # an older GPU is asked for PLAIN, too, which it would not take by itself
-
-
-def ways() -> tuple[tuple[bool, bool], ...]:
-    """The last one is the best that this GPU can."""
-    return (OFF, PLAIN, AHEAD) if torch.cuda.get_device_capability() >= (9, 0) else (OFF, PLAIN)
 
 
 def guarded(name: str, work: Callable[[], Any]) -> Any:
@@ -118,13 +118,13 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-def layers(model: ARPG, exact: ARPG) -> None:
-    for rows in (2, 10, 16, 32, 64):
+def layers(model: ARPG, exact: ARPG, sizes: tuple[int, ...], ways: tuple[tuple[bool, bool], ...]) -> None:
+    for rows in sizes:
         switch(OFF)
         true = network(exact, rows, torch.float32)()
         call = network(model, rows, HALF)
         made: dict[tuple[bool, bool], Tensor] = {}
-        for to in ways():
+        for to in ways:
             switch(to)
             result = guarded(NAMES[to], partial(microseconds, call))
             if result is None:
@@ -144,13 +144,15 @@ def image(model: ARPG, to: tuple[bool, bool], name: str) -> Tensor:
     switch(to)
     case = Case("arpg-l", 1, SamplingSettings(steps=32, guidance=4.0), (16, 16))
     engine = Engine(model, "graph")
-    tokens, waits = [], []
-    for seed in range(9):
+    tokens = []
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    for seed in range(18):
+        every = seed % 2 == 1
         torch.cuda.synchronize()
         began = time.perf_counter()
-        *_, step = engine.decode(*case.request(model, seed), case.settings)
+        *_, step = engine.decode(*case.request(model, seed), case.settings, every=every)
         torch.cuda.synchronize()
-        waits.append(1e3 * (time.perf_counter() - began))
+        waits[every].append(1e3 * (time.perf_counter() - began))
         tokens.append(step.ids_BN)
     recording = next(iter(engine.recordings.values()))
     began = time.perf_counter()
@@ -159,17 +161,111 @@ def image(model: ARPG, to: tuple[bool, bool], name: str) -> Tensor:
             graph.replay()
     torch.cuda.synchronize()
     replay = 1e3 * (time.perf_counter() - began) / 5
-    say(f"one image  {name:20s} latency {statistics.median(waits[1:]):.2f} ms, replay {replay:.2f} ms")
+    last, all_of_them = (statistics.median(waits[every][1:]) for every in (False, True))
+    say(
+        f"one image  {name:20s} latency {last:.2f} ms (with a copy of every step {all_of_them:.2f} ms),"
+        f" replay {replay:.2f} ms"
+    )
     return torch.cat(tokens)
+
+
+def before(model: ARPG) -> None:
+    """What comes before the first graph, part by part, in ms: the launches of each, not what they launch."""
+    case = Case("arpg-l", 1, SamplingSettings(steps=32, guidance=4.0), (16, 16))
+    took: dict[str, list[float]] = {}
+
+    def part(name: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        made = work()
+        took.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
+        return made
+
+    for seed in range(20):
+        torch.cuda.synchronize()
+        request = part("request", lambda seed=seed: tasks.generate(model, [seed], [seed], grid=case.grid))
+        known, seeds, settings = request.known_BN, request.seeds, case.settings
+        plan = part("plan", partial(make_plan, request.grid, known, seeds, settings))
+        part("check", partial(check, model, request, plan))
+        way = part("indices", partial(Planned, request, plan, model.device))
+        inputs = part("inputs", partial(read, model, request, guided=plan.guided, ragged=way.ragged))
+        part("shape", partial(shape_of, inputs, way, settings))
+    say("before the first graph, ms:", ", ".join(f"{n} {statistics.median(t[1:]):.3f}" for n, t in took.items()))
+
+
+def small_kernels(model: ARPG) -> None:
+    """Around the layers: against tensor operations, then the time of each in a row of many."""
+    switch(AHEAD)
+    torch.manual_seed(0)
+    config, weight = model.config, model.embedding.weight
+    ids, place = torch.randint(16384, (1, 257), device="cuda"), torch.rand(1, 257, 2, device="cuda") * 16
+    known, key = torch.zeros(1, 257, dtype=torch.bool, device="cuda"), torch.tensor([[5, 7]], device="cuda")
+    position, scale = torch.randperm(256, device="cuda")[None, :8], torch.tensor([[4.0]], device="cuda")
+    logits = torch.randn(2, 8, config.vocab_size, device="cuda").to(HALF)
+    options = {"copies": 2, "head_dim": config.head_dim, "base": rope.BASE}
+
+    def places() -> Tensor:
+        return torch.cat([place.gather(1, position[..., None].expand(-1, -1, 2))] * 2)
+
+    def drawn(few: int) -> Tensor:
+        draws._FEW, kept = few, draws._FEW
+        try:
+            return draws.draw(logits, scale, 1.0, key, 0, position)
+        finally:
+            draws._FEW = kept
+
+    x, cos, sin = lookup.embedded_at(weight, ids, place, position, **options)
+    by = rope.rotation(places(), config.head_dim)
+    far = max(float((cos - by.cos_BSK).abs().max()), float((sin - by.sin_BSK).abs().max()))
+    right = [
+        bool((x == torch.cat([weight[ids.gather(1, position)]] * 2)).all()),
+        far < 1e-5,
+        bool((drawn(128) == drawn(0)).all()),
+        all(
+            bool((a == b).all())
+            for a, b in zip(
+                lookup.put(ids, known, position, position),
+                (ids.scatter(1, position, position), known.scatter(1, position, True)),
+                strict=True,
+            )
+        ),
+    ]
+    say("small kernels: embeddings, angles, draw, put are", ", ".join("right" if r else "WRONG" for r in right))
+    jobs: dict[str, Callable[[], Any]] = {
+        "embedded_at": lambda: lookup.embedded_at(weight, ids, place, position, **options)[0],
+        "turned_at": lambda: lookup.turned_at(place, position, **options)[0],
+        "put": lambda: lookup.put(ids, known, position, position)[0],
+        "draw": lambda: drawn(128),
+        "draw, as for many": lambda: drawn(0),
+        "tensor operations: embed": lambda: torch.cat([model.embed(ids.gather(1, position))] * 2),
+        "tensor operations: turn": lambda: rope.rotation(places(), config.head_dim).cos_BSK,
+        "tensor operations: put": lambda: (
+            known.scatter(1, position, True),
+            ids.scatter(1, position, position),
+        )[1],
+    }
+    for name, job in jobs.items():
+        took = guarded(name, partial(microseconds, lambda job=job: [job() for _ in range(20)][-1]))
+        if took is not None:
+            say(f"  {name:30s} {took[0] / 20:6.2f} us")
 
 
 def product(kind: str, rows: int, weight: Tensor) -> Tensor:
     """As a layer calls it."""
-    inputs = weight.shape[1]
-    x, norm = torch.ones(rows, inputs, device="cuda", dtype=HALF), torch.ones(inputs, device="cuda", dtype=HALF)
+    x = torch.ones(rows, weight.shape[1], device="cuda", dtype=HALF)
+    for squares in (True, False):
+        made = linear(x, weight, **options(kind, x, weight, squares=squares))
+    return made
+
+
+def options(kind: str, x: Tensor, weight: Tensor, *, squares: bool) -> dict[str, Any]:
+    """`squares`: whether they are summed where rows are made and given to the norms of them, as in a layer."""
     if kind == "sum":
-        return linear(x, weight, add=torch.ones(rows, len(weight), device="cuda", dtype=HALF))
-    return linear(x, weight, norm_D=norm, eps=1e-5, swiglu=kind == "swiglu")
+        add = torch.zeros(len(x), len(weight), device="cuda", dtype=HALF)
+        return {"add": add, "sums_PM": few_rows.empty_sums(x, weight) if squares else None}
+    most = max(few_rows.TILES[kind]) if kind in few_rows.TILES else 16
+    padded = next((size for size in few_rows.TILES.get(kind, {}) if size >= len(x)), most)
+    sums = torch.ones(MAKERS, -(-len(x) // padded) * padded, device="cuda") if squares else None
+    return {"norm_D": torch.ones_like(x[0]), "eps": 1e-5, "swiglu": kind == "swiglu", "squares_PM": sums}
 
 
 def compile_one(job: tuple[str, int, Tile, tuple[bool, bool], int]) -> None:
@@ -188,16 +284,30 @@ def compile_attention(slots: int, to: tuple[bool, bool]) -> None:
     attend(qkv[:, :, 0].contiguous(), key, value, None, (angles, angles))
 
 
+def compile_small() -> None:
+    switch(AHEAD)
+    key, position = (
+        torch.zeros(1, 2, device="cuda", dtype=torch.long),
+        torch.zeros(1, 8, device="cuda", dtype=torch.long),
+    )
+    logits, scale = torch.zeros(2, 8, 16384, device="cuda", dtype=HALF), torch.ones(1, 1, device="cuda")
+    for few in (128, 0):
+        draws._FEW = few
+        draws.draw(logits, scale, 1.0, key, 0, position)
+
+
 def compile_all(workers: int) -> None:
     """All kernels at once: one after the other they would take most of the minute."""
     jobs = []
     for kind, sizes in few_rows.TILES.items():
         for most, tile in sizes.items():
-            tried = [(tile, to) for to in ways()[1:]]
-            tried += [(other, ways()[-1]) for other in CANDIDATES[kind]] if most in ROWS else []
+            tried = [(tile, PLAIN), (tile, AHEAD)]
+            tried += [(other, AHEAD) for other in CANDIDATES[kind]] if most in ROWS else []
+            tried = list(dict.fromkeys(tried))
             jobs += [(kind, most, *one, inputs) for one in tried for inputs in ((1024, 2816)[: 1 + (kind == "sum")])]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(compile_attention, slots, to) for to in (ways()[-1], OFF) for slots in (1, 20, 40)]
+        futures = [pool.submit(compile_attention, slots, to) for to in (AHEAD, OFF) for slots in (1, 20, 40)]
+        futures.append(pool.submit(compile_small))
         futures += [pool.submit(compile_one, job) for job in jobs]
         for future in futures:
             guarded("compiling", future.result)
@@ -217,7 +327,7 @@ def tiles(model: ARPG, deadline: float) -> None:
         "down": ("sum", [block.ffn.down.weight for block in blocks]),
     }
     worth = {"qkv": 12, "q": 12, "head": 1, "gate, up": 24, "out": 24, "down": 24}  # in a step
-    switch(ways()[-1])
+    switch(AHEAD)
     for (most, rows), kind in itertools.product(ROWS.items(), few_rows.TILES):
         of_kind = {name: some for name, (is_kind, some) in weights.items() if is_kind == kind}
         found: dict[Tile, float] = {}
@@ -230,23 +340,26 @@ def tiles(model: ARPG, deadline: float) -> None:
             if None not in took.values():
                 found[tile] = sum(worth[name] * each for name, each in took.items())
                 say(f"{rows:3d} rows  {tile!s:60s}", ", ".join(f"{name} {each:.2f} us" for name, each in took.items()))
+        few_rows.TILES[kind] = table
+        alone = {name: guarded(name, partial(chain, some, rows, kind, squares=False)) for name, some in of_kind.items()}
+        say(
+            f"{rows:3d} rows  {'the first tile without squares':60s}",
+            ", ".join(f"{n} {t:.2f} us" for n, t in alone.items() if t),
+        )
         library = {name: chain(some, rows, "library") for name, some in of_kind.items()}
         say(f"{rows:3d} rows  {'product of the library':60s}", ", ".join(f"{n} {t:.2f} us" for n, t in library.items()))
         few_rows.TILES[kind] = {**table, most: min(found, key=lambda tile: found[tile])} if found else table
     say("best:", few_rows.TILES)
 
 
-def chain(weights: list[Tensor], rows: int, kind: str) -> float:
+def chain(weights: list[Tensor], rows: int, kind: str, *, squares: bool = True) -> float:
     """Microseconds of one product, in a row of products with other weights."""
-    inputs, outputs = weights[0].shape[1], len(weights[0])
-    x, add = torch.randn(rows, inputs, device="cuda").to(HALF), torch.zeros(rows, outputs, device="cuda", dtype=HALF)
-    options: dict[str, Any] = {"add": add}
-    if kind != "sum":
-        options = {"norm_D": torch.ones_like(x[0]), "eps": 1e-5, "swiglu": kind == "swiglu"}
+    x = torch.randn(rows, weights[0].shape[1], device="cuda").to(HALF)
+    given = {} if kind == "library" else options(kind, x, weights[0], squares=squares)
 
     def call() -> Tensor:
         for weight in weights:
-            made = F.linear(x, weight) if kind == "library" else linear(x, weight, **options)
+            made = F.linear(x, weight) if kind == "library" else linear(x, weight, **given)
         return made
 
     return microseconds(call)[0] / len(weights)
@@ -255,24 +368,29 @@ def chain(weights: list[Tensor], rows: int, kind: str) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
-    parser.add_argument("--seconds", type=float, default=45, help="after which no more tiles are tried")
-    options = parser.parse_args()
-    guarded("compiling", lambda: compile_all(options.workers))
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--seconds", type=float, default=40, help="after which no more tiles are tried")
+    given = parser.parse_args()
+    for kind, sizes in few_rows.TILES.items():  # a size that may become one of the table's
+        sizes.setdefault(32, CANDIDATES[kind][2])
+    guarded("compiling", lambda: compile_all(given.workers))
     exact = make_model()
     model = make_model().to(HALF)
     say(torch.cuda.get_device_name(), "torch", torch.__version__)
-    most, kernels.MOST_ROWS = kernels.MOST_ROWS, MOST_ROWS
-    layers(model, exact)
-    kernels.MOST_ROWS = most
-    del exact
+    guarded("layers", lambda: layers(model, exact, (2, 10, 16), (OFF, PLAIN, AHEAD)))
+    guarded("small kernels", lambda: small_kernels(model))
+    guarded("before", lambda: before(model))
     first = image(model, OFF, NAMES[OFF])
-    for to in ways()[1:]:
+    for to in (PLAIN, AHEAD):
         ids = guarded("one image", partial(image, model, to, NAMES[to]))
         if ids is not None:
             say(f"{float((ids == first).float().mean()):.1%} of the tokens are the library's")
-    guarded("tiles", lambda: tiles(model, options.seconds))
-    guarded("one image", lambda: image(model, ways()[-1], "five, best tiles"))
+    guarded("tiles", lambda: tiles(model, given.seconds))
+    kept, kernels.MOST_ROWS = kernels.MOST_ROWS, 32
+    guarded("layers", lambda: layers(model, exact, (12, 20, 28), (OFF, AHEAD)))
+    for most in (kept, 24, 32):
+        kernels.MOST_ROWS = most
+        guarded("one image", partial(image, model, AHEAD, f"best, {most} rows"))
 
 
 if __name__ == "__main__":

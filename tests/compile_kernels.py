@@ -43,9 +43,10 @@ def half(*shape):
 
 
 def main():
-    from arpg.kernels import adamw, attention, draw, few_rows, groupnorm, quantised, residual, rotary, swiglu
+    from arpg.kernels import adamw, attention, draw, few_rows, groupnorm, lookup, quantised, residual, rotary, swiglu
 
-    attention.ahead = few_rows.ahead = lambda x: True  # this compiles what it would leave out, too
+    for module in (attention, draw, few_rows, lookup, rotary):
+        module.ahead = lambda x: True  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
         qkv, by = half(2, slots, 3, 4, 64), (torch.zeros(2, slots, 64), torch.zeros(2, slots, 64))
@@ -64,15 +65,34 @@ def main():
         few, weight = half(rows, 1024), half(1024)
         few_rows.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5)
         few_rows.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True)
-        few_rows.linear(half(rows, 2816), half(1024, 2816), add=few)
+        squares = few_rows.empty_sums(few, half(1024, 2816))
+        few_rows.linear(half(rows, 2816), half(1024, 2816), add=few, sums_PM=squares)
+        few_rows.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5, squares_PM=squares)
+        few_rows.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
     rotary.split_turned(qkv, *by)
     rotary.join_turned(*qkv.unbind(2), *by)
     rotary.turn(qkv[:, :, 0], *by)
     rotary.angles(torch.zeros(2, 5, 2), 64, 1e4)
+    key, value = qkv[:, :, 1], qkv[:, :, 2]
+    rotary.store_turned(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=7)
+    rotary.store_turned(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths)
+    ids, known, place = (
+        torch.zeros(2, 257, dtype=torch.long),
+        torch.zeros(2, 257, dtype=torch.bool),
+        torch.zeros(2, 257, 2),
+    )
+    at, to = torch.zeros(2, 5, dtype=torch.long), {"copies": 2, "head_dim": 64, "base": 1e4}
+    lookup.turned_at(place, at, **to)
+    lookup.embedded_at(half(20000, 1024), ids, place, at, **to)
+    lookup.put(ids, known, at, at)
 
     key, position = torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
     draw.draw(half(2, 3, 8192), None, 1.0, key, 0, position)
     draw.draw(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
+    draw.draw(half(4, 3, 16384), torch.ones(2, 1), 1.0, key, 0, position)
+    many = torch.zeros(2, 200, dtype=torch.long)
+    draw.draw(half(4, 200, 8192), torch.ones(2, 1), 1.0, key, 0, many)
+    draw.draw(half(2, 200, 8192), None, 1.0, key, 0, many)
 
     x, weight, drop = half(2, 8, 1024), half(1024), torch.zeros(2, dtype=torch.int32)
     for p in (0.0, 0.1):

@@ -189,7 +189,7 @@ def asked(model, request, *, guided=True):
         logits = state.predict(model, ask)
     finally:
         del model.predict
-    return calls, logits, plain(state._rows(state._places(ask.position_BS)), None, state.cache)
+    return calls, logits, plain(state._at(model, ask.position_BS), None, state.cache)
 
 
 @torch.no_grad()

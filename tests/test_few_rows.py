@@ -12,7 +12,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from arpg import kernels
-from arpg.decode import sampling
+from arpg.decode import sampling, state
 from arpg.kernels import few_rows
 from arpg.kernels.few_rows import Tile, linear
 from arpg.model import layers
@@ -54,6 +54,21 @@ def test_a_product_of_few_rows(rows, inputs, outputs, kind, monkeypatch):
     add = draw(1, rows, outputs, seed=3) if kind == "sum" else None
     fused = linear(x, weight, norm_D=norm, eps=EPS, add=add, swiglu=swiglu)
     torch.testing.assert_close(fused, plain(x, weight, norm=norm, add=add, swiglu=swiglu), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 19])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_squares_that_are_summed_on_the_way(rows, swiglu, monkeypatch):
+    """A product leaves the sums of its squares, and a norm of its outputs takes them; 40 outputs: the last program has
+    fewer."""
+    monkeypatch.setattr(few_rows, "TILES", SMALL_TILES)
+    x, weight, add, norm = 3 * draw(1, rows, 48), draw(40, 48, seed=1), draw(1, rows, 40, seed=2), draw(40, seed=3)
+    sums = few_rows.empty_sums(x, weight)
+    between = linear(x, weight, add=add, sums_PM=sums)
+    torch.testing.assert_close(sums.sum(0)[:rows], between[0].square().sum(-1), atol=1e-3, rtol=1e-5)
+    after = draw(32, 40, seed=4)
+    fused = linear(between, after, norm_D=norm, eps=EPS, swiglu=swiglu, squares_PM=sums)
+    torch.testing.assert_close(fused, plain(between, after, norm=norm, swiglu=swiglu), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 64])
@@ -134,6 +149,8 @@ def test_decoding_in_five_kernels_a_layer(monkeypatch):
         monkeypatch.setattr(module, "decoding", lambda x: not torch.is_grad_enabled())
     monkeypatch.setattr(layers, "usable", lambda x: True)
     monkeypatch.setattr(sampling, "fusible", lambda x: True)
+    monkeypatch.setattr(state, "fusible", lambda x: True)
+    monkeypatch.setattr(state, "decoding", lambda x: not torch.is_grad_enabled())
     *_, step = decode(model, request, plan, settings)
     assert step.ids_BN.tolist() == plain_step.ids_BN.tolist()
     # Four for a layer, one between the passes, the head. Pass 1 reads the class, what is known and the first step.

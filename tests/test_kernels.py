@@ -263,9 +263,12 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
 
 @pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
 @pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
-def test_the_draw(num_codes, stream, monkeypatch):
-    """The very numbers of the plain draw, in one block of codes and in several."""
+@pytest.mark.parametrize("few", [True, False])
+def test_the_draw(num_codes, stream, few, monkeypatch):
+    """The very numbers of the plain draw, in one block of codes and in several; with the noise first and on the way."""
     monkeypatch.setattr(draws, "_CODES", 64)
+    monkeypatch.setattr(draws, "_FEW_CODES", 64)
+    monkeypatch.setattr(draws, "_FEW", 6 if few else 5)
     key, position = seed_keys([5, 2**63 + 12345]), torch.tensor([[0, 3, 143], [70000, 6, 7]])
     logits = draw(2, 3, num_codes)
     noise = gumbel(key, stream, position, num_codes).to(DEVICE)

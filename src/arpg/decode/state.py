@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from arpg.kernels import decoding, fusible
 from arpg.model import ARPG, Cache
+from arpg.model.rope import BASE, Rotation
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ class State:
 
     def encode(self, model: ARPG, write: Write, *, causal: bool) -> None:
         """Pass 1: tokens of these positions enter the cache."""
+        x_RSD, at = self._look_up(model, write.position_BS)
         model.encode(
-            self._rows(model.embed(self.ids_BN.gather(1, write.position_BS))),
-            self._rows(self._places(write.position_BS)),
+            x_RSD,
+            at,
             self.cache,
             causal=causal,
             count_B=None if write.count_B is None else self._rows(write.count_B),
@@ -73,7 +76,7 @@ class State:
         if self.query_RND is not None:
             query_RSD = self.query_RND.take_along_dim(self._rows(position_BS)[..., None], dim=1)
         visible_RS = None if ask.visible_BS is None else self._prefix() + self._rows(ask.visible_BS)
-        logits_RSV = model.predict(self._rows(self._places(position_BS)), query_RSD, self.cache, visible_RS)
+        logits_RSV = model.predict(self._at(model, position_BS), query_RSD, self.cache, visible_RS)
         return logits_RSV.expand(-1, num_asked, -1)
 
     def _alike(self, model: ARPG, ask: Ask) -> bool:
@@ -83,6 +86,11 @@ class State:
 
     def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
         """These tokens now stand there; they are known where they are kept (None: all)."""
+        if kept_BS is None and fusible(self.place_BN2):
+            from arpg.kernels.lookup import put
+
+            self.ids_BN, self.known_BN = put(self.ids_BN, self.known_BN, position_BS, ids_BS)
+            return
         known: Tensor | bool = True if kept_BS is None else kept_BS | self.known_BN.gather(1, position_BS)
         self.ids_BN = self.ids_BN.scatter(1, position_BS, ids_BS)
         self.known_BN = self.known_BN.scatter(1, position_BS, known)
@@ -113,8 +121,34 @@ class State:
     def _prefix(self) -> Tensor | int:
         return self.num_prefix if self.prefix_R1 is None else self.prefix_R1
 
-    def _places(self, position_BS: Tensor) -> Tensor:
-        return self.place_BN2.gather(1, position_BS[..., None].expand(-1, -1, 2))
+    def _look_up(self, model: ARPG, position_BS: Tensor) -> tuple[Tensor, Tensor | Rotation]:
+        """The tokens at the positions of all rows, embedded, and where they are."""
+        if self._in_one(model):
+            from arpg.kernels.lookup import embedded_at
+
+            x_RSD, *by = embedded_at(
+                model.embedding.weight,
+                self.ids_BN,
+                self.place_BN2,
+                position_BS,
+                copies=self.copies,
+                head_dim=model.config.head_dim,
+                base=BASE,
+            )
+            return x_RSD, Rotation(*by)
+        return self._rows(model.embed(self.ids_BN.gather(1, position_BS))), self._at(model, position_BS)
+
+    def _at(self, model: ARPG, position_BS: Tensor) -> Tensor | Rotation:
+        """Where the positions of all rows are: their places, or how they turn where one kernel makes that at once."""
+        if self._in_one(model):
+            from arpg.kernels.lookup import turned_at
+
+            head_dim = model.config.head_dim
+            return Rotation(*turned_at(self.place_BN2, position_BS, copies=self.copies, head_dim=head_dim, base=BASE))
+        return self._rows(self.place_BN2.gather(1, position_BS[..., None].expand(-1, -1, 2)))
+
+    def _in_one(self, model: ARPG) -> bool:
+        return model.config.positions == "rope" and decoding(model.embedding.weight)
 
     def _rows(self, x_B: Tensor) -> Tensor:
         """The same for the conditional and the unconditional rows."""

@@ -5,61 +5,95 @@ The numbers are those of `decode/noise.py`. Shapes: B batch, R rows (B, or 2B wh
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_CODES = 1024  # at a time; a multiple of 4
+from arpg.kernels import ahead
+
+_CODES, _WARPS = 1024, 4  # at a time; a multiple of 4
+_FEW = 128  # tokens that leave most of a GPU idle: each is given more of it
+_FEW_CODES, _FEW_WARPS, _MOST_TURNS = 4096, 16, 8
 
 
 def draw(
     logits_RSV: Tensor, scale_BS: Tensor | None, temperature: float, key_B2: Tensor, stream: int, position_BS: Tensor
 ) -> Tensor:
     """Ids `[B, S]`: argmax(logits / temperature + noise), with a scale of the guided logits."""
-    position_BS, key_B2 = position_BS.contiguous(), key_B2.contiguous()
+    key_B2 = key_B2.contiguous()
+    position_BS = position_BS if position_BS.stride(-1) == 1 else position_BS.contiguous()
     logits_RSV = logits_RSV if logits_RSV.stride(-1) == 1 else logits_RSV.contiguous()
     num_tokens, num_codes = logits_RSV.shape[1:]
     batch = len(position_BS)
     scale = key_B2 if scale_BS is None else scale_BS.expand(batch, num_tokens)  # not guided: not read
-    ids_BS = torch.empty_like(position_BS)
+    ids_BS = position_BS.new_empty(position_BS.shape)
+    few = batch * num_tokens <= _FEW and num_codes <= _FEW_CODES * _MOST_TURNS
+    codes, warps = (_FEW_CODES, _FEW_WARPS) if few else (_CODES, _WARPS)
     if ids_BS.numel():
         _draw[(batch * num_tokens,)](
             logits_RSV, logits_RSV[batch:], scale, key_B2, position_BS, ids_BS,
-            *logits_RSV.stride()[:2], *scale.stride(), num_tokens, num_codes, temperature,
-            scale_BS is not None, int(stream), _CODES, triton.cdiv(num_codes, _CODES), num_warps=4,
+            *logits_RSV.stride()[:2], *scale.stride(), position_BS.stride(0), num_tokens, num_codes, temperature,
+            scale_BS is not None, int(stream), codes, triton.cdiv(num_codes, codes), few, few and ahead(logits_RSV),
+            num_warps=warps, **({"launch_pdl": True} if few and ahead(logits_RSV) else {}),
         )  # fmt: skip
     return ids_BS
 
 
 @triton.jit(do_not_specialize=["S"])
 def _draw(  # type: ignore[no-untyped-def]
-    logits, nulls, scales, keys, positions, ids, logit_b, logit_s, scale_b, scale_s, S, V, temperature,
-    GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr,
+    logits, nulls, scales, keys, positions, ids, logit_b, logit_s, scale_b, scale_s, position_b, S, V, temperature,
+    GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr, FEW: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code."""
+    """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code.
+
+    Few tokens have all their noise before the logits are there. Seeds and positions are as old as the request.
+    """
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     row = token // S
     at = row * logit_b + (token % S) * logit_s
     key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
-    position = tl.load(positions + token).to(tl.uint32)
-    if GUIDED:
-        scale = tl.load(scales + row * scale_b + (token % S) * scale_s)
+    position = tl.load(positions + row * position_b + token % S).to(tl.uint32)
+    scale = tl.load(scales + row * scale_b + (token % S) * scale_s) if GUIDED else 1.0
     best = tl.full((CODES,), float("-inf"), tl.float32)
     best_code = tl.zeros((CODES,), tl.int32)
-    for turn in range(TURNS):
-        code = turn * CODES + tl.arange(0, CODES)
-        block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
-        logit = tl.load(logits + at + code, code < V, other=0.0).to(tl.float32)
-        if GUIDED:
-            null = tl.load(nulls + at + code, code < V, other=0.0).to(tl.float32)
-            logit = null + scale * (logit - null)
-        value = logit / temperature + _gumbel(_words(block, position, STREAM, key0, key1, CODES))
-        better = (value > best) & (code < V)
-        best = tl.where(better, value, best)
-        best_code = tl.where(better, code, best_code)
+    if FEW:
+        noises = ()
+        for turn in tl.static_range(TURNS):
+            block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
+            noises += (_gumbel(_words(block, position, STREAM, key0, key1, CODES)),)  # type: ignore[assignment]
+        if AHEAD:
+            tl.extra.cuda.gdc_wait()
+        for turn in tl.static_range(TURNS):
+            code = turn * CODES + tl.arange(0, CODES)
+            value = _logit(logits + at, nulls + at, code, V, scale, GUIDED) / temperature + noises[turn]
+            best, best_code = _better(best, best_code, value, code, V)
+    else:
+        for turn in range(TURNS):
+            code = turn * CODES + tl.arange(0, CODES)
+            block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
+            logit = _logit(logits + at, nulls + at, code, V, scale, GUIDED)
+            value = logit / temperature + _gumbel(_words(block, position, STREAM, key0, key1, CODES))
+            best, best_code = _better(best, best_code, value, code, V)
     winner = tl.min(tl.where(best == tl.max(best), best_code, V))
     tl.store(ids + token, winner.to(tl.int64))
+
+
+@triton.jit
+def _logit(logits, nulls, code, V, scale, GUIDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    logit = tl.load(logits + code, code < V, other=0.0).to(tl.float32)
+    if GUIDED:
+        null = tl.load(nulls + code, code < V, other=0.0).to(tl.float32)
+        logit = null + scale * (logit - null)
+    return logit
+
+
+@triton.jit
+def _better(best, best_code, value, code, V):  # type: ignore[no-untyped-def]
+    better = (value > best) & (code < V)
+    return tl.where(better, value, best), tl.where(better, code, best_code)
 
 
 @triton.jit

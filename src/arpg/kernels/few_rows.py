@@ -2,7 +2,9 @@
 
 With so few rows a product takes as long as its weights take to come. So a program fetches all of its weights before it
 waits for the kernel in front of it (programmatic dependent launch); what is left to do then is a matter of the rows.
-Shapes: M rows, D inputs, N outputs.
+A norm needs the squares of all inputs of a row. Whoever makes the rows can sum the squares of its outputs on the way;
+then the product behind it does not multiply the rows with themselves, which is as much as the product itself.
+Shapes: M rows, D inputs, N outputs, P programs.
 """
 
 from __future__ import annotations
@@ -42,10 +44,13 @@ def linear(
     eps: float = 0.0,
     add: Tensor | None = None,
     swiglu: bool = False,
+    squares_PM: Tensor | None = None,
+    sums_PM: Tensor | None = None,
 ) -> Tensor:
     """`[..., N]`, the product with `x`, `[..., D]`, which is normed first if the norm's weight is given; plus `add`.
 
-    With `swiglu`, of gates and ups `[2 N, D]`: silu(gate) * up.
+    With `swiglu`, of gates and ups `[2 N, D]`: silu(gate) * up. `sums_PM`, as `empty_sums` makes it, is filled with
+    sums of the squares of the outputs; a norm of them can be given these as `squares_PM`.
     """
     inputs, outputs = x.shape[-1], len(weight_ND) // (2 if swiglu else 1)
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
@@ -53,23 +58,43 @@ def linear(
     add_MN = out if add is None else add.flatten(0, -2)
     assert x_MD.stride(-1) == add_MN.stride(-1) == 1
     assert weight_ND.is_contiguous()
-    tiles = TILES["swiglu" if swiglu else "plain" if add is None else "sum"]
-    rows = next((most for most in tiles if most >= len(x_MD)), max(tiles))
-    tile = tiles[rows]
+    rows, tile = _tile("swiglu" if swiglu else "plain" if add is None else "sum", len(x_MD))
+    parts, padded = (0, 0) if squares_PM is None else squares_PM.shape
+    assert parts == 0 or padded == triton.cdiv(len(x_MD), rows) * rows
     _linear[(triton.cdiv(outputs, tile.outputs), triton.cdiv(len(x_MD), rows))](
-        x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, len(x_MD), outputs, x_MD.stride(0),
-        add_MN.stride(0), eps, inputs, norm_D is not None, add is not None, swiglu, rows, tile.outputs, tile.warps,
-        tile.inputs, triton.cdiv(inputs, tile.warps * tile.inputs), ahead(x), num_warps=tile.warps,
-        maxnreg=tile.registers, launch_pdl=ahead(x),
+        x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, x if squares_PM is None else squares_PM,
+        x if sums_PM is None else sums_PM, len(x_MD), outputs, x_MD.stride(0), add_MN.stride(0), eps, inputs,
+        norm_D is not None, add is not None, swiglu, sums_PM is not None, parts, triton.next_power_of_2(parts), rows,
+        tile.outputs, tile.warps, tile.inputs, triton.cdiv(inputs, tile.warps * tile.inputs), ahead(x),
+        num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=ahead(x),
     )  # fmt: skip
     return out
 
 
+def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
+    """Room for the sums of squares of `x @ weight + something`: `[P, M]`, one for each program and row.
+
+    Rows are filled up to those of a whole number of programs, so that they can be read without a mask.
+    """
+    num_rows = x.numel() // x.shape[-1]
+    rows, tile = _tile("sum", num_rows)
+    shape = triton.cdiv(len(weight_ND), tile.outputs), triton.cdiv(num_rows, rows) * rows
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _tile(kind: str, num_rows: int) -> tuple[int, Tile]:
+    """Rows of a program, and the rest of what it takes."""
+    tiles = TILES[kind]
+    rows = next((most for most in tiles if most >= num_rows), max(tiles))
+    return rows, tiles[rows]
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear(  # type: ignore[no-untyped-def]
-    x, norm, weight, add, out, M, N, x_row, add_row, eps, D: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    SWIGLU: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WARPS: tl.constexpr, INPUTS: tl.constexpr,
-    PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    x, norm, weight, add, out, squares, sums, M, N, x_row, add_row, eps, D: tl.constexpr, NORM: tl.constexpr,
+    ADD: tl.constexpr, SWIGLU: tl.constexpr, SUMS: tl.constexpr, GIVEN: tl.constexpr, GIVEN_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WARPS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of some rows. Tiles are `[warp, row or output, input]`; nothing but weights is read ahead."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -77,21 +102,22 @@ def _linear(  # type: ignore[no-untyped-def]
     first = tl.arange(0, WARPS)[:, None, None] * INPUTS + tl.arange(0, INPUTS)[None, None, :]
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
-    ups, gates, rows = (), (), ()
+    EACH: tl.constexpr = 2 * OUTPUTS if SWIGLU else OUTPUTS
+    both = tl.arange(0, EACH)  # the gates of some outputs, then their ups
+    line = tl.program_id(0) * OUTPUTS + both % OUTPUTS
+    weights, rows = (), ()
     for part in tl.static_range(PARTS):
         channel = first + part * WARPS * INPUTS
-        if SWIGLU:
-            gates += (_weights(weight, norm, output, channel, N, D, NORM),)  # type: ignore[assignment]
-            ups += (_weights(weight + N * D, norm, output, channel, N, D, NORM),)  # type: ignore[assignment]
-        else:
-            ups += (_weights(weight, norm, output, channel, N, D, NORM),)  # type: ignore[assignment]
+        weights += (_weights(weight, norm, line, both // OUTPUTS * N, channel, N, D, NORM),)  # type: ignore[assignment]
     if AHEAD:
         tl.extra.cuda.gdc_wait()
     there = (row[:, None] < M) & (output[None, :] < N)
     if ADD:
         before = tl.load(add + row[:, None] * add_row + output[None, :], there, other=0.0)
-    up = tl.zeros((WARPS, ROWS, OUTPUTS), tl.float32)
-    gate = tl.zeros((WARPS, ROWS, OUTPUTS), tl.float32)
+    if GIVEN:
+        maker = tl.arange(0, GIVEN_BLOCK)[:, None]
+        given_squares = tl.load(squares + maker * (tl.num_programs(1) * ROWS) + row[None, :], maker < GIVEN, other=0.0)
+    sums_of_warps = tl.zeros((WARPS, ROWS, EACH), tl.float32)
     products = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
     LEAD: tl.constexpr = PARTS if ROWS <= 16 else 1  # parts of the rows that are read before one is multiplied
     for turn in tl.static_range(PARTS + LEAD):
@@ -101,29 +127,38 @@ def _linear(  # type: ignore[no-untyped-def]
             rows += (tl.load(x + row[None, :, None] * x_row + channel, given, other=0.0),)  # type: ignore[assignment]
         if turn >= LEAD:
             some = rows[turn - LEAD]  # type: ignore[var-annotated]
-            if SWIGLU:
-                gate = tl.dot(some, tl.permute(gates[turn - LEAD], (0, 2, 1)), gate, input_precision="ieee")
-            up = tl.dot(some, tl.permute(ups[turn - LEAD], (0, 2, 1)), up, input_precision="ieee")
-            if NORM:  # squares as the diagonal of a product: far fewer instructions than a sum over threads
+            across = tl.permute(weights[turn - LEAD], (0, 2, 1))
+            sums_of_warps = tl.dot(some, across, sums_of_warps, input_precision="ieee")
+            if (
+                NORM and not GIVEN
+            ):  # squares as the diagonal of a product: far fewer instructions than a sum over threads
                 products = tl.dot(some, tl.permute(some, (0, 2, 1)), products, input_precision="ieee")
-    total = tl.sum(up, 0)
-    gate_total = tl.sum(gate, 0)
+    total = tl.sum(sums_of_warps, 0)
     if NORM:
-        itself = (row[:, None] == row[None, :])[None]
-        squares = tl.sum(tl.sum(tl.where(itself, products, 0.0), 2), 0)
-        factor = tl.rsqrt(squares / D + eps)[:, None]
-        total, gate_total = total * factor, gate_total * factor
+        if GIVEN:
+            square = tl.sum(given_squares, 0)
+        else:
+            itself = (row[:, None] == row[None, :])[None]
+            square = tl.sum(tl.sum(tl.where(itself, products, 0.0), 2), 0)
+        factor = tl.rsqrt(square / D + eps)[:, None]
+        total = total * factor
     if SWIGLU:
-        total = total * gate_total / (1.0 + tl.exp(-gate_total))
+        gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, OUTPUTS)), (0, 2, 1)))
+        total = up * gate / (1.0 + tl.exp(-gate))
     if ADD:
         total += before.to(tl.float32)
-    tl.store(out + row[:, None] * N + output[None, :], total.to(out.dtype.element_ty), there)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * N + output[None, :], result, there)
+    if SUMS:  # of what will be read, rounded
+        rounded = tl.where(there, result.to(tl.float32), 0.0)
+        tl.store(sums + tl.program_id(0) * (tl.num_programs(1) * ROWS) + row, tl.sum(rounded * rounded, 1))
 
 
 @triton.jit
-def _weights(weight, norm, output, channel, N, D: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scaled by the norm's, while the rows are not there yet."""
-    tile = tl.load(weight + output[None, :, None] * D + channel, (output[None, :, None] < N) & (channel < D), other=0.0)
+def _weights(weight, norm, output, skip, channel, N, D: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scaled by the norm's, while the rows are not there yet. `skip`: lines of the weight that come before."""
+    there = (output[None, :, None] < N) & (channel < D)
+    tile = tl.load(weight + (output + skip)[None, :, None] * D + channel, there, other=0.0)
     if NORM:
         tile = (tile.to(tl.float32) * tl.load(norm + channel, channel < D, other=0.0).to(tl.float32)).to(tile.dtype)
     return tile

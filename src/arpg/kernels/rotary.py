@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arpg.kernels import ahead
+
 
 @torch.library.custom_op("arpg::split_turned", mutates_args=())
 def split_turned(qkv_BS3HK: Tensor, cos_BSK: Tensor, sin_BSK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,11 +74,12 @@ def _launch(
     x0, x1, x2 = (sources[min(i, len(sources) - 1)] for i in range(3))
     y0, y1, y2 = (targets[min(i, len(targets) - 1)] for i in range(3))
     ragged = isinstance(first, Tensor)
+    early = sets == 2 and ahead(x0)  # between two kernels of decoding that are launched ahead, too
     _turn_kernel[(batch * slots,)](
         x0, x1, x2, y0, y1, y2, cos_BSK.contiguous(), sin_BSK.contiguous(), first if ragged else cos_BSK, slots, heads,
         *x0.stride()[:3], *x1.stride()[:3], *x2.stride()[:3], *y0.stride()[:3], *y1.stride()[:3], *y2.stride()[:3],
-        0 if ragged else first, ragged, sets, -1.0 if back else 1.0, triton.next_power_of_2(heads), channels,
-        num_warps=4,
+        0 if ragged else first, ragged, sets, -1.0 if back else 1.0, triton.next_power_of_2(heads), channels, early,
+        num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
@@ -85,8 +88,12 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     x0, x1, x2, y0, y1, y2, cos, sin, lengths, S, H,
     xb0, xs0, xh0, xb1, xs1, xh1, xb2, xs2, xh2, yb0, ys0, yh0, yb1, ys1, yh1, yb2, ys2, yh2, first,
     RAGGED: tl.constexpr, SETS: tl.constexpr, SIGN: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One slot: all its heads turn by the same angles."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch, slot = (tl.program_id(0) // S).to(tl.int64), tl.program_id(0) % S
     head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, K)[None, :]
     there = (head < H) & (channel < K)

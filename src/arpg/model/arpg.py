@@ -18,7 +18,7 @@ from arpg.model.condition import Condition
 from arpg.model.control import ControlQueries, PatchEncoder
 from arpg.model.copies import copies_of
 from arpg.model.dropout import Dropout, fold_each
-from arpg.model.layers import Block, CrossAttention, MemoryProjection, ResidualNorm, SelfAttention, sees
+from arpg.model.layers import Block, CrossAttention, Delta, MemoryProjection, ResidualNorm, SelfAttention, sees
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
 from arpg.model.text import TextPrefix
 
@@ -104,7 +104,7 @@ class ARPG(nn.Module):
     def encode(
         self,
         x_BSD: Tensor,
-        place_BS2: Tensor,
+        place_BS2: Tensor | Rotation,
         cache: Cache,
         *,
         causal: bool,
@@ -113,14 +113,15 @@ class ARPG(nn.Module):
     ) -> None:
         """Pass 1: add known tokens to the cache, as a block that sees itself or strictly causally.
 
-        In a ragged cache only the first `count_B` slots of each row count; `end` as in `Cache.commit`.
+        Where they are is said by places, or already by the rotation that these make. In a ragged cache only the first
+        `count_B` slots of each row count; `end` as in `Cache.commit`.
         """
         writer = cache.reserve(x_BSD.shape[1])
         self._pass1(x_BSD, place_BS2, writer.limit(causal=causal, count_B=count_B), writer)
         cache.commit(writer.num_new, count_B=count_B, end=end)
 
     def predict(
-        self, place_BS2: Tensor, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self, place_BS2: Tensor | Rotation, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
     ) -> Tensor:
         """Pass 2: logits `[B, S, V]` for the tokens at the places, asked with `[MASK]` or the given queries.
 
@@ -197,7 +198,7 @@ class ARPG(nn.Module):
     def _pass1(
         self,
         x_BSD: Tensor,
-        place_BS2: Tensor,
+        place_BS2: Tensor | Rotation,
         limit: Limit,
         writer: Writer | None,
         keys: Keys | None = None,
@@ -207,7 +208,8 @@ class ARPG(nn.Module):
         keys = self._dropout_keys(None) if keys is None else keys
         x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), keys.tokens)
         num_slots = x.shape[1] if writer is None else writer.stop
-        mask, delta = sees(limit, num_slots, x), None
+        mask = sees(limit, num_slots, x)
+        delta: Delta = None
         slots = [None if writer is None else writer.slots(i) for i in range(len(self.pass1) + len(self.memory_kv))]
         for i, block in enumerate(self.pass1):
             x, delta = block(x, delta, by, mask, slots[i], keys.layers[i])
@@ -216,12 +218,12 @@ class ARPG(nn.Module):
             norm = self.memory_norm
         else:
             _, x = self.memory_norm(x, delta, keys.layers[len(self.pass1)])
-        return [project(x, by, slots[len(self.pass1) + i], norm) for i, project in enumerate(self.memory_kv)]
+        return [project(x, by, slots[len(self.pass1) + i], norm, delta) for i, project in enumerate(self.memory_kv)]
 
     def _pass2(
         self,
         query_BSD: Tensor | None,
-        place_BS2: Tensor,
+        place_BS2: Tensor | Rotation,
         limit: Limit,
         memories: Sequence[KeyValue],
         keys: Keys | None = None,
@@ -229,9 +231,11 @@ class ARPG(nn.Module):
     ) -> Tensor:
         """The normed output of the last layer, or what the head makes of it: logits."""
         if query_BSD is None:  # one and the same for all: the first layer turns it into one query, too
-            query_BSD = _stream(self.embedding.weight[self.config.mask_id]).expand(*place_BS2.shape[:-1], -1)
+            shape = (place_BS2.cos_BSK if isinstance(place_BS2, Rotation) else place_BS2).shape
+            query_BSD = _stream(self.embedding.weight[self.config.mask_id]).expand(*shape[:-1], -1)
         by = self._rotation(place_BS2)
-        x, delta = _stream(self._at(query_BSD, place_BS2)), None
+        x = _stream(self._at(query_BSD, place_BS2))
+        delta: Delta = None
         mask = sees(limit, memories[0][0].shape[1], x)
         *layers, last = (self._dropout_keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
         for i, (block, key) in enumerate(zip(self.pass2, layers, strict=True)):
@@ -245,12 +249,14 @@ class ARPG(nn.Module):
         count = len(self.pass1) + 1 + len(self.pass2) + 1
         return Keys(dropout_key_B, (None,) * count if dropout_key_B is None else fold_each(dropout_key_B, count))
 
-    def _rotation(self, place_BS2: Tensor) -> Rotation | None:
+    def _rotation(self, place_BS2: Tensor | Rotation) -> Rotation | None:
+        if isinstance(place_BS2, Rotation):
+            return place_BS2
         return rotation(place_BS2, self.config.head_dim) if self.config.positions == "rope" else None
 
-    def _at(self, x_BSD: Tensor, place_BS2: Tensor) -> Tensor:
+    def _at(self, x_BSD: Tensor, place_BS2: Tensor | Rotation) -> Tensor:
         """The ablation without rotation: places are added to tokens and queries instead."""
-        if self.config.positions == "rope":
+        if isinstance(place_BS2, Rotation) or self.config.positions == "rope":
             return x_BSD
         return x_BSD + sinusoids(place_BS2, self.config.width).type_as(x_BSD)
 

@@ -6,7 +6,7 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from arpg.model.dropout import Dropout
 from arpg.model.rope import Rotation, rotate
 
 Mask = Tensor | Literal["causal"] | None  # as `sees` makes it
+
+
+class Squares(NamedTuple):
+    """Nothing is to be added to the stream; and sums of its squares are there, which the next norm needs."""
+
+    squares_PM: Tensor  # as `kernels/few_rows.py` makes them
+
+
+Delta = Tensor | Squares | None  # what a layer leaves to be added to the stream; None: nothing
 
 
 class ResidualNorm(nn.Module):
@@ -35,11 +44,9 @@ class ResidualNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.dropout = Dropout(dropout, site)
 
-    def forward(
-        self, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSD: Tensor, delta_BSD: Delta, dropout_key_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The stream, and the stream normed. No delta: there was no layer before."""
-        if delta_BSD is None:
+        if not isinstance(delta_BSD, Tensor):
             return x_BSD, once(self._norm, x_BSD)
         if self.in_float8 and decoding(x_BSD):
             from arpg.kernels.residual import residual_norm_float8
@@ -56,20 +63,19 @@ class ResidualNorm(nn.Module):
         x_BSD = x_BSD + self.dropout(delta_BSD, dropout_key_B)
         return x_BSD, self._norm(x_BSD)
 
-    def product(
-        self, layer: nn.Linear, x_BSD: Tensor, delta_BSD: Tensor | None, dropout_key_B: Tensor | None = None
-    ) -> Tensor:
+    def product(self, layer: nn.Linear, x_BSD: Tensor, delta_BSD: Delta, dropout_key_B: Tensor | None = None) -> Tensor:
         """What a layer makes of the stream normed; of a handful of rows in one kernel."""
         if not self.joins(layer, x_BSD, delta_BSD):
             out: Tensor = layer(self(x_BSD, delta_BSD, dropout_key_B)[1])
             return out
         from arpg.kernels.few_rows import linear
 
-        return linear(x_BSD, layer.weight, norm_D=self.weight, eps=self.EPS)
+        squares = delta_BSD.squares_PM if isinstance(delta_BSD, Squares) else None
+        return linear(x_BSD, layer.weight, norm_D=self.weight, eps=self.EPS, squares_PM=squares)
 
-    def joins(self, layer: nn.Linear, x_BSD: Tensor, delta_BSD: Tensor | None) -> bool:
+    def joins(self, layer: nn.Linear, x_BSD: Tensor, delta_BSD: Delta) -> bool:
         """Whether the norm and the layer after it are one kernel."""
-        return delta_BSD is None and not self.training and few(x_BSD, layer)
+        return not isinstance(delta_BSD, Tensor) and not self.training and few(x_BSD, layer)
 
     def _norm(self, x: Tensor) -> Tensor:
         if decoding(x):
@@ -216,10 +222,15 @@ class MemoryProjection(nn.Linear):
         self.num_heads = config.num_heads
 
     def forward(  # type: ignore[override]
-        self, x_BSD: Tensor, by: Rotation | None, slots: Slots | None, norm: ResidualNorm | None = None
+        self,
+        x_BSD: Tensor,
+        by: Rotation | None,
+        slots: Slots | None,
+        norm: ResidualNorm | None = None,
+        delta: Delta = None,
     ) -> KeyValue:
         """With a norm, `x` is the stream, not normed yet, and both are one kernel."""
-        kv_BSE = super().forward(x_BSD) if norm is None else norm.product(self, x_BSD, None)
+        kv_BSE = super().forward(x_BSD) if norm is None else norm.product(self, x_BSD, delta)
         key, value = kv_BSE.unflatten(-1, (2, self.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
         if slots is not None and by is not None and decoding(key):
             from arpg.kernels.rotary import store_turned
@@ -243,26 +254,30 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Delta,
         by: Rotation | None,
         mask: Mask,
         source: Slots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is to be added to it (None: nothing)."""
+    ) -> tuple[Tensor, Delta]:
+        """The stream, and what is to be added to it."""
         if self.attn_norm.joins(self.ffn.down, x, delta):
-            return self._few_rows(x, by, mask, source), None
+            return self._few_rows(x, delta, by, mask, source)
         x, normed = self.attn_norm(x, delta, dropout_key_B)
         seen = self.attn(once(self.attn.projection, normed), by, mask, source)
         x, normed = self.ffn_norm(x, self.attn.out(seen), dropout_key_B)
         return x, self.ffn(normed)
 
-    def _few_rows(self, x: Tensor, by: Rotation | None, mask: Mask, source: Slots | KeyValue | None) -> Tensor:
-        """The same in five kernels. Sums are complete: nothing is handed on."""
-        from arpg.kernels.few_rows import linear
+    def _few_rows(
+        self, x: Tensor, delta: Delta, by: Rotation | None, mask: Mask, source: Slots | KeyValue | None
+    ) -> tuple[Tensor, Delta]:
+        """The same in five kernels. Sums are complete: only their squares are handed on."""
+        from arpg.kernels.few_rows import empty_sums, linear
 
-        seen = self.attn(once(lambda x: self.attn_norm.product(self.attn.projection, x, None), x), by, mask, source)
-        x = linear(seen, self.attn.out.weight, add=x)
-        norm = self.ffn_norm
-        hidden = linear(x, self.ffn.gate_up.weight, norm_D=norm.weight, eps=norm.EPS, swiglu=True)
-        return linear(hidden, self.ffn.down.weight, add=x)
+        seen = self.attn(once(lambda x: self.attn_norm.product(self.attn.projection, x, delta), x), by, mask, source)
+        out, down, norm = self.attn.out.weight, self.ffn.down.weight, self.ffn_norm
+        squares = empty_sums(x, out)
+        x = linear(seen, out, add=x, sums_PM=squares)
+        hidden = linear(x, self.ffn.gate_up.weight, norm_D=norm.weight, eps=norm.EPS, swiglu=True, squares_PM=squares)
+        squares = empty_sums(x, down)
+        return linear(hidden, down, add=x, sums_PM=squares), Squares(squares)
