@@ -63,7 +63,10 @@ def _draw(  # type: ignore[no-untyped-def]
         noises = ()
         for turn in tl.static_range(TURNS):
             block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
-            noises += (_gumbel(_words(block, position, STREAM, key0, key1, CODES)),)  # type: ignore[assignment]
+            noise = _gumbel(_words(block, position, STREAM, key0, key1, CODES))
+            if AHEAD:  # not pure, so that the compiler does not move it behind the wait
+                noise = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [noise], tl.float32, is_pure=False, pack=1)
+            noises += (noise,)  # type: ignore[assignment]
         if AHEAD:
             tl.extra.cuda.gdc_wait()
         for turn in tl.static_range(TURNS):
