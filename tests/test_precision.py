@@ -329,3 +329,21 @@ def test_products_on_a_gpu(precision):
         x = draw(2, rows, 256, seed=rows)
         with torch.no_grad():
             assert error(made(x.cuda().bfloat16()).cpu(), plain(x)) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_eight_bits_in_compiled_code(precision):
+    """What is handed from kernel to kernel in float8 goes through torch.compile, too, for any size."""
+    from arpg.bench.agreement import draws_of, equal_share, generate, on_context
+    from arpg.bench.case import Case
+
+    if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    model = to_precision(small_model(), precision, torch.device("cuda"))
+    case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
+    told = generate(model, case)
+    expected = [drawn for _, drawn in on_context(model, case, told)]
+    assert equal_share(draws_of(Engine(model, "compiled"), case, told), expected) > 0.9

@@ -146,7 +146,8 @@ class Int8Linear(StoredLinear):
             from arpg.kernels.quantised import MAX_ROWS, int8_product
 
             if x.numel() <= MAX_ROWS * x.shape[-1]:
-                return int8_product(x, self.values, self.scale_O)
+                product: Tensor = int8_product(x, self.values, self.scale_O)
+                return product
         if x.dtype == torch.float16:  # sums of numbers up to 127 would leave its range
             return F.linear(x, self.weight.to(x.dtype))
         return F.linear(x, self._plain().to(x.dtype)).mul_(self.scale_O)

@@ -5,6 +5,7 @@ Shapes: I inputs, O outputs.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +14,7 @@ MAX_ROWS = 64  # of `int8_product`
 _OUTPUTS, _INPUTS = 32, 128
 
 
+@torch.library.custom_op("arpg::int8_product", mutates_args=())
 def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     """x times the weight, for at most `MAX_ROWS` rows: the time is that of reading the weight, which is read once."""
     x = x.contiguous()
@@ -26,6 +28,11 @@ def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
         rows, _OUTPUTS, _INPUTS, triton.cdiv(inputs, _INPUTS), num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
+
+
+@int8_product.register_fake
+def _(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], values_OI.shape[0]))
 
 
 @triton.jit

@@ -26,6 +26,7 @@ def residual_norm(
     return _forward(x_BSD, delta_BSD, weight_D, key_B, p, eps, x_BSD.dtype)
 
 
+@torch.library.custom_op("arpg::residual_norm_float8", mutates_args=())
 def residual_norm_float8(x_BSD: Tensor, delta_BSD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and that normed, in float8. No gradient."""
     return _forward(x_BSD, delta_BSD, weight_D, weight_D, 0.0, eps, FLOAT8)  # without dropout no key is read
@@ -79,6 +80,11 @@ def _block(width: int) -> tuple[int, int]:
 @residual_norm.register_fake
 def _(x: Tensor, delta: Tensor, weight: Tensor, key: Tensor, p: float, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@residual_norm_float8.register_fake
+def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=FLOAT8)
 
 
 @residual_norm_backward.register_fake

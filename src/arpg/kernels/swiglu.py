@@ -23,6 +23,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _forward(gate_up, gate_up.dtype)
 
 
+@torch.library.custom_op("arpg::swiglu_float8", mutates_args=())
 def swiglu_float8(gate_up: Tensor) -> Tensor:
     """The same in float8. No gradient."""
     return _forward(gate_up, FLOAT8)
@@ -46,6 +47,11 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 @swiglu.register_fake
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@swiglu_float8.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=FLOAT8)
 
 
 @swiglu_backward.register_fake

@@ -51,7 +51,8 @@ class ResidualNorm(nn.Module):
         if self.in_float8 and decoding(x_BSD):
             from arpg.kernels.residual import residual_norm_float8
 
-            return residual_norm_float8(x_BSD, delta_BSD, self.weight, self.EPS)
+            narrow: tuple[Tensor, Tensor] = residual_norm_float8(x_BSD, delta_BSD, self.weight, self.EPS)
+            return narrow
         p = self.dropout.p if self.training else 0.0
         keys = None if dropout_key_B is None else self.dropout.key(dropout_key_B)
         if usable(x_BSD) and (p == 0 or keys is not None):
@@ -103,7 +104,8 @@ def swiglu(gate_up: Tensor, *, in_float8: bool = False) -> Tensor:
     if in_float8 and decoding(gate_up):
         from arpg.kernels.swiglu import swiglu_float8
 
-        return swiglu_float8(gate_up)
+        narrow: Tensor = swiglu_float8(gate_up)
+        return narrow
     if usable(gate_up):
         from arpg.kernels.swiglu import swiglu as fused
 
