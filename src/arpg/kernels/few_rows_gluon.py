@@ -116,9 +116,9 @@ def product(  # type: ignore[no-untyped-def]
     for part in gl.static_range(PARTS):
         if part + LEAD < PARTS:
             rows += (_some(begin, channel, (part + LEAD) * STEP, STEP, D),)  # type: ignore[assignment]
-        some = rows[part]
+        some = rows[part]  # type: ignore[var-annotated]
         if NORM and not GIVEN:
-            exact = some.to(gl.float32)
+            exact = some.to(gl.float32)  # type: ignore[var-annotated]
             square_w += gl.sum(exact * exact, 2)
         if NORM:
             some = _times(some, scales[part])
@@ -133,7 +133,7 @@ def product(  # type: ignore[no-untyped-def]
             tile = tile.reshape((WARPS, 2, 4, 2, 2, 2, EACH)).permute(0, 1, 3, 4, 2, 5, 6)
             tile = tile.reshape((WARPS, INPUTS, EACH))
             tile = gl.convert_layout(tile, gl.DotOperandLayout(1, SUM, 2), assert_trivial=True)
-            totals += (mma_v2(some, tile, of_chain[group]),)  # type: ignore[assignment]
+            totals += (mma_v2(some, tile, of_chain[group]),)
         totals = of_others + totals
 
     if NORM:
@@ -144,7 +144,7 @@ def product(  # type: ignore[no-untyped-def]
             square = gl.sum(of_warps.load(gl.SliceLayout(2, MET)), 0)
         factor = gl.rsqrt(gl.convert_layout(square, gl.SliceLayout(1, END)) / D + eps)[:, None]
     for group in gl.static_range(GROUPS):
-        total = totals[group] + totals[GROUPS + group] if CHAINS == 2 else totals[group]
+        total = totals[group] + totals[GROUPS + group] if CHAINS == 2 else totals[group]  # type: ignore[var-annotated]
         shared += (gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, EACH], _plain(3), total),)  # type: ignore[assignment]
     for group in gl.static_range(GROUPS):
         output = (first_group + group) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, END))
