@@ -4,7 +4,7 @@
 
 First each product of the tables against float32. Then the network (24 layers, both passes) as one graph: by the
 library, by Triton, and by Gluon as in the table, with weights in registers, and with weights in shared memory. Then,
-kind by kind, the tile with which the network is fastest, and one image with these. Then the same with all kernels asking
+kind by kind, the tile with which the network is fastest, and one image with these. Then again with all kernels asking
 for as much shared memory as there is: a processor that has to divide its memory anew may wait until it is empty.
 """
 

@@ -160,7 +160,7 @@ def product(  # type: ignore[no-untyped-def]
         result = total.to(out.dtype.element_ty)
         gl.store(out + row[:, None] * N + output[None, :], result, there)
         if SUMS:  # of what will be read, rounded
-            rounded = gl.where(there, result.to(gl.float32), 0.0)
+            rounded = gl.where(output[None, :] < N, result.to(gl.float32), 0.0)
             place = row * (gl.num_programs(0) * GROUPS) + first_group + group
             gl.store(sums + place, gl.sum(rounded * rounded, 1))
 
