@@ -187,6 +187,36 @@ def compare(model: ARPG, exact: ARPG, ways: dict[str, Callable[[], None]], sizes
         say(f"{rows:3d} rows, us a layer (off float32):", ", ".join(words))
 
 
+def products(model: ARPG, name: str, rows: int) -> None:
+    """Microseconds of each, in a row of products with other weights, more than a cache holds."""
+    both = [*model.pass1, *model.pass2]
+    weights = {
+        "qkv": [block.attn.qkv.weight for block in model.pass1],
+        "q": [block.attn.out.weight for block in both],
+        "head": [model.head.weight.clone() for _ in range(4)],
+        "gate, up": [block.ffn.gate_up.weight for block in both],
+        "out": [block.attn.out.weight for block in both],
+        "down": [block.ffn.down.weight for block in both],
+    }
+    words = []
+    for shape, some in weights.items():
+        kind, inputs, lines = SHAPES[shape]
+        x = torch.randn(rows, inputs, device="cuda").to(HALF)
+        options: dict[str, Any] = {"norm_D": torch.ones_like(x[0]), "eps": 1e-5, "swiglu": kind == "swiglu"}
+        if kind == "sum":
+            add = torch.zeros(rows, lines, device="cuda", dtype=HALF)
+            options = {"add": add, "sums_PM": few_rows.empty_sums(x, some[0])}
+        else:
+            options["squares_PM"] = few_rows.empty_sums(x, x.new_empty(inputs, 0)).fill_(1.0)
+
+        def call(some: list[Tensor] = some, x: Tensor = x, options: dict[str, Any] = options) -> Tensor:
+            return [linear(x, weight, **options) for weight in some][-1]
+
+        took = guarded(shape, partial(microseconds, call))
+        words.append(f"{shape} {took[0] / len(some):.2f}" if took else f"{shape} failed")
+    say(f"{rows:3d} rows, us a product: {name:12s}", ", ".join(words))
+
+
 def search(model: ARPG, rows: int, seconds: float) -> Table:
     """Kind by kind, the rest as it is best so far."""
     best: Table = {kind: {16: TABLE[kind][16]} for kind in TABLE}
@@ -227,12 +257,20 @@ def main() -> None:
         switch(AHEAD)
         take(table)
 
+    def blocks() -> None:
+        way({})
+        few_rows.PLACED.update({kind: {16: TABLE[kind][16]} for kind in TABLE})
+
     for name, table in tables.items():
         way(table)
         guarded(name, lambda name=name: correct(name, ROWS if name == "table" else (2, 10, 16)))
     ways: dict[str, Callable[[], None]] = {name: partial(way, table) for name, table in tables.items()}
     ways["library"] = lambda: switch(OFF)
+    ways["blocks of 16"] = blocks
     guarded("layers", lambda: compare(model, exact, ways, ROWS))
+    for name, table in tables.items():
+        way(table)
+        guarded(name, lambda name=name: products(model, name, 12))
     switch(AHEAD)
     best = guarded("search", lambda: search(model, 12, given.seconds)) or {}
     say("best:", best)

@@ -59,10 +59,15 @@ def interpreted(path, folder):
     gl.convert_layout = lambda value, layout, assert_trivial=False: value
     gl.allocate_shared_memory = lambda dtype, shape, layout, value=None: Shared(value)
     gl.inline_asm_elementwise = lambda code, constraints, values, **options: values[0] * values[1]
-    for layout in (
-        "BlockedLayout DistributedLinearLayout DotOperandLayout NVMMADistributedLayout SharedLinearLayout "
-        "SliceLayout SwizzledSharedLayout"
-    ).split():
+    for layout in [
+        "BlockedLayout",
+        "DistributedLinearLayout",
+        "DotOperandLayout",
+        "NVMMADistributedLayout",
+        "SharedLinearLayout",
+        "SliceLayout",
+        "SwizzledSharedLayout",
+    ]:
         setattr(gl, layout, lambda *a: a)
     ampere, gluon, experimental, jit = (ModuleType(part) for part in ("ampere", "gluon", "experimental", "jit"))
     ampere.mma_v2 = lambda a, b, total: tl.dot(a, b, total, input_precision="ieee")
