@@ -40,7 +40,7 @@ REGISTERS: Table = {
 SHARED: Table = {
     "plain": {16: Placed(8, 3, 8, True, 2, 80)},
     "swiglu": {16: Placed(8, 3, 8, True, 2, 112)},
-    "sum": {16: Placed(8, 1, 8, True, 2, 96)},
+    "sum": {16: Placed(8, 1, 8, True, 4, 96)},
 }
 FOUR: Table = {
     "plain": {16: Placed(8, 3, 4, True, 4, 168)},

@@ -54,6 +54,7 @@ def interpreted(path, folder):
         setattr(gl, shared, lambda *a, shared=shared, **k: getattr(tl, shared)(*a, **k))
     gl.float32, gl.bfloat16 = tl.float32, tl.bfloat16
     gl.constexpr, gl.static_range = (lambda value: value), range
+    gl.thread_barrier = lambda: None
     gl.arange = lambda first, end, layout: tl.arange(first, end)
     gl.zeros = lambda shape, dtype, layout: tl.zeros(shape, dtype)
     gl.convert_layout = lambda value, layout, assert_trivial=False: value

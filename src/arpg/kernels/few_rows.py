@@ -54,7 +54,7 @@ class Placed(NamedTuple):
 PLACED: dict[str, dict[int, Placed]] = {
     "plain": {16: Placed(8, 3, 8, False, 2, 128), 32: Placed(8, 3, 8, True, 2, 128)},
     "swiglu": {16: Placed(8, 3, 8, True, 2, 112), 32: Placed(8, 3, 8, True, 2, 168)},
-    "sum": {16: Placed(8, 1, 8, True, 2, 96), 32: Placed(8, 1, 8, True, 2, 128)},
+    "sum": {16: Placed(8, 1, 8, True, 4, 96), 32: Placed(8, 1, 8, True, 2, 128)},
 }
 
 

@@ -109,6 +109,7 @@ def product(  # type: ignore[no-untyped-def]
         maker_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, MADE))[None, :]
         given = gl.load(squares + maker_row * GIVEN + maker, maker < GIVEN, other=0.0)
     if STAGED:
+        gl.thread_barrier()  # so that the compiler asks for the rows before it waits for the weights
         async_copy.wait_group(0)
     square_w = gl.zeros((WARPS, ROWS), gl.float32, gl.SliceLayout(2, LEFT))
     for _ in gl.static_range(GROUPS * CHAINS):
