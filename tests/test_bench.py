@@ -164,6 +164,7 @@ def test_kernels_are_summed_by_what_they_do():
         ("_draw", "draw"),
         ("_int8_product", "matrix products"),
         ("_linear", "matrix products"),
+        ("product", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
         ("void at::native::elementwise_kernel<128, 4>", "copies, small"),
     ],

@@ -9,6 +9,7 @@ Shapes: M rows, D inputs, N outputs, P programs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from arpg.kernels import ahead
+from arpg.kernels.few_rows_gluon import product
+
+GLUON = True  # the product of `few_rows_gluon.py`, where it can run; otherwise the one below
 
 
 class Tile(NamedTuple):
@@ -33,6 +37,24 @@ TILES: dict[str, dict[int, Tile]] = {
     "plain": {4: Tile(16, 4, 256, 168), 8: Tile(16, 4, 256, 168), 16: Tile(16, 4, 256, 168)},
     "swiglu": {4: Tile(8, 4, 256, 168), 8: Tile(8, 4, 256, 168), 16: Tile(8, 4, 256, 168)},
     "sum": {4: Tile(8, 4, 256, 168), 8: Tile(8, 4, 256, 168), 16: Tile(8, 4, 256, 168)},
+}
+
+
+class Placed(NamedTuple):
+    """What one program of the product in Gluon takes."""
+
+    outputs: int  # of a group
+    groups: int  # at most; no more than it takes to give each processor one program
+    warps: int
+    staged: bool  # weights wait in shared memory, not in registers
+    lead: int  # parts of the rows that are asked for before one is multiplied
+    registers: int
+
+
+PLACED: dict[str, dict[int, Placed]] = {
+    "plain": {16: Placed(8, 3, 8, False, 2, 128), 32: Placed(8, 3, 8, True, 2, 128)},
+    "swiglu": {16: Placed(8, 3, 8, True, 2, 112), 32: Placed(8, 3, 8, True, 2, 168)},
+    "sum": {16: Placed(8, 1, 8, True, 4, 96), 32: Placed(8, 1, 8, True, 2, 128)},
 }
 
 
@@ -58,16 +80,29 @@ def linear(
     add_MN = out if add is None else add.flatten(0, -2)
     assert x_MD.stride(-1) == add_MN.stride(-1) == 1
     assert weight_ND.is_contiguous()
-    rows, tile = _tile("swiglu" if swiglu else "plain" if add is None else "sum", len(x_MD))
+    kind = "swiglu" if swiglu else "plain" if add is None else "sum"
+    rows = _rows(kind, x)
     parts, padded = (0, 0) if squares_PM is None else squares_PM.shape
     assert parts == 0 or padded == triton.cdiv(len(x_MD), rows) * rows
-    _linear[(triton.cdiv(outputs, tile.outputs), triton.cdiv(len(x_MD), rows))](
+    tensors = (
         x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, x if squares_PM is None else squares_PM,
         x if sums_PM is None else sums_PM, len(x_MD), outputs, x_MD.stride(0), add_MN.stride(0), eps, inputs,
         norm_D is not None, add is not None, swiglu, sums_PM is not None, parts, triton.next_power_of_2(parts), rows,
-        tile.outputs, tile.warps, tile.inputs, triton.cdiv(inputs, tile.warps * tile.inputs), ahead(x),
-        num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=ahead(x),
     )  # fmt: skip
+    blocks = triton.cdiv(len(x_MD), rows)
+    if placed(x):
+        place = PLACED[kind][rows]
+        groups = _groups(place, outputs, x)
+        product[(triton.cdiv(outputs, place.outputs * groups), blocks)](
+            *tensors, place.outputs, groups, place.warps, place.staged, place.lead, ahead(x), num_warps=place.warps,
+            maxnreg=place.registers, launch_pdl=ahead(x),
+        )  # fmt: skip
+    else:
+        tile = TILES[kind][rows]
+        _linear[(triton.cdiv(outputs, tile.outputs), blocks)](
+            *tensors, tile.outputs, tile.warps, tile.inputs, triton.cdiv(inputs, tile.warps * tile.inputs), ahead(x),
+            num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=ahead(x),
+        )  # fmt: skip
     return out
 
 
@@ -76,17 +111,35 @@ def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
 
     Rows are filled up to those of a whole number of programs, so that they can be read without a mask.
     """
-    num_rows = x.numel() // x.shape[-1]
-    rows, tile = _tile("sum", num_rows)
-    shape = triton.cdiv(len(weight_ND), tile.outputs), triton.cdiv(num_rows, rows) * rows
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
+    rows = _rows("sum", x)
+    padded = triton.cdiv(x.numel() // x.shape[-1], rows) * rows
+    if placed(x):
+        place = PLACED["sum"][rows]
+        groups = _groups(place, len(weight_ND), x)
+        makers = triton.cdiv(len(weight_ND), place.outputs * groups) * groups
+        return torch.empty((padded, makers), dtype=torch.float32, device=x.device).t()
+    makers = triton.cdiv(len(weight_ND), TILES["sum"][rows].outputs)
+    return torch.empty((makers, padded), dtype=torch.float32, device=x.device)
 
 
-def _tile(kind: str, num_rows: int) -> tuple[int, Tile]:
-    """Rows of a program, and the rest of what it takes."""
-    tiles = TILES[kind]
-    rows = next((most for most in tiles if most >= num_rows), max(tiles))
-    return rows, tiles[rows]
+def placed(x: Tensor) -> bool:
+    """Whether the product in Gluon takes these rows."""
+    return GLUON and x.is_cuda and x.element_size() == 2 and x.shape[-1] % 16 == 0
+
+
+def _rows(kind: str, x: Tensor) -> int:
+    """Rows of a program."""
+    sizes = list(PLACED[kind] if placed(x) else TILES[kind])
+    return next((most for most in sizes if most * x.shape[-1] >= x.numel()), max(sizes))
+
+
+def _groups(place: Placed, outputs: int, x: Tensor) -> int:
+    return min(place.groups, triton.cdiv(triton.cdiv(outputs, place.outputs), _processors(x.device)))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 @triton.jit(do_not_specialize=["M"])
