@@ -1,8 +1,8 @@
 """Attention of a handful of queries over a short cache: each query sees the first slots of its row. Forward only.
 
 New slots bring their own keys and values; they go into the cache on the way, so that a layer of Pass 1 is one kernel.
-Settled slots are those that are complete, whichever kernels in front still run: steps before have written them. With few
-programs they are read before the wait for these kernels; then there are but the queries and the newest slots to read.
+Settled slots are complete, whichever kernels in front still run: steps before have written them. With few programs they
+are read before the wait for those kernels, all at once; what is left to read then are the queries and the newest slots.
 Shapes: B rows, S queries, T slots, H heads, K head channels.
 """
 
@@ -21,7 +21,7 @@ from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
 _MANY = 512  # programs that keep a GPU busy
-_AT_ONCE = 256  # settled slots that a program reads before it waits
+_AT_ONCE = {128: 8, 256: 8, 512: 16}  # settled slots that a program can read before it waits, and its warps
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # of a thread, for heads of up to 64 channels
-    early: bool = False  # settled slots are read before the wait, as many as `slots`; the newest are at most `queries`
+    early: bool = False  # the settled slots are read before the wait; others are no more than `queries`
 
 
 def tiles(queries: int, pairs: int, *, new: bool, settled: int | None = None, newest: int = 0) -> Tiles:
@@ -45,8 +45,9 @@ def tiles(queries: int, pairs: int, *, new: bool, settled: int | None = None, ne
     """
     rows = 16 if queries <= 16 else 32 if queries <= 32 else _MOST
     if pairs * triton.cdiv(queries, rows) < _MANY:  # as much of the cache at once as there is, mostly
-        if rows == 16 and settled is not None and settled <= _AT_ONCE and newest <= rows:
-            return Tiles(rows, slots=128 if settled <= 128 else _AT_ONCE, warps=8, stages=2, early=True)
+        slots = None if settled is None else next((most for most in _AT_ONCE if most >= settled), None)
+        if slots is not None and newest <= rows == 16:
+            return Tiles(rows, slots, _AT_ONCE[slots], stages=2, early=True)
         return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
     if rows > 16:
         return Tiles(_MOST, slots=32, warps=4, stages=3)
@@ -116,11 +117,13 @@ def _launch(
     ragged = isinstance(first, Tensor)
     known: dict[str, int] = {}
     if not isinstance(first, Tensor) and not torch.compiler.is_compiling():  # which would compile for each number
-        settled = min(settled, first)
-        if settled == first or not new:  # new slots come right behind the settled ones
-            known = {"settled": settled, "newest": queries if new else first - settled}
+        if not new:
+            known = {"settled": settled, "newest": first - settled}
+        elif settled == first:
+            known = {"settled": settled, "newest": queries}
     cut = tiles(queries, batch * heads, new=new, **known)
     assert not new or queries <= cut.queries
+    assert not cut.early or (known["settled"] <= cut.slots and known["newest"] <= cut.queries)
     early = ahead(q)
     options: dict[str, Any] = {}
     if early:
@@ -130,9 +133,10 @@ def _launch(
     _attend[(triton.cdiv(queries, cut.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
-        *limit.stride()[:2], queries, 0 if ragged else first, settled, heads, math.log2(math.e) / math.sqrt(channels), channels,
-        limit_BS is not None, rotation is not None, new, ragged, cut.queries, cut.slots,
-        max(16, triton.next_power_of_2(channels)), early, cut.early, num_warps=cut.warps, num_stages=cut.stages, **options,
+        *limit.stride()[:2], queries, 0 if ragged else first, settled if cut.early else 0, heads,
+        math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rotation is not None, new, ragged,
+        cut.queries, cut.slots, max(16, triton.next_power_of_2(channels)), early, cut.early,
+        num_warps=cut.warps, num_stages=cut.stages, **options,
     )  # fmt: skip
     return out
 
@@ -143,15 +147,13 @@ def _attend(  # type: ignore[no-untyped-def]
     qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
     S, first, settled, H, scale: tl.constexpr, K: tl.constexpr,
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head of one row; softmax on the fly, in base 2.
 
     New slots enter the softmax first, then the cache's last ones, of which there may be fewer than SLOTS, then whole
-    blocks, which need no mask. All that comes before the blocks is read before anything is computed. EARLY: settled
-    slots, at most SLOTS of them, and the newest, at most ROWS, enter the softmax together; then what is left of the
-    settled ones.
+    blocks, which need no mask. All that comes before the blocks is read before anything is computed. EARLY: at most
+    SLOTS settled slots, read before the wait, and at most ROWS others, new or not, enter the softmax together.
     """
     if AHEAD:  # the next kernel may fetch its weights
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,43 +190,44 @@ def _attend(  # type: ignore[no-untyped-def]
         x = _turned(x, c, n)
         if NEW:
             new_keys = _turned(new_keys, c, n)
+    held, fresh = end, S
     if EARLY:
-        slot, known, fresh = tl.arange(0, SLOTS), settled, tl.arange(0, ROWS)
-        new_visible = (fresh < (S if NEW else end - settled))[None, :]
+        slot, held = tl.arange(0, SLOTS), settled
+        if not NEW:
+            fresh = end - settled
     else:
         blocks = tl.maximum(end - 1, 0) // SLOTS  # whole ones, before the last
-        slot, known, fresh = blocks * SLOTS + tl.arange(0, SLOTS), end, query
+        slot = blocks * SLOTS + tl.arange(0, SLOTS)
         stored = (slot[:, None] < end) & (channel < K)
         values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
         keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
-        new_visible = (query < S)[None, :]
     there = (query[:, None] < S) & (channel < K)
-    visible = (slot < known)[None, :]
+    visible, new_visible = (slot < held)[None, :], (query < fresh)[None, :]
     if LIMITED:
         sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)[:, None]
-        visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((known + fresh)[None, :] < sees)
+        visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((held + query)[None, :] < sees)
     if NEW:
         to = (end + query)[:, None]
         tl.store(key + to * kt + channel, new_keys, there)
         tl.store(value + to * vt + channel, new_values, there)
     if EARLY:
         total, mean = _look_at_both(x, keys, values, visible, new_keys, new_values, new_visible, scale)
-    elif NEW:
-        most, total, mean = _first_look(x, new_keys, new_values, new_visible, scale, LIMITED)
-        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean, LIMITED)
+        result = mean / total
     else:
-        most, total, mean = _first_look(x, keys, values, visible, scale, LIMITED)
-    if EARLY:
-        result = (mean / total).to(out.dtype.element_ty)
-    else:
+        if NEW:
+            most, total, mean = _first_look(x, new_keys, new_values, new_visible, scale, LIMITED)
+            most, total, mean = _look(x, keys, values, visible, scale, most, total, mean, LIMITED)
+        else:
+            most, total, mean = _first_look(x, keys, values, visible, scale, LIMITED)
         slot = tl.arange(0, SLOTS)
         for start in range(0, blocks * SLOTS, SLOTS):
             keys = _load(key + start * kt + (slot[:, None] * kt + channel), whole)
             values = _load(value + start * vt + (slot[:, None] * vt + channel), whole)
             within = start + slot[None, :] < sees if LIMITED else None
             most, total, mean = _look(x, keys, values, within, scale, most, total, mean, LIMITED)
-        result = (mean * (1 / total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (batch * S * H + head) * K + (query[:, None] * H * K + channel), result, there)
+        result = mean * (1 / total)[:, None]
+    at = out + (batch * S * H + head) * K + (query[:, None] * H * K + channel)
+    tl.store(at, result.to(out.dtype.element_ty), there)
 
 
 @triton.jit
@@ -256,7 +259,7 @@ def _first_look(x, keys, values, visible, scale, LIMITED: tl.constexpr):  # type
 def _look_at_both(x, keys, values, visible, new_keys, new_values, new_visible, scale):  # type: ignore[no-untyped-def]
     """The softmax begins with two sets of slots, of which every query sees one slot or more.
 
-    Weights are summed by a product with ones: one across warps would hold all of them up once more.
+    Weights are summed by a product with ones, which gives every channel of the mean its own sum: no thread waits.
     """
     score, new_score = _scores(x, keys, visible), _scores(x, new_keys, new_visible)
     most = tl.maximum(tl.max(score, 1), tl.max(new_score, 1)) * scale
