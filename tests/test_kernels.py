@@ -200,7 +200,10 @@ def test_attention_that_stores_behind_settled_slots(held, queries, causal):
     qkv, by = draw(2, queries, 3, 2, 16, seed=1), rotation_of(2, queries, 16)
     limit = held + 1 + torch.arange(queries, device=DEVICE)[None] if causal else None
     for settled in (held, held // 2):  # all that are held, or not
-        outs = [attend_and_store(qkv, c, limit, tuple(by), held, settled=s) for c, s in zip(caches, (0, settled), strict=True)]
+        outs = [
+            attend_and_store(qkv, c, limit, tuple(by), held, settled=s)
+            for c, s in zip(caches, (0, settled), strict=True)
+        ]
         torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(*caches)
 
