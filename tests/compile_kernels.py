@@ -61,6 +61,7 @@ def main():
         for limit in (None, torch.ones(2, 5, dtype=torch.long)):
             attention.attend(qkv[:, :, 0], *seen, limit, by, settled=settled)
             attention.attend_and_store(qkv, long, limit, by, settled, settled=settled)
+    attention.attend(qkv[:, :, 0], *seen, None, by, settled=settled, dtype=torch.float8_e4m3fn)
     qkv = half(2, 70, 3, 4, 64)
     by = torch.zeros(2, 70, 64), torch.zeros(2, 70, 64)
     many = half(256, 90, 4, 64), half(256, 90, 4, 64)  # many programs: other tiles

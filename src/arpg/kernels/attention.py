@@ -123,7 +123,7 @@ def _launch(
             known = {"settled": settled, "newest": queries}
     cut = tiles(queries, batch * heads, new=new, **known)
     assert not new or queries <= cut.queries
-    assert not cut.early or (known["settled"] <= cut.slots and known["newest"] <= cut.queries)
+    assert not cut.early or (known["settled"] <= cut.slots and 0 <= known["newest"] <= cut.queries)
     early = ahead(q)
     options: dict[str, Any] = {}
     if early:
