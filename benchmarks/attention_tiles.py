@@ -3,7 +3,11 @@
 What decides is the column of a whole generation: every launch of 32 arccos steps, with the queries and slots that they
 have, in one CUDA graph. Every layer has its own cache, also in Pass 2, so that nothing of it is left in the L2.
 
+`--one-image` times it as one image meets it: between products of a handful of rows, all launched ahead, with slots read
+before the wait or not.
+
 python benchmarks/attention_tiles.py
+python benchmarks/attention_tiles.py --one-image
 git show HEAD~1:src/arpg/kernels/attention.py > before.py && python benchmarks/attention_tiles.py --against before.py
 """
 
@@ -20,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.config import MODELS
+from arpg.config import MODELS, ModelConfig
 from arpg.decode.schedule import step_sizes
-from arpg.kernels import attention
+from arpg.kernels import attention, few_rows
 from arpg.model.rope import Rotation, grid_places, rotate, rotation
 
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
@@ -32,14 +36,15 @@ FEW = [(16, 16, 1, 3, 128), (16, 16, 1, 3, None), (16, 16, 1, 4, 128), (16, 16, 
        (16, 32, 2, 3, None), (16, 64, 4, 2, None)]  # fmt: skip
 ALONE = [(16, 128, 8, 2, None), (16, 64, 4, 2, None), (16, 256, 8, 2, None), (16, 32, 1, 2, 128)]
 MANY = [(64, 32, 4, 3, None), (16, 16, 1, 3, 128), (32, 32, 2, 3, None), (64, 64, 4, 2, None), (64, 16, 4, 3, 128)]
+EARLY = [(128, 8), (256, 8), (128, 4), (256, 4), (256, 16)]  # slots, warps
 Launch = tuple[bool, int, int]  # new keys and values or not, queries, slots before
 
 
 class Layers:
     """Caches of some layers of one size, and inputs for any number of queries."""
 
-    def __init__(self, rows: int, heads: int, count: int = 12) -> None:
-        self.rows, self.heads, slots = rows, heads, GRID[0] * GRID[1] + 1
+    def __init__(self, rows: int, heads: int, count: int = 12, spare: int = 0) -> None:
+        self.rows, self.heads, slots = rows, heads, GRID[0] * GRID[1] + 1 + spare
         self.caches = [tuple(self.random(slots, heads) for _ in range(2)) for _ in range(count)]
         self.inputs: dict[int, tuple[Tensor, Rotation]] = {}
 
@@ -88,7 +93,10 @@ def main() -> None:
     parser.add_argument("--against", help="another version of kernels/attention.py")
     parser.add_argument("--seconds", type=float, default=55, help="start no variant after that")
     parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--one-image", action="store_true", help="only this, between the products of its layers")
     options = parser.parse_args()
+    if options.one_image:
+        return one_image(time.perf_counter() + options.seconds)
     stop, before = time.perf_counter() + options.seconds, _module(options.against)
     _say(f"{torch.cuda.get_device_name()}; us a launch; queries slots warps stages registers; N: stores, C: does not")
 
@@ -123,31 +131,128 @@ def main() -> None:
     config = MODELS["arpg-xl"]
     large, some = Layers(options.rows, config.num_heads), [(True, 8, 93), (False, 8, 93)]
     table(f"ARPG-XL, {large.rows} rows", large, [FEW[0], FEW[3], FEW[4]], some, config.pass1_layers)
+    return None
+
+
+class Chain(Layers):
+    """As one guided image has them: the projection, attention, the sum of its output and the stream, launched ahead.
+
+    Steps before have settled all slots; in Pass 2 all but the newest, which this step would have written.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(2, config.num_heads, count=24, spare=16)
+        shapes, width = ((3 * config.width, config.width), (config.width, config.width)), config.width
+        self.weights = [[torch.randn(x, device=DEVICE).to(DTYPE) * 0.02 for x in shapes] for _ in range(24)]
+        self.streams = {n: torch.randn((2, n, width), device=DEVICE).to(DTYPE) for n in range(1, 65)}
+        self.attends = True
+
+    def run(self, module: ModuleType, launch: Launch, layer: int) -> Tensor:
+        """Only the attention, for its error."""
+        qkv, by = self.queries(launch[1])
+        return self.attend(module, launch, layer, qkv, by)
+
+    def attend(self, module: ModuleType, launch: Launch, layer: int, qkv: Tensor, by: Rotation) -> Tensor:
+        new, queries, slots = launch
+        key, value = self.caches[layer % len(self.caches)]
+        if new:
+            return module.attend_and_store(qkv, (key, value), None, by, slots, settled=slots)
+        settled = max(0, slots - queries)
+        return module.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, by, settled=settled)
+
+    def layer(self, launch: Launch, layer: int) -> None:
+        new, queries, _ = launch
+        x, (projection, out) = self.streams[queries], self.weights[layer % len(self.weights)]
+        made = few_rows.linear(x, projection if new else projection[: len(projection) // 3])
+        if self.attends:
+            qkv = made.view(2, queries, 3 if new else 1, self.heads, 64)
+            made = self.attend(attention, launch, layer, qkv, self.queries(queries)[1]).flatten(2)
+        few_rows.linear(made[..., : x.shape[-1]], out, add=x)
+
+
+def one_image(stop: float) -> None:
+    """Microseconds of a layer's projection, attention and output, and of the two products alone."""
+    config = MODELS["arpg-l"]
+    chain = Chain(config)
+    _say(f"{torch.cuda.get_device_name()}; us of projection, attention and output; 24 layers in a graph, 2 rows")
+    present, own = attention.Tiles(16, 128, 8, 2), DEFAULT
+    ways: list[tuple[str, Callable[..., attention.Tiles] | None]] = [
+        ("no attention", None),
+        (
+            "128 8, after the wait",
+            lambda queries, *a, **by: present if queries <= 16 else own(queries, *a, new=by["new"]),
+        ),
+        ("its own tiles", own),
+        *((f"{way[0]} {way[1]}, before it", _early(*way)) for way in EARLY),
+    ]
+    for new in (True, False):
+        cases = [(new, queries, slots) for queries in (1, 4, 8) for slots in (20, 93, 200, 256 if new else 257)]
+        names = "".join(f"{f'{queries}/{slots}':>9}" for _, queries, slots in cases)
+        _say(f"{'Pass 1' if new else 'Pass 2'}, queries/slots\n  {'':24}{'error':>8}{names}")
+        for name, tiles in ways:
+            if time.perf_counter() > stop:
+                return _say("  out of time")
+            chain.attends = tiles is not None
+            attention.tiles = tiles or own
+            try:
+                error = max(chain.error(attention, case) for case in cases) if chain.attends else 0.0
+                times = [
+                    _time([(case, i) for i in range(24)], chain, attention, run=chain.layer) / 24 for case in cases
+                ]
+                line = f"  {name:24}{error:8.4f}" + "".join(f"{x:9.2f}" for x in times)
+                _say(line + ("" if error < 0.02 else "  WRONG"))
+            except Exception as problem:  # one variant less
+                _say(f"  {name:24}{type(problem).__name__}: {str(problem).splitlines()[:1]}")
+    _say("all 768 of a generation, ms")
+    for name, tiles in ways[:3]:
+        if time.perf_counter() > stop:
+            return _say("  out of time")
+        chain.attends = tiles is not None
+        attention.tiles = tiles or own
+        try:
+            whole = _time(generation(config.pass1_layers), chain, attention, 4, run=chain.layer)
+            _say(f"  {name:24}{whole / 1000:8.3f}")
+        except Exception as problem:
+            _say(f"  {name:24}{type(problem).__name__}: {str(problem).splitlines()[:1]}")
+    return None
+
+
+def _early(slots: int, warps: int) -> Callable[..., attention.Tiles]:
+    """These tiles where settled slots fit; what it takes itself elsewhere."""
+
+    def tiles(queries: int, pairs: int, **by: int) -> attention.Tiles:
+        cut = DEFAULT(queries, pairs, **by)
+        return cut._replace(slots=slots, warps=warps) if cut.early and by["settled"] <= slots else cut
+
+    return tiles
 
 
 def _instead(way: tuple[int, ...] | None, *, few: bool) -> Callable[..., attention.Tiles]:
     """These tiles for up to 16 queries, or for more; where they cannot be, and for the others, what it takes itself."""
 
-    def tiles(queries: int, pairs: int, *, new: bool) -> attention.Tiles:
+    def tiles(queries: int, pairs: int, *, new: bool, **_: int) -> attention.Tiles:
         fits = way is not None and (queries <= way[0] or not new)
         return attention.Tiles(*way) if fits and few == (queries <= 16) else DEFAULT(queries, pairs, new=new)
 
     return tiles
 
 
-def _time(launches: list[tuple[Launch, int]], layers: Layers, module: ModuleType, replays: int = 10) -> float:
+def _time(
+    launches: list[tuple[Launch, int]],
+    layers: Layers,
+    module: ModuleType,
+    replays: int = 10,
+    run: Callable[[Launch, int], object] | None = None,
+) -> float:
     """Microseconds of all of them, replayed from a graph."""
-
-    def run() -> None:
-        for launch, layer in launches:
-            layers.run(module, launch, layer)
-
+    run = run or (lambda launch, layer: layers.run(module, launch, layer))
     for launch in {launch for launch, _ in launches}:
-        layers.run(module, launch, 0)  # compiles, and makes inputs
+        run(launch, 0)  # compiles, and makes inputs
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        for launch, layer in launches:
+            run(launch, layer)
     return min(_replayed(graph.replay, replays) for _ in range(3))
 
 

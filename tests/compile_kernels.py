@@ -54,6 +54,16 @@ def main():
         attention.attend(qkv[:, :, 0], *cache, torch.ones(2, slots, dtype=torch.long))
         attention.attend_and_store(qkv, cache, None, by, 7)
         attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths)
+    qkv, by = half(2, 5, 3, 4, 64), (torch.zeros(2, 5, 64), torch.zeros(2, 5, 64))
+    long = half(2, 520, 4, 64), half(2, 520, 4, 64)
+    for settled in (90, 200, 300):  # read before the wait
+        seen = [x[:, : settled + 5] for x in long]
+        for limit in (None, torch.ones(2, 5, dtype=torch.long)):
+            attention.attend(qkv[:, :, 0], *seen, limit, by, settled=settled)
+            attention.attend_and_store(qkv, long, limit, by, settled, settled=settled)
+    attention.attend(qkv[:, :, 0], *seen, None, by, settled=settled, dtype=torch.float8_e4m3fn)
+    qkv = half(2, 70, 3, 4, 64)
+    by = torch.zeros(2, 70, 64), torch.zeros(2, 70, 64)
     many = half(256, 90, 4, 64), half(256, 90, 4, 64)  # many programs: other tiles
     attention.attend(half(256, 5, 4, 64), *many, None)
     for slots in (5, 20):

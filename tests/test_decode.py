@@ -7,9 +7,10 @@ import torch
 
 from arpg import InputError, Request, SamplingSettings, decode, make_plan, tasks
 from arpg.decode import engine
+from arpg.decode.running import Running
 from arpg.decode.start import start
-from arpg.decode.state import Ask
-from arpg.model import class_condition
+from arpg.decode.state import Ask, State
+from arpg.model import Cache, class_condition
 from conftest import SMALL, small_model
 
 SETTINGS = SamplingSettings(steps=5, guidance=3.0, top_k=20, top_p=0.95)
@@ -210,3 +211,67 @@ def test_the_first_step_asks_once_where_all_positions_are_alike():
     calls, logits, every = asked(cosine, tasks.generate(cosine, [1, 4], [0, 1]))
     assert calls == [16]
     assert not torch.allclose(logits[:, :1].expand_as(logits), every, atol=1e-3)
+
+
+@pytest.fixture
+def seen_settled(monkeypatch):
+    """What readers of a cache are told to be settled, checked: nothing that was written since the last `put`."""
+    seen, lowest = [], {}
+    reserve, read, put, gather = Cache.reserve, Cache.read, State.put, Cache.gather
+
+    def reserves(cache, num_new):
+        first = cache.end if cache.length_B is None else int(cache.length_B.min())
+        lowest[id(cache)] = min(lowest.get(id(cache), 0), first)  # a new cache: nothing is settled
+        writer = reserve(cache, num_new)
+        seen.append((writer.slots(0).settled, lowest[id(cache)]))
+        return writer
+
+    def reads(cache, layer):
+        seen.append((read(cache, layer).settled, lowest.get(id(cache), 0)))
+        return read(cache, layer)
+
+    def puts(state, *args):
+        lowest[id(state.cache)] = state.cache.end
+        put(state, *args)
+
+    def gathers(*args):
+        cache = gather(*args)
+        lowest[id(cache)] = 0
+        return cache
+
+    for owner, name, function in ((Cache, "reserve", reserves), (Cache, "read", reads), (State, "put", puts)):
+        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(Cache, "gather", gathers)
+    return seen
+
+
+@pytest.mark.parametrize("known", [0, 3])
+@pytest.mark.parametrize("ways", [{}, {"attention": "causal"}, {"decode": "exact"}, {"decode": "speculative"}])
+def test_what_is_settled_was_written_before_the_last_put(model, seen_settled, ways, known):
+    settings = SamplingSettings(
+        steps=5, guidance=3.0, **({"attention": "causal", "draft": 2} | ways if "decode" in ways else ways)
+    )
+    mask = (torch.arange(16) < known)[None]
+    request = tasks.fill(model, 1, [5], ids_N=torch.arange(16) % 24, known_N=mask[0])
+    run(model, request, settings)
+    assert all(told <= true for told, true in seen_settled)
+    exact = "decode" in ways  # rows may differ in length: nothing is settled
+    assert [told > 0 for told, _ in seen_settled].count(True) == (
+        0 if exact else 8
+    )  # from the second step on, twice each
+
+
+def test_what_is_settled_when_samples_join(model, seen_settled):
+    def running(seed, steps):
+        request, settings = tasks.generate(model, [1], [seed]), SamplingSettings(steps=steps)
+        return Running(model, request, make_plan(request.grid, request.known_BN, request.seeds, settings), settings)
+
+    first, second = running(0, 4), running(1, 4)
+    for _ in range(2):
+        first.step()
+        second.step()
+    first.join(second)
+    first.step()
+    first.step()
+    assert all(told <= true for told, true in seen_settled)
+    assert seen_settled[-1][0] > 0  # of the same length, so settled again after one step

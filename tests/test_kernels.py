@@ -158,6 +158,65 @@ def test_attention_over_a_cache(queries, slots, channels, turned):
     assert (small.float() - full).norm() < (0.04 if GPU else 0.2) * full.norm()  # Triton's interpreter rounds badly
 
 
+CUTS = [
+    (0, 1),
+    (0, 16),
+    (1, 1),
+    (15, 16),
+    (16, 3),
+    (17, 9),
+    (128, 1),
+    (129, 16),
+    (255, 2),
+    (256, 1),
+    (256, 16),
+    (300, 7),
+]
+
+
+@pytest.mark.parametrize(("settled", "newest"), CUTS)
+@pytest.mark.parametrize("limited", [False, True])
+def test_attention_over_settled_slots(settled, newest, limited, monkeypatch):
+    """Few programs take all settled slots at once, and the others with them."""
+    slots, queries, channels = settled + newest, 5, 16
+    key, value = draw(2, 2, slots + 3, 2, channels)[:, :, :slots]
+    q, by = draw(2, queries, 2, channels, seed=1), rotation_of(2, queries, channels)
+    taken, own = [], attention.tiles
+    monkeypatch.setattr(attention, "tiles", lambda *a, **by: taken.append(own(*a, **by)) or taken[-1])
+    limit = torch.tensor([[1, slots, slots // 2 + 1, settled + 1, max(1, settled)]], device=DEVICE) if limited else None
+    mask = None if limit is None else (torch.arange(slots, device=DEVICE) < limit[..., None])[:, None]
+    heads = (x.transpose(1, 2) for x in (rotate(q, by), key, value))
+    plain = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+    for count in (settled, 0):
+        fused = attend(q, key, value, limit, tuple(by), settled=count)
+        torch.testing.assert_close(fused, plain, atol=2e-5, rtol=2e-5)
+    assert [cut.early for cut in taken] == [True, slots <= 16]
+
+
+@pytest.mark.parametrize(("held", "queries"), [(0, 1), (1, 16), (15, 1), (17, 9), (129, 4), (256, 16), (300, 7)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_that_stores_behind_settled_slots(held, queries, causal):
+    caches = [draw(2, 2, held + queries + 3, 2, 16).unbind(0) for _ in range(2)]  # the same twice
+    qkv, by = draw(2, queries, 3, 2, 16, seed=1), rotation_of(2, queries, 16)
+    limit = held + 1 + torch.arange(queries, device=DEVICE)[None] if causal else None
+    for settled in (held, held // 2):  # all that are held, or not
+        outs = [
+            attend_and_store(qkv, c, limit, tuple(by), held, settled=s)
+            for c, s in zip(caches, (0, settled), strict=True)
+        ]
+        torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(*caches)
+
+
+def test_many_programs_do_not_read_early():
+    few, many = (attention.tiles(4, pairs, new=True, settled=100, newest=4) for pairs in (32, 2048))
+    assert few.early
+    assert not many.early
+    assert not attention.tiles(4, 32, new=True).early  # nobody knows what is settled
+    assert not attention.tiles(4, 32, new=False, settled=100, newest=17).early
+    assert not attention.tiles(4, 32, new=False, settled=600, newest=1).early
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 def test_attention_in_compiled_code():
@@ -184,7 +243,7 @@ def test_attention_that_stores(queries, held, channels, ragged):
         q, k, v = qkv.unbind(2)
         kv = Slots(*caches[0], first, queries, after).write(rotate(k, by), v)
         mask = None if limit is None else (torch.arange(after, device=DEVICE) < limit[..., None])[:, None]
-        plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (rotate(q, by), *kv)), attn_mask=mask)
+        plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (rotate(q, by), *kv[:2])), attn_mask=mask)
         fused = attend_and_store(qkv, caches[1], limit, tuple(by), first)
         torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(*caches)

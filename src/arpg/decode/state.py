@@ -90,10 +90,11 @@ class State:
             from arpg.kernels.lookup import put
 
             self.ids_BN, self.known_BN = put(self.ids_BN, self.known_BN, position_BS, ids_BS)
-            return
-        known: Tensor | bool = True if kept_BS is None else kept_BS | self.known_BN.gather(1, position_BS)
-        self.ids_BN = self.ids_BN.scatter(1, position_BS, ids_BS)
-        self.known_BN = self.known_BN.scatter(1, position_BS, known)
+        else:
+            known: Tensor | bool = True if kept_BS is None else kept_BS | self.known_BN.gather(1, position_BS)
+            self.ids_BN = self.ids_BN.scatter(1, position_BS, ids_BS)
+            self.known_BN = self.known_BN.scatter(1, position_BS, known)
+        self.cache.settle()  # neither starts before all that has written into the cache has ended
 
     def roll_back(self, length_B: Tensor, longest: int) -> None:
         """Forget all but the first image tokens of each row; `longest` is the greatest of the numbers."""

@@ -1,6 +1,8 @@
 """Attention of a handful of queries over a short cache: each query sees the first slots of its row. Forward only.
 
 New slots bring their own keys and values; they go into the cache on the way, so that a layer of Pass 1 is one kernel.
+Settled slots are complete, whichever kernels in front still run: steps before have written them. With few programs they
+are read before the wait for those kernels, all at once; what is left to read then are the queries and the newest slots.
 Shapes: B rows, S queries, T slots, H heads, K head channels.
 """
 
@@ -19,6 +21,7 @@ from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
 _MANY = 512  # programs that keep a GPU busy
+_AT_ONCE = {128: 8, 256: 8, 512: 16}  # settled slots that a program can read before it waits, and its warps
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
@@ -31,15 +34,20 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # of a thread, for heads of up to 64 channels
+    early: bool = False  # the settled slots are read before the wait; others are no more than `queries`
 
 
-def tiles(queries: int, pairs: int, *, new: bool) -> Tiles:
+def tiles(queries: int, pairs: int, *, new: bool, settled: int | None = None, newest: int = 0) -> Tiles:
     """For so many queries, in so many pairs of a row and a head. New slots: one program must take all the queries.
 
-    `benchmarks/attention_tiles.py` measures other tiles.
+    Behind so many settled slots there are so many others; None: that is not known. `benchmarks/attention_tiles.py`
+    measures other tiles.
     """
     rows = 16 if queries <= 16 else 32 if queries <= 32 else _MOST
     if pairs * triton.cdiv(queries, rows) < _MANY:  # as much of the cache at once as there is, mostly
+        slots = None if settled is None else next((most for most in _AT_ONCE if most >= settled), None)
+        if slots is not None and newest <= rows == 16:
+            return Tiles(rows, slots, _AT_ONCE[slots], stages=2, early=True)
         return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
     if rows > 16:
         return Tiles(_MOST, slots=32, warps=4, stages=3)
@@ -53,16 +61,16 @@ def attend(
     limit_BS: Tensor | None,
     rotation: Rotation | None = None,
     *,
+    settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`[B, S, H, K]`. `limit_BS`: how many slots each query sees, one or more; None: all.
 
-    With a rotation (`[B, S, K]` each) the queries are turned on their way in. `dtype`: of what comes out, by default
-    that of the queries.
+    With a rotation (`[B, S, K]` each) the queries are turned on their way in. `settled`: so many slots, the first ones,
+    are complete, whichever kernels still run. `dtype`: of what comes out, by default that of the queries.
     """
-    return _launch(
-        (q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK), limit_BS, rotation, key_BTHK.shape[1], new=False, dtype=dtype
-    )
+    qkv, cache = (q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK)
+    return _launch(qkv, cache, limit_BS, rotation, key_BTHK.shape[1], settled, new=False, dtype=dtype)
 
 
 def attend_and_store(
@@ -72,15 +80,16 @@ def attend_and_store(
     rotation: Rotation,
     first: int | Tensor,
     *,
+    settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Queries and keys are turned; keys and values go to the cache, from slot `first` (of each row) on. `[B, S, H, K]`.
 
-    `limit_BS` counts slots of the cache, the new ones among them.
+    `limit_BS` counts slots of the cache, the new ones among them. `settled` as in `attend`.
     """
     q, k, v = qkv_BS3HK.unbind(2)
     if q.shape[1] <= _MOST:
-        return _launch((q, k, v), cache, limit_BS, rotation, first, new=True, dtype=dtype)
+        return _launch((q, k, v), cache, limit_BS, rotation, first, settled, new=True, dtype=dtype)
     store_turned(k, v, *rotation, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
     if isinstance(first, Tensor):  # a row ends where its limits say
         return attend(q, *cache, limit_BS, rotation, dtype=dtype)
@@ -94,18 +103,27 @@ def _launch(
     limit_BS: Tensor | None,
     rotation: Rotation | None,
     first: int | Tensor,
+    settled: int,
     *,
     new: bool,
     dtype: torch.dtype | None,
 ) -> Tensor:
+    """`first`: where the new slots go; without new ones, where the cache ends."""
     q, k, v = qkv
     batch, queries, heads, channels = q.shape
     out = torch.empty((batch, queries, heads, channels), dtype=dtype or q.dtype, device=q.device)
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
     cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
     ragged = isinstance(first, Tensor)
-    cut = tiles(queries, batch * heads, new=new)
+    known: dict[str, int] = {}
+    if not isinstance(first, Tensor) and not torch.compiler.is_compiling():  # which would compile for each number
+        if not new:
+            known = {"settled": settled, "newest": first - settled}
+        elif settled == first:
+            known = {"settled": settled, "newest": queries}
+    cut = tiles(queries, batch * heads, new=new, **known)
     assert not new or queries <= cut.queries
+    assert not cut.early or (known["settled"] <= cut.slots and 0 <= known["newest"] <= cut.queries)
     early = ahead(q)
     options: dict[str, Any] = {}
     if early:
@@ -115,33 +133,43 @@ def _launch(
     _attend[(triton.cdiv(queries, cut.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
-        *limit.stride()[:2], queries, 0 if ragged else first, heads, math.log2(math.e) / math.sqrt(channels), channels,
-        limit_BS is not None, rotation is not None, new, ragged, cut.queries, cut.slots,
-        max(16, triton.next_power_of_2(channels)), early, num_warps=cut.warps, num_stages=cut.stages, **options,
+        *limit.stride()[:2], queries, 0 if ragged else first, settled if cut.early else 0, heads,
+        math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rotation is not None, new, ragged,
+        cut.queries, cut.slots, max(16, triton.next_power_of_2(channels)), early, cut.early,
+        num_warps=cut.warps, num_stages=cut.stages, **options,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["S", "first"])
+@triton.jit(do_not_specialize=["S", "first", "settled"])
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, key, value, limit, cos, sin, lengths, out,
     qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
-    S, first, H, scale: tl.constexpr, K: tl.constexpr,
+    S, first, settled, H, scale: tl.constexpr, K: tl.constexpr,
     LIMITED: tl.constexpr, TURN: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head of one row; softmax on the fly, in base 2.
 
     New slots enter the softmax first, then the cache's last ones, of which there may be fewer than SLOTS, then whole
-    blocks, which need no mask. All that comes before the blocks is read before anything is computed.
+    blocks, which need no mask. All that comes before the blocks is read before anything is computed. EARLY: at most
+    SLOTS settled slots, read before the wait, and at most ROWS others, new or not, enter the softmax together.
     """
     if AHEAD:  # the next kernel may fetch its weights
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS)[None, :]
     whole = None if K == CHANNELS else channel < K
+    key += batch * kb + head * kh
+    value += batch * vb + head * vh
+    if EARLY:
+        slot = tl.arange(0, SLOTS)
+        stored = (slot[:, None] < settled) & (channel < K)
+        keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+        values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()
     end = first
     if RAGGED:
         end = tl.load(lengths + batch).to(tl.int32)
@@ -153,37 +181,53 @@ def _attend(  # type: ignore[no-untyped-def]
     if TURN:
         angle = row * K + channel
         c, n = _load(cos + batch * S * K + angle, whole), _load(sin + batch * S * K + angle, whole)
+    if EARLY and not NEW:  # keys last: they change hands at once, which holds up whatever is read after them
+        slot = settled + tl.arange(0, ROWS)
+        stored = (slot[:, None] < end) & (channel < K)
+        new_values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+        new_keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+    if TURN:
         x = _turned(x, c, n)
         if NEW:
             new_keys = _turned(new_keys, c, n)
-    key += batch * kb + head * kh
-    value += batch * vb + head * vh
-    blocks = tl.maximum(end - 1, 0) // SLOTS  # whole ones, before the last
-    slot = blocks * SLOTS + tl.arange(0, SLOTS)
-    stored = (slot[:, None] < end) & (channel < K)
-    values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
-    keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+    held, fresh = end, S
+    if EARLY:
+        slot, held = tl.arange(0, SLOTS), settled
+        if not NEW:
+            fresh = end - settled
+    else:
+        blocks = tl.maximum(end - 1, 0) // SLOTS  # whole ones, before the last
+        slot = blocks * SLOTS + tl.arange(0, SLOTS)
+        stored = (slot[:, None] < end) & (channel < K)
+        values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+        keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
     there = (query[:, None] < S) & (channel < K)
-    visible, new_visible = (slot < end)[None, :], (query < S)[None, :]
+    visible, new_visible = (slot < held)[None, :], (query < fresh)[None, :]
     if LIMITED:
         sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)[:, None]
-        visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((end + query)[None, :] < sees)
+        visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((held + query)[None, :] < sees)
     if NEW:
         to = (end + query)[:, None]
         tl.store(key + to * kt + channel, new_keys, there)
         tl.store(value + to * vt + channel, new_values, there)
-        most, total, mean = _first_look(x, new_keys, new_values, new_visible, scale, LIMITED)
-        most, total, mean = _look(x, keys, values, visible, scale, most, total, mean, LIMITED)
+    if EARLY:
+        total, mean = _look_at_both(x, keys, values, visible, new_keys, new_values, new_visible, scale)
+        result = mean / total
     else:
-        most, total, mean = _first_look(x, keys, values, visible, scale, LIMITED)
-    slot = tl.arange(0, SLOTS)
-    for start in range(0, blocks * SLOTS, SLOTS):
-        keys = _load(key + start * kt + (slot[:, None] * kt + channel), whole)
-        values = _load(value + start * vt + (slot[:, None] * vt + channel), whole)
-        within = start + slot[None, :] < sees if LIMITED else None
-        most, total, mean = _look(x, keys, values, within, scale, most, total, mean, LIMITED)
-    result = (mean * (1 / total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (batch * S * H + head) * K + (query[:, None] * H * K + channel), result, there)
+        if NEW:
+            most, total, mean = _first_look(x, new_keys, new_values, new_visible, scale, LIMITED)
+            most, total, mean = _look(x, keys, values, visible, scale, most, total, mean, LIMITED)
+        else:
+            most, total, mean = _first_look(x, keys, values, visible, scale, LIMITED)
+        slot = tl.arange(0, SLOTS)
+        for start in range(0, blocks * SLOTS, SLOTS):
+            keys = _load(key + start * kt + (slot[:, None] * kt + channel), whole)
+            values = _load(value + start * vt + (slot[:, None] * vt + channel), whole)
+            within = start + slot[None, :] < sees if LIMITED else None
+            most, total, mean = _look(x, keys, values, within, scale, most, total, mean, LIMITED)
+        result = mean * (1 / total)[:, None]
+    at = out + (batch * S * H + head) * K + (query[:, None] * H * K + channel)
+    tl.store(at, result.to(out.dtype.element_ty), there)
 
 
 @triton.jit
@@ -209,6 +253,23 @@ def _first_look(x, keys, values, visible, scale, LIMITED: tl.constexpr):  # type
     safe = tl.where(most == float("-inf"), 0.0, most) if LIMITED else most
     weight = tl.exp2(score * scale - safe[:, None])
     return most, tl.sum(weight, 1), tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+
+
+@triton.jit
+def _look_at_both(x, keys, values, visible, new_keys, new_values, new_visible, scale):  # type: ignore[no-untyped-def]
+    """The softmax begins with two sets of slots, of which every query sees one slot or more.
+
+    Weights are summed by a product with ones, which gives every channel of the mean its own sum: no thread waits.
+    """
+    score, new_score = _scores(x, keys, visible), _scores(x, new_keys, new_visible)
+    most = tl.maximum(tl.max(score, 1), tl.max(new_score, 1)) * scale
+    weight = tl.exp2(score * scale - most[:, None]).to(values.dtype)
+    new_weight = tl.exp2(new_score * scale - most[:, None]).to(values.dtype)
+    mean = tl.dot(weight, values, input_precision="ieee")
+    total = tl.dot(weight, tl.full(values.shape, 1.0, values.dtype), input_precision="ieee")
+    mean = tl.dot(new_weight, new_values, mean, input_precision="ieee")
+    total = tl.dot(new_weight, tl.full(new_values.shape, 1.0, values.dtype), total, input_precision="ieee")
+    return total, mean
 
 
 @triton.jit

@@ -58,11 +58,10 @@ def _launch(
 ) -> None:
     """Without width there are no ids, and nothing is embedded."""
     rows, slots, channels = cos.shape
-    position_BS = position_BS if position_BS.stride(-1) == 1 else position_BS.contiguous()
     assert ids_BN.stride(-1) == 1
     assert place_BN2.stride()[1:] == (2, 1)
     _look_up[(slots, rows)](
-        place_BN2, position_BS, ids_BN, weight_VD, x, cos, sin, place_BN2.stride(0), position_BS.stride(0),
+        place_BN2, position_BS, ids_BN, weight_VD, x, cos, sin, place_BN2.stride(0), *position_BS.stride(),
         ids_BN.stride(0), len(position_BS), math.log2(base), width, triton.next_power_of_2(width), channels,
         triton.next_power_of_2(channels), ahead(cos), num_warps=4, launch_pdl=ahead(cos),
     )  # fmt: skip
@@ -70,27 +69,31 @@ def _launch(
 
 @triton.jit(do_not_specialize=["batch"])
 def _look_up(  # type: ignore[no-untyped-def]
-    place, position, ids, weight, x, cos, sin, place_row, position_row, ids_row, batch, log_base,
+    place, position, ids, weight, x, cos, sin, place_row, position_row, position_slot, ids_row, batch, log_base,
     D: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One slot of one row."""
+    """One slot of one row. Positions and places are older than any kernel that may still run: they are read at once."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     slot, row, sample = tl.program_id(0), tl.program_id(1), (tl.program_id(1) % batch).to(tl.int64)
     to = (row * tl.num_programs(0) + slot).to(tl.int64)
-    at = tl.load(position + sample * position_row + slot)
-    if D > 0:
-        token = tl.load(ids + sample * ids_row + at)
-        wide = tl.arange(0, WIDTH)
-        tl.store(x + to * D + wide, tl.load(weight + token * D + wide, wide < D), wide < D)
+    at = tl.load(position + sample * position_row + slot * position_slot)
     down, across = tl.load(place + sample * place_row + 2 * at), tl.load(place + sample * place_row + 2 * at + 1)
     channel = tl.arange(0, CHANNELS)
     exponent = ((channel % (K // 2)) // 2).to(tl.float32) / (K // 4)
     angle = tl.where(channel < K // 2, down, across) * tl.exp2(-log_base * exponent)
     somewhere = (down >= 0).to(tl.float32)
-    tl.store(cos + to * K + channel, tl.cos(angle) * somewhere, channel < K)
-    tl.store(sin + to * K + channel, tl.sin(angle) * somewhere, channel < K)
+    c, n = tl.cos(angle) * somewhere, tl.sin(angle) * somewhere
+    if AHEAD:  # not pure, so that the compiler does not move them behind the wait
+        c = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [c], tl.float32, is_pure=False, pack=1)
+        n = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], tl.float32, is_pure=False, pack=1)
+        tl.extra.cuda.gdc_wait()
+    if D > 0:
+        token = tl.load(ids + sample * ids_row + at)
+        wide = tl.arange(0, WIDTH)
+        tl.store(x + to * D + wide, tl.load(weight + token * D + wide, wide < D), wide < D)
+    tl.store(cos + to * K + channel, c, channel < K)
+    tl.store(sin + to * K + channel, n, channel < K)
 
 
 def put(ids_BN: Tensor, known_BN: Tensor, position_BS: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -168,8 +168,8 @@ class ARPG(nn.Module):
         keys = self._dropout_keys(dropout_key_B)
         memories = self._pass1(x, place, "causal", None, keys)
         if len(memories) == 1 and torch.is_grad_enabled():  # all layers read it: their gradients are summed at once
-            copies = [copies_of(part, len(self.pass2)) for part in memories[0]]
-            memories = list(zip(*copies, strict=True))
+            copies = [copies_of(part, len(self.pass2)) for part in (memories[0].key_BTHK, memories[0].value_BTHK)]
+            memories = [KeyValue(*pair) for pair in zip(*copies, strict=True)]
         query_BND = condition.query_BND
         if query_BND is not None:
             query_BND = query_BND.gather(1, order_BN[..., None].expand(-1, -1, query_BND.shape[-1]))
@@ -236,7 +236,7 @@ class ARPG(nn.Module):
         by = self._rotation(place_BS2)
         x = _stream(self._at(query_BSD, place_BS2))
         delta: Delta = None
-        mask = sees(limit, memories[0][0].shape[1], x)
+        mask = sees(limit, memories[0].key_BTHK.shape[1], x)
         *layers, last = (self._dropout_keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
         for i, (block, key) in enumerate(zip(self.pass2, layers, strict=True)):
             x, delta = block(x, delta, by, mask, memories[i % len(memories)], key)

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-KeyValue = tuple[Tensor, Tensor]  # key_BTHK, value_BTHK
 # How many slots each query sees, the first ones: `[B, S]`, or 1 instead of either; "causal": as many as there are up to
 # its own; None: all.
 Limit = Tensor | Literal["causal"] | None
+
+
+class KeyValue(NamedTuple):
+    """Keys and values of a layer. The first `settled` slots are complete, whichever kernels still run."""
+
+    key_BTHK: Tensor
+    value_BTHK: Tensor
+    settled: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Slots:
     first: int | Tensor  # the first new slot, of all rows or of each
     num_new: int
     stop: int  # where the last row ends with them
+    settled: int = 0  # slots before them that are complete, whichever kernels still run
 
     def write(self, key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
         """Put them there; returns all of the layer's."""
@@ -41,7 +49,7 @@ class Slots:
 
     def all(self) -> KeyValue:
         """Of all slots up to the new ones."""
-        return self.key_BTHK[:, : self.stop], self.value_BTHK[:, : self.stop]
+        return KeyValue(self.key_BTHK[:, : self.stop], self.value_BTHK[:, : self.stop], self.settled)
 
 
 class Cache:
@@ -71,6 +79,7 @@ class Cache:
         self.value_LBTHK = make(shape, device=device, dtype=dtype)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=device) if ragged else None
         self.end = 0
+        self._settled = 0
 
     @classmethod
     def gather(cls, parts: Sequence[tuple[Cache, Tensor]], slots: int) -> Cache:
@@ -102,6 +111,7 @@ class Cache:
         """Room for `num_new` slots in every row, after what the row already has."""
         if self.end + num_new > self.slots:
             raise ValueError(f"the cache has {self.slots} slots; {self.end} + {num_new} do not fit")
+        self._settled = self.settled  # what is written now is not
         return Writer(self, num_new)
 
     def commit(self, num_new: int, *, count_B: Tensor | None = None, end: int | None = None) -> None:
@@ -124,8 +134,20 @@ class Cache:
         if self.length_B is not None:
             self.length_B = self.length_B.clamp(max=length)
 
+    @property
+    def settled(self) -> int:
+        """The first so many slots of all rows are complete, whichever kernels still run: these may be read at once.
+
+        Rows of different lengths have none: what is new in one lies between the old slots of another.
+        """
+        return min(self._settled, self.end) if self.length_B is None else 0
+
+    def settle(self) -> None:
+        """A kernel has been launched that waits for all before it: what has been written is complete for all after."""
+        self._settled = self.end
+
     def read(self, layer: int) -> KeyValue:
-        return self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end]
+        return KeyValue(self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end], self.settled)
 
 
 class Writer:
@@ -152,4 +174,4 @@ class Writer:
     def slots(self, layer: int) -> Slots:
         cache = self.cache
         first = cache.end if cache.length_B is None else cache.length_B
-        return Slots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.num_new, self.stop)
+        return Slots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.num_new, self.stop, cache.settled)

@@ -157,12 +157,13 @@ def attend(q_BSHK: Tensor, kv: KeyValue, mask: Mask, by: Rotation | None = None,
         from arpg.kernels.attention import attend as fused
 
         rotation = None if by is None else (by.cos_BSK, by.sin_BSK)
-        return fused(q_BSHK, *kv, mask, rotation, dtype=FLOAT8 if in_float8 else None).flatten(2)
+        dtype = FLOAT8 if in_float8 else None
+        return fused(q_BSHK, kv.key_BTHK, kv.value_BTHK, mask, rotation, settled=kv.settled, dtype=dtype).flatten(2)
     q_BSHK = q_BSHK if by is None else turn(q_BSHK, by)
     out_BHSK = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),
-        kv[0].transpose(1, 2),
-        kv[1].transpose(1, 2),
+        kv.key_BTHK.transpose(1, 2),
+        kv.value_BTHK.transpose(1, 2),
         attn_mask=None if isinstance(mask, str) else mask,
         is_causal=isinstance(mask, str),
     )
@@ -191,9 +192,10 @@ class SelfAttention(nn.Module):
             from arpg.kernels.attention import attend_and_store
 
             cache, dtype = (slots.key_BTHK, slots.value_BTHK), FLOAT8 if self.in_float8 else None
-            return attend_and_store(qkv_BS3HK, cache, mask, by, slots.first, dtype=dtype).flatten(2)
+            seen = attend_and_store(qkv_BS3HK, cache, mask, by, slots.first, settled=slots.settled, dtype=dtype)
+            return seen.flatten(2)
         q, k, v = qkv_BS3HK.unbind(2) if by is None else split_turned(qkv_BS3HK, by)
-        return attend(q, (k, v) if slots is None else slots.write(k, v), mask, in_float8=self.in_float8)
+        return attend(q, KeyValue(k, v) if slots is None else slots.write(k, v), mask, in_float8=self.in_float8)
 
 
 class CrossAttention(nn.Module):
@@ -240,7 +242,7 @@ class MemoryProjection(nn.Linear):
             store_turned(key, value, *by, key_BTHK=slots.key_BTHK, value_BTHK=slots.value_BTHK, first=slots.first)
             return slots.all()
         key = key if by is None else turn(key, by)
-        return (key, value) if slots is None else slots.write(key, value)
+        return KeyValue(key, value) if slots is None else slots.write(key, value)
 
 
 class Block(nn.Module):
