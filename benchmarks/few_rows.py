@@ -1,18 +1,17 @@
-"""What five kernels a layer bring where rows are few: one image of ARPG-L on a GPU, in about a minute.
+"""What five kernels a layer bring where rows are few: one image of ARPG-L on a GPU, in about half a minute.
 
     PYTHONPATH=src python benchmarks/few_rows.py
 
 First the network (24 layers, head; both passes, 93 tokens known) as one graph: by the library, in five kernels a layer,
-and in five that fetch their weights ahead; with the error of the logits against float32. Then the small kernels around
-the layers, against tensor operations. Then one image, replayed, and what its caller waits for before. Then tiles,
-product by product; the network again for more rows with the best of them, which says how many rows should count as a
-handful (`arpg.kernels.MOST_ROWS`); and the image again.
+and in five that fetch their weights ahead (compute capability 9.0 and later); with the error of the logits against
+float32. That says how many rows should count as a handful (`arpg.kernels.MOST_ROWS`). Then the small kernels around the
+layers, against tensor operations; what a caller waits for before the first graph; and one image.
+`benchmarks/few_rows_tiles.py` compares tiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing
 import statistics
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from arpg import SamplingSettings, kernels, make_plan, tasks
 from arpg.bench.case import Case
@@ -34,26 +32,25 @@ from arpg.decode.planned import Planned
 from arpg.decode.recording import shape_of
 from arpg.decode.start import read
 from arpg.kernels import draw as draws
-from arpg.kernels import few_rows, lookup
+from arpg.kernels import lookup
 from arpg.kernels.attention import attend, attend_and_store
-from arpg.kernels.few_rows import Tile, linear
+from arpg.kernels.few_rows import TILES, empty_sums, linear
 from arpg.model import ARPG, rope
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
 OFF, PLAIN, AHEAD = (False, False), (True, False), (True, True)  # kernels.FEW_ROWS, kernels.AHEAD
 NAMES = {OFF: "library", PLAIN: "five kernels", AHEAD: "five, weights ahead"}
-CANDIDATES = {  # beside those in the table. All that make the stream have 8 outputs: who norms it is compiled for that
-    "plain": (Tile(16, 4, 256, 255), Tile(16, 8, 128, 96), Tile(16, 8, 128, 128), Tile(32, 8, 128, 128)),
-    "swiglu": (Tile(8, 4, 256, 255), Tile(8, 8, 128, 80), Tile(8, 8, 128, 128), Tile(16, 8, 128, 128)),
-    "sum": (Tile(8, 4, 256, 255), Tile(8, 8, 128, 80), Tile(8, 8, 128, 128), Tile(8, 8, 64, 128)),
-}
-ROWS = {4: 2, 16: 12, 32: 24}  # what a size of the table is tried with
-MAKERS = 128  # programs that make a stream of 1,024 channels
+ROWS = (2, 8, 10, 12, 16, 24, 32, 48)
 _began = time.perf_counter()
 
 
 def say(*words: object) -> None:
     print(f"{time.perf_counter() - _began:5.1f} s ", *words, flush=True)  # noqa: T201
+
+
+def ways() -> tuple[tuple[bool, bool], ...]:
+    """The last one is the best that this GPU can."""
+    return (OFF, PLAIN, AHEAD) if torch.cuda.get_device_capability() >= (9, 0) else (OFF, PLAIN)
 
 
 def switch(to: tuple[bool, bool]) -> None:
@@ -108,6 +105,7 @@ def network(model: ARPG, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         cache.end = KNOWN
+        cache.settle()  # as between two steps
         model.encode(x, place, cache, causal=False)
         return model.predict(place, None, cache)
 
@@ -118,13 +116,13 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-def layers(model: ARPG, exact: ARPG, sizes: tuple[int, ...], ways: tuple[tuple[bool, bool], ...]) -> None:
-    for rows in sizes:
+def layers(model: ARPG, exact: ARPG) -> None:
+    for rows in ROWS:
         switch(OFF)
         true = network(exact, rows, torch.float32)()
         call = network(model, rows, HALF)
         made: dict[tuple[bool, bool], Tensor] = {}
-        for to in ways:
+        for to in ways():
             switch(to)
             result = guarded(NAMES[to], partial(microseconds, call))
             if result is None:
@@ -249,39 +247,29 @@ def small_kernels(model: ARPG) -> None:
             say(f"  {name:30s} {took[0] / 20:6.2f} us")
 
 
-def product(kind: str, rows: int, weight: Tensor) -> Tensor:
-    """As a layer calls it."""
-    x = torch.ones(rows, weight.shape[1], device="cuda", dtype=HALF)
-    for squares in (True, False):
-        made = linear(x, weight, **options(kind, x, weight, squares=squares))
-    return made
-
-
-def options(kind: str, x: Tensor, weight: Tensor, *, squares: bool) -> dict[str, Any]:
-    """`squares`: whether they are summed where rows are made and given to the norms of them, as in a layer."""
-    if kind == "sum":
-        add = torch.zeros(len(x), len(weight), device="cuda", dtype=HALF)
-        return {"add": add, "sums_PM": few_rows.empty_sums(x, weight) if squares else None}
-    most = max(few_rows.TILES[kind]) if kind in few_rows.TILES else 16
-    padded = next((size for size in few_rows.TILES.get(kind, {}) if size >= len(x)), most)
-    sums = torch.ones(MAKERS, -(-len(x) // padded) * padded, device="cuda") if squares else None
-    return {"norm_D": torch.ones_like(x[0]), "eps": 1e-5, "swiglu": kind == "swiglu", "squares_PM": sums}
-
-
-def compile_one(job: tuple[str, int, Tile, tuple[bool, bool], int]) -> None:
+def compile_product(kind: str, to: tuple[bool, bool]) -> None:
     """In a process of its own; what is compiled is found on disk by the next one."""
-    kind, most, tile, to, inputs = job
     switch(to)
-    few_rows.TILES[kind] = {most: tile}
-    product(kind, most, torch.zeros(128, inputs, device="cuda", dtype=HALF))
+    x = torch.ones(2, 1024, device="cuda", dtype=HALF)
+    sums = empty_sums(x, x.new_empty(1024, 0)).fill_(1.0)
+    for inputs in (1024, 2816) if kind == "sum" else (1024,):
+        rows, weight = x.new_ones(2, inputs), x.new_zeros(2048, inputs)
+        if kind == "sum":
+            linear(rows, weight[:1024], add=x, sums_PM=sums)
+            continue
+        for given in (None, sums):
+            linear(rows, weight, norm_D=x[0], eps=1e-5, swiglu=kind == "swiglu", squares_PM=given)
 
 
 def compile_attention(slots: int, to: tuple[bool, bool]) -> None:
     switch(to)
     qkv, angles = torch.zeros(2, slots, 3, 16, 64, device="cuda", dtype=HALF), torch.zeros(2, slots, 64, device="cuda")
     key, value = (torch.zeros(2, 300, 16, 64, device="cuda", dtype=HALF) for _ in range(2))
-    attend_and_store(qkv, (key, value), None, (angles, angles), 7)
-    attend(qkv[:, :, 0].contiguous(), key, value, None, (angles, angles))
+    for settled in (0, 100, 200):
+        first = settled or 7
+        attend_and_store(qkv, (key, value), None, (angles, angles), first, settled=settled)
+        seen = (x[:, : first + slots] for x in (key, value))
+        attend(qkv[:, :, 0].contiguous(), *seen, None, (angles, angles), settled=settled)
 
 
 def compile_small() -> None:
@@ -298,99 +286,37 @@ def compile_small() -> None:
 
 def compile_all(workers: int) -> None:
     """All kernels at once: one after the other they would take most of the minute."""
-    jobs = []
-    for kind, sizes in few_rows.TILES.items():
-        for most, tile in sizes.items():
-            tried = [(tile, PLAIN), (tile, AHEAD)]
-            tried += [(other, AHEAD) for other in CANDIDATES[kind]] if most in ROWS else []
-            tried = list(dict.fromkeys(tried))
-            jobs += [(kind, most, *one, inputs) for one in tried for inputs in ((1024, 2816)[: 1 + (kind == "sum")])]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(compile_attention, slots, to) for to in (AHEAD, OFF) for slots in (1, 20, 40)]
+        futures = [pool.submit(compile_attention, slots, to) for to in (ways()[-1], OFF) for slots in (1, 8, 20, 40)]
+        futures += [pool.submit(compile_product, kind, to) for kind in TILES for to in ways()[1:]]
         futures.append(pool.submit(compile_small))
-        futures += [pool.submit(compile_one, job) for job in jobs]
         for future in futures:
             guarded("compiling", future.result)
     say(f"{len(futures)} compiled")
-
-
-def tiles(model: ARPG, deadline: float) -> None:
-    """The best tile of each kind and size goes into the table. The weights of a product are more than a cache holds."""
-    blocks = [*model.pass1, *model.pass2]
-    square = [block.attn.out.weight for block in blocks] + [block.attn.q.weight for block in model.pass2]
-    weights: dict[str, tuple[str, list[Tensor]]] = {
-        "qkv": ("plain", [block.attn.qkv.weight for block in model.pass1]),
-        "q": ("plain", square),
-        "head": ("plain", [model.head.weight.clone() for _ in range(6)]),
-        "gate, up": ("swiglu", [block.ffn.gate_up.weight for block in blocks]),
-        "out": ("sum", square),
-        "down": ("sum", [block.ffn.down.weight for block in blocks]),
-    }
-    worth = {"qkv": 12, "q": 12, "head": 1, "gate, up": 24, "out": 24, "down": 24}  # in a step
-    switch(AHEAD)
-    for (most, rows), kind in itertools.product(ROWS.items(), few_rows.TILES):
-        of_kind = {name: some for name, (is_kind, some) in weights.items() if is_kind == kind}
-        found: dict[Tile, float] = {}
-        table = few_rows.TILES[kind]
-        for tile in dict.fromkeys((table[most], *CANDIDATES[kind])):
-            if time.perf_counter() - _began > deadline:
-                break
-            few_rows.TILES[kind] = {**table, most: tile}
-            took = {name: guarded(f"{name} {tile}", partial(chain, some, rows, kind)) for name, some in of_kind.items()}
-            if None not in took.values():
-                found[tile] = sum(worth[name] * each for name, each in took.items())
-                say(f"{rows:3d} rows  {tile!s:60s}", ", ".join(f"{name} {each:.2f} us" for name, each in took.items()))
-        few_rows.TILES[kind] = table
-        alone = {name: guarded(name, partial(chain, some, rows, kind, squares=False)) for name, some in of_kind.items()}
-        say(
-            f"{rows:3d} rows  {'the first tile without squares':60s}",
-            ", ".join(f"{n} {t:.2f} us" for n, t in alone.items() if t),
-        )
-        library = {name: chain(some, rows, "library") for name, some in of_kind.items()}
-        say(f"{rows:3d} rows  {'product of the library':60s}", ", ".join(f"{n} {t:.2f} us" for n, t in library.items()))
-        few_rows.TILES[kind] = {**table, most: min(found, key=lambda tile: found[tile])} if found else table
-    say("best:", few_rows.TILES)
-
-
-def chain(weights: list[Tensor], rows: int, kind: str, *, squares: bool = True) -> float:
-    """Microseconds of one product, in a row of products with other weights."""
-    x = torch.randn(rows, weights[0].shape[1], device="cuda").to(HALF)
-    given = {} if kind == "library" else options(kind, x, weights[0], squares=squares)
-
-    def call() -> Tensor:
-        for weight in weights:
-            made = F.linear(x, weight) if kind == "library" else linear(x, weight, **given)
-        return made
-
-    return microseconds(call)[0] / len(weights)
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
-    parser.add_argument("--seconds", type=float, default=40, help="after which no more tiles are tried")
     given = parser.parse_args()
-    for kind, sizes in few_rows.TILES.items():  # a size that may become one of the table's
-        sizes.setdefault(32, CANDIDATES[kind][2])
     guarded("compiling", lambda: compile_all(given.workers))
     exact = make_model()
     model = make_model().to(HALF)
     say(torch.cuda.get_device_name(), "torch", torch.__version__)
-    guarded("layers", lambda: layers(model, exact, (2, 10, 16), (OFF, PLAIN, AHEAD)))
+    most, kernels.MOST_ROWS = kernels.MOST_ROWS, max(ROWS)
+    guarded("layers", lambda: layers(model, exact))
+    kernels.MOST_ROWS = most
     guarded("small kernels", lambda: small_kernels(model))
     guarded("before", lambda: before(model))
     first = image(model, OFF, NAMES[OFF])
-    for to in (PLAIN, AHEAD):
+    for to in ways()[1:]:
         ids = guarded("one image", partial(image, model, to, NAMES[to]))
         if ids is not None:
             say(f"{float((ids == first).float().mean()):.1%} of the tokens are the library's")
-    guarded("tiles", lambda: tiles(model, given.seconds))
-    kept, kernels.MOST_ROWS = kernels.MOST_ROWS, 32
-    guarded("layers", lambda: layers(model, exact, (12, 20, 28), (OFF, AHEAD)))
-    for most in (kept, 24, 32):
-        kernels.MOST_ROWS = most
-        guarded("one image", partial(image, model, AHEAD, f"best, {most} rows"))
+    for limit in (16, 48):
+        kernels.MOST_ROWS = limit
+        guarded("one image", partial(image, model, ways()[-1], f"up to {limit} rows so"))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
 from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
 from arpg.model import layers  # noqa: E402
-from arpg.model.cache import Slots  # noqa: E402
+from arpg.model.cache import KeyValue, Slots  # noqa: E402
 from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
 from arpg.precision import Fp8Linear, to_precision  # noqa: E402
@@ -288,7 +288,8 @@ def test_the_first_query_is_made_once(compiled, monkeypatch):
         rows = []
         block.attn.q.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(inputs[0].shape[:2].numel()))
         by = rotation_of(3, 7, SMALL.head_dim)
-        out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", memory.unbind(0)), -1)
+        kv = KeyValue(*memory.unbind(0))
+        out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", kv), -1)
         assert rows == [21 if apart else 1]
         weight = draw(*out.shape, seed=2)
         gradients.append([out, *torch.autograd.grad(out, [mask_D, *block.parameters()], weight)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 FEW_ROWS = True  # decoding layers of a handful of rows in five kernels each (`few_rows.py`)
-MOST_ROWS = 16  # that count as a handful
+MOST_ROWS = 32  # that count as a handful
 AHEAD = True  # with these, kernels fetch weights while the kernel in front still runs
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
@@ -34,10 +36,22 @@ def few(x: Tensor, layer: nn.Linear) -> bool:
 
     Only where they can start early: without that, an image takes longer with them than with the library.
     """
-    if not FEW_ROWS or not decoding(x) or x.numel() > MOST_ROWS * x.shape[-1] or not early(x):
+    if not FEW_ROWS or not decoding(x) or x.numel() > MOST_ROWS * x.shape[-1] or not early(x) or not has_gluon():
+        return False
+    if x.shape[-1] % 16 or layer.in_features % 16:  # loads of 16 bytes
         return False
     weight = layer._parameters.get("weight")  # not there: kept in 8 bits
     return weight is not None and weight.dtype == x.dtype and layer.bias is None
+
+
+@cache
+def has_gluon() -> bool:
+    """Gluon is a part of Triton that may still change; products of a handful of rows are written in it."""
+    try:
+        importlib.import_module("arpg.kernels.few_rows_gluon")
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def ahead(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ from arpg.kernels.rotary import store_turned
 
 _MOST = 64  # queries of one program
 _MANY = 512  # programs that keep a GPU busy
-_AT_ONCE = {128: 8, 256: 8, 512: 16}  # settled slots that a program can read before it waits, and its warps
+_AT_ONCE = {128: 4, 256: 4, 512: 16}  # settled slots that a program can read before it waits, and its warps
 
 Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 

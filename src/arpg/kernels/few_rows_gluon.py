@@ -1,4 +1,4 @@
-"""The product of `few_rows.py` with the place of every number said (Gluon, which is part of Triton). Forward only.
+"""The kernel of `few_rows.py`, in Gluon, the part of Triton in which one says where every number lies. Forward only.
 
 Rows and weights are loaded as the tensor cores take them, 16 bytes a thread, and pass through no shared memory: which
 input comes first does not matter to a product, as long as rows and weights agree. Each warp multiplies inputs of its
@@ -44,7 +44,7 @@ def _shared(warps, outputs):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit(do_not_specialize=["M"])
-def product(  # type: ignore[no-untyped-def]
+def few_rows_product(  # type: ignore[no-untyped-def]
     x, norm, weight, add, out, squares, sums, M, N, x_row, add_row, eps, D: gl.constexpr, NORM: gl.constexpr,
     ADD: gl.constexpr, SWIGLU: gl.constexpr, SUMS: gl.constexpr, GIVEN: gl.constexpr, GIVEN_BLOCK: gl.constexpr,
     ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
