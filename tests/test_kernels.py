@@ -282,11 +282,12 @@ def test_the_first_query_is_made_once(compiled, monkeypatch):
         block = layers.Block(SMALL, layers.CrossAttention(SMALL)).to(DEVICE)
         mask_D, memory = draw(SMALL.width), draw(2, 3, 7, SMALL.num_heads, SMALL.head_dim)
         mask_D.requires_grad_()
-        if compiled:
-            block.compile(backend="aot_eager")
         x = mask_D.expand(3, 7, -1)
         rows = []
         block.attn.q.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(inputs[0].shape[:2].numel()))
+        if compiled:
+            torch._dynamo.reset()  # what was compiled for a block without a hook would be taken, and not call it
+            block.compile(backend="aot_eager")
         by = rotation_of(3, 7, SMALL.head_dim)
         kv = KeyValue(*memory.unbind(0))
         out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", kv), -1)
