@@ -146,5 +146,6 @@ def test_a_condition_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path): 
         assert code == 0, err
         with Image.open(out) as image:
             assert json.loads(image.text["arpg"])["model"] == "garden-control"
+    assert "differences from garden" in run("info", "garden-control")[1]
     check_error(run("control", edges, "--model", "garden", *shared), "takes no condition images", "garden-control")
     check_error(run("control", edges, "--prompt", "a lemon", *shared), "no model in the box takes a prompt and")
