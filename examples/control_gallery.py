@@ -1,8 +1,9 @@
 """The gallery's pictures of control: what follows edges and depth, a drawing edited by hand, strengths, inpainting.
 
-Usage: python examples/control_gallery.py MODEL [--data data] [--out docs/images/gallery]
+Usage: python examples/control_gallery.py [MODEL] [--data data] [--out docs/images/control]
 
-All seeds are 0 and counted on, nothing is chosen. `data` has fruits.zip, flowers.zip and emoji.zip.
+All seeds are 0 and counted on, nothing is chosen. `data` has fruits.zip and emoji.zip. Fruits are test images; flowers
+are drawn by `garden`: those who took the photographs that it learned from would have to be named here.
 """
 
 import argparse
@@ -14,94 +15,100 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from arpg import Control, Pipeline
-from arpg.data.images import ImageSet, concatenate, open_images
+from arpg.data.images import ImageSet, open_images
 from arpg.evaluation.control_images import choose_evenly
 from arpg.evaluation.depth_training import draw_depth_scenes
 from arpg.image import adm_crop, sheet
 
 LINE = 256  # pixels of a drawing's side, before the model's size
 NAMES = ("Apple Red 1", "Lemon", "Tomato 1")  # what an outline of a round fruit can be
-STRENGTHS = (0.0, 0.5, 1.0)
+FLOWERS = ("daisy", "roses", "sunflowers")
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 TASTE = 2026  # the first seed of the scenes, as in the score
+
+Shown = list[tuple[Image.Image, str]]  # pictures with what is written below them
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="garden-control")
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--out", type=Path, default=Path("docs/images/gallery"))
-    parser.add_argument("--num", type=int, default=8, help="Test images and scenes.")
+    parser.add_argument("--out", type=Path, default=Path("docs/images/control"))
+    parser.add_argument("--num", type=int, default=5, help="Test images; one more scenes.")
     options = parser.parse_args()
-    pipe = Pipeline.from_pretrained(options.model, device="cpu")
-    tests = concatenate([open_images(f"{options.data}/{name}.zip/{name}/test") for name in ("fruits", "flowers")])
+    pipe, garden = (Pipeline.from_pretrained(name, device="cpu") for name in (options.model, "garden"))
     sets = (f"{options.data}/fruits.zip/fruits/test", f"{options.data}/emoji.zip/emoji")
-    write(pipe, tests, sets, options.out, num=options.num)
+    sources = [*fruits(open_images(sets[0]), options.num, side(pipe)), *flowers(garden)]
+    write(pipe, sources, sets, options.out, num=options.num + 1)
 
 
-def write(pipe: Pipeline, tests: ImageSet, sets: tuple[str, str], folder: Path, *, num: int = 8) -> list[Path]:
-    """All pictures, as WebP; their paths."""
-    chosen = spread(tests, num)
+def write(pipe: Pipeline, sources: Shown, sets: tuple[str, str], folder: Path, *, num: int) -> list[Path]:
+    """All pictures, as WebP; their paths. `sources`: pictures to take edges of, with their classes."""
     made = {
-        "control-edges": edges(pipe, tests, chosen),
-        "control-depth": depth(pipe, sets, num),
-        "control-drawing": by_hand(pipe),
-        "control-strength": strengths(pipe, tests, chosen),
-        "control-inpaint": inpainted(pipe),
+        "edges": edges(pipe, sources),
+        "depth": depth(pipe, sets, num),
+        "drawing": by_hand(pipe),
+        "strength": strengths(pipe, [sources[0], sources[-1]]),
+        "inpaint": inpainted(pipe),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in made.items():
-        picture.save(folder / f"{name}.webp", quality=85, method=6)
+        picture.save(folder / f"{name}.webp", quality=80, method=6)
     return [folder / f"{name}.webp" for name in made]
 
 
-def spread(tests: ImageSet, num: int) -> list[int]:
-    """One image of each of `num` classes at even distances, the last one (a flower) among them."""
+def fruits(tests: ImageSet, num: int, size: int) -> Shown:
+    """The middle image of each of `num` classes at even distances."""
     classes = np.linspace(0, len(tests.classes) - 1, min(num, len(tests.classes))).round().astype(int)
     one_each = choose_evenly(tests.labels, len(tests.classes))
-    return [int(one_each[i]) for i in classes]
+    return [(adm_crop(tests.read(int(one_each[i])), size), tests.classes[i]) for i in classes]
 
 
-def edges(pipe: Pipeline, tests: ImageSet, chosen: Sequence[int]) -> Image.Image:
-    """Test image, its edges, two results of its class; and one of the class in the next row: the same edges."""
-    names = [tests.classes[tests.labels[i]] for i in chosen]
-    shown: list[tuple[Image.Image, str]] = []
-    for row, (number, name) in enumerate(zip(chosen, names, strict=True)):
-        picture, other = tests.read(number), names[(row + 1) % len(names)]
+def flowers(garden: Pipeline) -> Shown:
+    """The most likely of eight of each."""
+    return list(zip(garden.generate(list(FLOWERS), seed=0, best_of=8), FLOWERS, strict=True))
+
+
+def edges(pipe: Pipeline, sources: Shown) -> Image.Image:
+    """Picture, its edges, two results of its class, and one of the class of the next row: along the same edges."""
+    shown: Shown = []
+    for row, (picture, name) in enumerate(sources):
+        other = sources[(row + 1) % len(sources)][1]
         condition = pipe.condition_of(picture, "canny")
-        ours = pipe.generate(name, control=condition, num_images=2, seed=0)
-        shown += [(adm_crop(picture, side(pipe)), "test image"), (condition.image, "edges")]
-        shown += [(image, name) for image in ours]
+        shown += [(picture, "picture"), (condition.image, "edges")]
+        shown += [(image, name) for image in pipe.generate(name, control=condition, num_images=2, seed=0)]
         shown += [(pipe.generate(other, control=condition, seed=0)[0], other)]
     return captioned(shown, columns=5)
 
 
 def depth(pipe: Pipeline, sets: tuple[str, str], num: int) -> Image.Image:
-    """Composed scene, its depth, two results without a class."""
+    """Composed scene, its depth, two results without a class, one with each of two classes."""
     scenes = draw_depth_scenes(sets, num=num, seed=TASTE, size=max(32, side(pipe)))
-    shown: list[tuple[Image.Image, str]] = []
+    shown: Shown = []
     for pixels, near in zip(scenes.pixels_nHW3, scenes.near_nHW, strict=True):
         control = Control(Image.fromarray(near), "depth")
         size = (side(pipe), side(pipe))
         shown += [(Image.fromarray(pixels).resize(size), "composed scene"), (control.fit(size), "its depth")]
-        shown += [(image, "result") for image in pipe.generate(control=control, num_images=2, seed=0)]
-    return captioned(shown, columns=8 if num > 1 else 4)
+        shown += [(image, "no class") for image in pipe.generate(control=control, num_images=2, seed=0)]
+        shown += [(pipe.generate(name, control=control, seed=0)[0], str(name)) for name in known(pipe)[:2]]
+    return captioned(shown, columns=6)
 
 
 def by_hand(pipe: Pipeline) -> Image.Image:
     """A drawing, the same with a leaf, the same with a second fruit; three classes of each."""
-    shown: list[tuple[Image.Image, str]] = []
+    shown: Shown = []
     for title, drawing in drawings().items():
         control = Control(drawing, "canny")
         shown += [(control.fit((side(pipe), side(pipe))), title)]
-        shown += [(pipe.generate(name, control=control, seed=0)[0], name) for name in known(pipe)]
+        shown += [(pipe.generate(name, control=control, seed=0)[0], str(name)) for name in known(pipe)]
     return captioned(shown, columns=1 + len(known(pipe)))
 
 
-def strengths(pipe: Pipeline, tests: ImageSet, chosen: Sequence[int]) -> Image.Image:
+def strengths(pipe: Pipeline, sources: Shown) -> Image.Image:
     """The same seed with more and more of the edges."""
-    shown: list[tuple[Image.Image, str]] = []
-    for number in (chosen[0], chosen[-1]):
-        name, condition = tests.classes[tests.labels[number]], pipe.condition_of(tests.read(number), "canny")
+    shown: Shown = []
+    for picture, name in sources:
+        condition = pipe.condition_of(picture, "canny")
         shown += [(condition.image, f"{name}: edges")]
         for strength in STRENGTHS:
             control = Control(condition.image, "canny", strength)
@@ -110,18 +117,18 @@ def strengths(pipe: Pipeline, tests: ImageSet, chosen: Sequence[int]) -> Image.I
 
 
 def inpainted(pipe: Pipeline) -> Image.Image:
-    """A fruit, its right half drawn anew: without a condition, and along a drawn outline."""
-    name, length = known(pipe)[0], side(pipe)
-    (picture,) = pipe.generate(name, seed=4)
-    mask = Image.new("L", picture.size)
-    mask.paste(255, (length // 2, 0, length, length))
-    hole = picture.copy()
-    hole.paste("grey", (length // 2, 0, length, length))
-    control = Control(drawings()["a leaf is added"], "canny")
-    free, led = (pipe.inpaint(picture, mask, name, control=c, seed=1)[0] for c in (None, control))
-    shown = [(picture, name), (hole, "half is to be filled"), (free, "filled")]
-    shown += [(control.fit(picture.size), "an outline"), (led, "filled along it")]
-    return captioned(shown, columns=5)
+    """A fruit along a drawing, its right half drawn anew: as it comes, along the edited drawing, as another class."""
+    (name, other), half = known(pipe)[:2], side(pipe) // 2
+    outlines = [Control(drawing, "canny") for drawing in drawings().values()][:2]
+    (picture,) = pipe.generate(name, control=outlines[0], seed=0)
+    mask, hole = Image.new("L", picture.size), picture.copy()
+    for image, colour in ((mask, "white"), (hole, "grey")):
+        image.paste(colour, (half, 0, 2 * half, 2 * half))
+    asked = ((name, None), (name, outlines[1]), (other, outlines[1]))
+    free, led, changed = (pipe.inpaint(picture, mask, what, control=c, seed=0)[0] for what, c in asked)
+    shown = [(picture, str(name)), (hole, "half is to be filled"), (free, "filled")]
+    shown += [(outlines[1].fit(picture.size), "a leaf is added"), (led, "filled along it"), (changed, str(other))]
+    return captioned(shown, columns=6)
 
 
 def drawings() -> dict[str, Image.Image]:
@@ -160,8 +167,8 @@ def side(pipe: Pipeline) -> int:
     return pipe.model.config.grid[0] * pipe.tokenizer.config.stride
 
 
-def captioned(shown: Sequence[tuple[Image.Image, str | int]], *, columns: int) -> Image.Image:
-    return sheet([image for image, _ in shown], columns=columns, captions=[str(text) for _, text in shown])
+def captioned(shown: Sequence[tuple[Image.Image, str]], *, columns: int) -> Image.Image:
+    return sheet([image for image, _ in shown], columns=columns, captions=[text for _, text in shown])
 
 
 if __name__ == "__main__":

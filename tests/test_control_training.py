@@ -1,10 +1,13 @@
 """Training on condition images: what is stored, how sets are joined, what a batch holds, and that a run learns it."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
+from torch import nn
 
 from arpg import InputError, Pipeline
 from arpg.checkpoint import FolderConfig, write_folder
@@ -16,10 +19,11 @@ from arpg.data.join import join_tokens
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, TokenWriter, open_tokens
 from arpg.image import adm_crop, ten_crop
+from arpg.model.condition import class_condition, training_control
 from arpg.train.batches import TokenBatches
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
-from conftest import SMALL, small_model, small_tokenizer
+from conftest import CONTROL, SMALL, controlled_model, small_model, small_tokenizer
 from scene_sets import write_sets
 
 CPU = torch.device("cpu")
@@ -316,3 +320,25 @@ def test_maps_that_stay_on_the_device(tmp_path):
     for one, other in zip(here.gather(index, view), there.gather(index, view), strict=True):
         assert other.is_cuda
         assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiler_keeps_a_version_for_every_use(monkeypatch):
+    """Both passes and the encoder, learning and judged, of several batches: more than the compiler's own 8."""
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda part, **options: compile_(part, backend="eager", **options))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        encoder = dataclasses.replace(CONTROL, layers=1)
+        model = controlled_model(dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=1, control=encoder))
+        model.compile_parts()
+        for learning, batch in ((True, 2), (True, 3), (False, 3)):
+            model.train(learning)
+            labels, pixels = torch.zeros(batch, dtype=torch.long), torch.zeros(batch, 8, 8, dtype=torch.uint8)
+            ids, order = torch.zeros(batch, 16, dtype=torch.long), torch.arange(16).expand(batch, 16)
+            with torch.set_grad_enabled(learning):
+                condition = training_control(
+                    model, class_condition(model, labels), pixels, labels, torch.zeros(batch, dtype=torch.bool)
+                )
+                assert model(ids, order, condition).isfinite().all()
+    torch._dynamo.reset()

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import control_gallery
 import text_gallery
 
+OUTLINE = Path(control_gallery.__file__).with_name("outline.png")
+
 
 @pytest.fixture
 def pipe():
@@ -39,16 +41,17 @@ def tests(tmp_path, monkeypatch):
 
 def test_control(pipe, tests, tmp_path):
     sets = tuple(map(str, write_sets(tmp_path)))
-    paths = control_gallery.write(pipe, tests, sets, tmp_path / "out", num=2)
+    sources = control_gallery.fruits(tests, 2, 8)
+    paths = control_gallery.write(pipe, sources, sets, tmp_path / "out", num=2)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(path.name for path in paths)
     sizes = {path.stem: open_image(path).size for path in paths}
     cell = 192 + 2
     assert {name: round(width / cell) for name, (width, _) in sizes.items()} == {
-        "control-edges": 5,
-        "control-depth": 8,
-        "control-drawing": 4,
-        "control-strength": 4,
-        "control-inpaint": 5,
+        "edges": 5,
+        "depth": 6,
+        "drawing": 4,
+        "strength": 7,
+        "inpaint": 6,
     }
 
 
@@ -59,11 +62,13 @@ def test_the_drawings_are_lines_that_a_model_can_be_given(pipe):
     first, leaf, _ = (np.asarray(drawing) for drawing in drawings.values())
     assert np.array_equal(first[150:], leaf[150:])  # an edited drawing is the same elsewhere
     assert leaf.sum() > first.sum()
+    assert np.array_equal(np.asarray(open_image(OUTLINE).convert("L")), leaf)
 
 
 def test_classes_are_spread(tests):
-    assert [tests.labels[i] for i in control_gallery.spread(tests, 3)] == [0, 2, 4]
-    assert len(control_gallery.spread(tests, 99)) == 5
+    assert [name for _, name in control_gallery.fruits(tests, 3, 8)] == ["0", "2", "4"]
+    shown = control_gallery.fruits(tests, 99, 8)
+    assert [picture.size for picture, _ in shown] == [(8, 8)] * 5
 
 
 def test_text(text_model, tmp_path):

@@ -34,6 +34,7 @@ def test_they_are_whole_and_small():
             assert part in card
     assert sizes["garden"] < 40e6
     assert sizes["garden-text"] < 25e6
+    assert sizes["garden-control"] < 25e6
     assert sum(sizes.values()) < 90e6
 
 

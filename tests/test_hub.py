@@ -153,7 +153,9 @@ def test_hub_ids(stand_in, folder):
 
 
 def test_unknown_names():
-    with pytest.raises(InputError, match=r"neither in the box .garden, garden-text., a folder, a published name"):
+    with pytest.raises(
+        InputError, match=r"in the box .garden, garden-text, garden-control., a folder, a published name"
+    ):
         Pipeline.from_pretrained("arpg-m")
     with pytest.raises(InputError, match="neither in the box"):
         Pipeline.from_pretrained("./nowhere/model")

@@ -279,9 +279,10 @@ def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> N
     require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")
 
 
-SHIPPED = ("garden", "garden-text")  # the models in the package
+SHIPPED = ("garden", "garden-text", "garden-control")  # the models in the package
 DEFAULT_MODEL = "garden"
 DEFAULT_TEXT_MODEL = "garden-text"  # where a prompt is given
+DEFAULT_CONTROL_MODEL = "garden-control"  # where a condition image is given
 
 # Presets. Guidance per number of steps: the paper's table of parallel decoding.
 

@@ -39,6 +39,7 @@ def control(
         image is not None or not from_image, "--from-image needs a picture; give it instead of --condition, before it"
     )
     picture = None if image is None else open_image(image)
+    sampling = sampling.asked(prompts=prompt is not None, control=True)
     pipe = sampling.load()
     if picture is not None and from_image:
         given = pipe.condition_of(picture, output.kind, output.strength, depth=depth_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,6 +110,7 @@ def evaluate_control(
 
     images = concatenate([open_images(path) for path in test]) if test else None
     training = concatenate([open_images(path) for path in train]) if train else None
+    sampling = sampling.asked(control=True)
     pipe = sampling.load()
     device = pipe.model.device
     size = side(pipe)
@@ -133,7 +135,7 @@ def evaluate_control(
             real = (
                 None
                 if network is None or training is None
-                else reference_features(network, training, size, keep=folder)
+                else reference_features(network, training, size, keep=folder, progress=partial(told, "reference"))
             )
             judged_by = None if classifier is None else Classifier.load(classifier, device=device)
             class_ids = [pipe.classes.find(name) for name in images.classes]

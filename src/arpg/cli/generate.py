@@ -50,7 +50,7 @@ def generate(
         "give --class, --prompt or --prompts, one of them; see `arpg generate --help`",
     )
     lines = [Line(text, negative) for text in prompt or ()] if prompts is None else read_prompts(prompts, negative)
-    sampling = sampling.asked(prompts=bool(lines))
+    sampling = sampling.asked(prompts=bool(lines), control="control" in output.options)
     pipe = sampling.load()
     seed: Any = sampling.seed
     if any(line.seed is not None for line in lines):
@@ -183,7 +183,7 @@ def _redraw(
     sampling: Sampling,
 ) -> None:
     """What all verbs that may start from a picture do around the drawing itself."""
-    sampling = sampling.asked(prompts=details["prompt"] is not None)
+    sampling = sampling.asked(prompts=details["prompt"] is not None, control="control" in output.options)
     pipe = sampling.load()
     start = {"inpaint": pipe.inpainting, "edit": pipe.editing, "outpaint": pipe.outpainting, "expand": pipe.expansion}
     options = {"num_images": num, "seed": sampling.seed, **output.options, **sampling.settings}

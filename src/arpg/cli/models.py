@@ -31,6 +31,8 @@ def info(model: Annotated[str | None, typer.Argument(help="A folder, a published
             lines.append((name, f"that of {described.tokenizer_of}"))
             continue
         lines.append((name, ", ".join(f"{key} {_plain(value)}" for key, value in fields.items()) or "none"))
+    if described.base is not None:
+        lines.append(("stored as", f"differences from {described.base}"))
     if described.classes is not None:
         lines.append(("classes", f"{len(described.classes)}: {described.classes.name(0)}, ... (see `arpg classes`)"))
     for file in sorted(folder.glob("*.safetensors")):
@@ -80,7 +82,7 @@ def _info_all() -> None:
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"--engine auto is {choose_mode('auto', choose_device('auto'))} here")
-    out.print(f"{'model':<13}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
+    out.print(f"{'model':<15}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
     for name in configs.SHIPPED:
         described = present(read_folder(shipped(name)).model, f"{name} has no model")
         out.print(_line(name, described, "in the box"), markup=False)
@@ -93,7 +95,7 @@ def _info_all() -> None:
 def _line(name: str, c: configs.ModelConfig, here: str) -> str:
     layers = f"{c.pass1_layers}+{c.pass2_layers}"
     classes = "prompts" if c.text is not None else str(c.num_classes)
-    return f"{name:<13}{layers:>8}{c.width:>7}{c.num_heads:>7}{classes:>9}  {here}"
+    return f"{name:<15}{layers:>8}{c.width:>7}{c.num_heads:>7}{classes:>9}  {here}"
 
 
 def _hardware() -> str:

@@ -13,6 +13,7 @@ import typer
 
 from arpg import config as configs
 from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, ScheduleOption, err, parse_schedule
+from arpg.errors import require
 
 Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
 GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
@@ -32,9 +33,15 @@ class Sampling:
     engine: str
     settings: dict[str, Any]
 
-    def asked(self, *, prompts: bool) -> Sampling:
-        """For prompts, where no model is named: with the one in the box that takes them."""
-        return dataclasses.replace(self, model=configs.DEFAULT_TEXT_MODEL) if prompts and not self.named else self
+    def asked(self, *, prompts: bool = False, control: bool = False) -> Sampling:
+        """For prompts or a condition image, where no model is named: with the one in the box that takes them."""
+        require(
+            self.named or not (prompts and control),
+            "no model in the box takes a prompt and a condition image together; give a class instead, or name a model "
+            "with --model",
+        )
+        in_the_box = configs.DEFAULT_CONTROL_MODEL if control else configs.DEFAULT_TEXT_MODEL
+        return dataclasses.replace(self, model=in_the_box) if (prompts or control) and not self.named else self
 
     def load(self) -> Any:
         with err.status("loading"):
@@ -49,7 +56,10 @@ def _options(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="A folder, a published name, a hub id; none: garden, or garden-text for prompts."
+            "--model",
+            "-m",
+            help="A folder, a published name, a hub id; none: garden, garden-text for prompts, garden-control for "
+            "condition images.",
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Decoding steps.")] = None,

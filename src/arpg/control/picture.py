@@ -80,7 +80,7 @@ def checked(control: Controls, config: ControlConfig | None) -> tuple[Control, .
     """The condition images, which must be of kinds that the model takes."""
     if control is None:
         return ()
-    takes = present(config, "the model takes no condition images; choose one that was trained with them")
+    takes = present(config, "the model takes no condition images; choose one that does, such as garden-control")
     controls = (control,) if isinstance(control, Control) else tuple(control)
     for each in controls:
         takes.kind_id(each.kind)

@@ -22,6 +22,8 @@ from arpg.model.layers import Block, CrossAttention, Delta, MemoryProjection, Re
 from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
 from arpg.model.text import TextPrefix
 
+VERSIONS = 64  # of one function that the compiler makes, at most
+
 
 class Keys(NamedTuple):
     """What fixes the dropout masks of each sample; None: nothing does."""
@@ -68,8 +70,13 @@ class ARPG(nn.Module):
     def compile_parts(self, *, dynamic: bool | None = None) -> None:
         """Compile the parts that repeat, each on its own: seconds, where the whole network takes a minute.
 
-        `dynamic`: whether for sizes that differ from call to call; None: as they come.
+        `dynamic`: whether for sizes that differ from call to call; None: as they come. The blocks of both passes and of
+        the encoder, of two widths, learning and judged, are versions of one function to the compiler, and beyond 8 of
+        them it would go on uncompiled: its limit is raised, for the process.
         """
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, VERSIONS)
         parts = [self.token_dropout, self.memory_norm, self.norm, *self.pass1, *self.memory_kv, *self.pass2]
         if self.control is not None and isinstance(self.control.encoder, PatchEncoder):
             parts += self.control.encoder.blocks

@@ -143,7 +143,9 @@ def control_condition(
     A strength of 1 is what was trained, one of 0 is plain [MASK]: nothing but the rest of the condition. Where guidance
     drops the class or prompt, it drops the image, too.
     """
-    control = present(model.control, "the model takes no condition images; choose one that was trained with them")
+    control = present(
+        model.control, "the model takes no condition images; choose one that does, such as garden-control"
+    )
     assert len(images) == len(kinds) == len(strengths) == len(condition)
     for strength in strengths:
         require(

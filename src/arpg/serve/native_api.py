@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 import arpg
+from arpg.checkpoint import read_folder, shipped
 from arpg.control.extract import can_extract
 from arpg.serve.answers import EventStream, Named, encoded, json_response, result_of
 from arpg.serve.choices import choices, kinds
@@ -169,8 +170,12 @@ def native_routes(house: House) -> APIRouter:
 
 
 def thumbnails_file(house: House) -> Path | None:
-    file = None if house.folder is None else house.folder / "thumbnails.webp"
-    return file if file is not None and file.is_file() else None
+    """The folder's own; where it holds differences from a model in the box, that one's: the classes are the same."""
+    if house.folder is None:
+        return None
+    base = read_folder(house.folder).base
+    folders = [house.folder, *([] if base is None else [shipped(base)])]
+    return next((file for folder in folders if (file := folder / "thumbnails.webp").is_file()), None)
 
 
 def _answer(job: Job, result: Result) -> dict[str, Any]:
