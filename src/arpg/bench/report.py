@@ -93,22 +93,29 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     """Images/s over steps, a line per batch, and over batch, a line per number of steps. Whether it could be drawn."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     except ImportError:
         log.warning("no %s: matplotlib is not installed (pip install 'arpg[train]')", path)
         return False
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     for axes, over, by in zip(figure.subplots(1, 2), ("steps", "batch"), ("batch", "steps"), strict=True):
-        for name, points in sorted(series(rows, over, by).items()):
+        lines = series(rows, over, by)
+        for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set(xlabel=over, ylabel="images/s", xscale="log", yscale="log")
-        axes.grid(alpha=0.3, which="both")
+        measured = sorted({point[0] for points in lines.values() for point in points})
+        axes.set_xticks(measured, labels=[str(value) for value in measured])
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix.lstrip(".") or "png"))
     return True
 
 
 def series(rows: Sequence[Row], over: str, by: str) -> dict[str, list[tuple[float, float]]]:
-    """Lines of (`over`, images/s): one for each value of `by` and of whatever else varies."""
+    """Lines of (`over`, images/s), the fastest first: one for each value of `by` and of whatever else varies."""
     names = list(dict.fromkeys(name for row in rows for name in row["settings"]))
     else_varied = [n for n in names if n not in (over, by) and len({str(row["settings"].get(n)) for row in rows}) > 1]
     if over == "steps" or by == "steps":  # guidance follows the number of steps unless it was given
@@ -119,7 +126,8 @@ def series(rows: Sequence[Row], over: str, by: str) -> dict[str, list[tuple[floa
     for row in rows:
         name = ", ".join(f"{key} {row['settings'].get(key)}" for key in (by, *else_varied))
         lines.setdefault(name, []).append((row["settings"][over], row["images/s"]))
-    return {name: sorted(points) for name, points in lines.items()}
+    fastest = sorted(lines, key=lambda name: -max(speed for _, speed in lines[name]))
+    return {name: sorted(lines[name]) for name in fastest}
 
 
 def _shared(all_settings: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:

@@ -34,7 +34,7 @@ def decoding(x: Tensor) -> bool:
 def few(x: Tensor, layer: nn.Linear) -> bool:
     """Whether the kernels for a handful of rows take this product of the channels: plain weights of the same type.
 
-    Only where they can start early: without that, an image takes longer with them than with the library.
+    Only where they can start early: other GPUs have not been measured.
     """
     if not FEW_ROWS or not decoding(x) or x.numel() > MOST_ROWS * x.shape[-1] or not early(x) or not has_gluon():
         return False
