@@ -325,6 +325,29 @@ def test_evaluate_control(run, drawer, classes, sets, tmp_path):  # noqa: F811
     assert again.splitlines() == text.splitlines()[:-1]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
     check_error(run(*arguments, "--seed", 1), "holds results of something else")
+    check_error(run(*arguments, "--reference", -1), "--reference is -1; expected 0 (all)")
+
+
+def test_fid_against_some_of_the_training_images(run, drawer, classes, tmp_path, monkeypatch):  # noqa: F811
+    """Chosen as the test images are, so that classes are as frequent in both; 0: all; never more than there are."""
+    from arpg.evaluation import measure
+    from arpg.evaluation.inception import Inception
+
+    seen = []
+    monkeypatch.setattr(Inception, "load", lambda *a, **k: object())
+
+    def reference(network, images, size, **kept):
+        seen.append(images.labels)
+
+    monkeypatch.setattr(measure, "reference_features", reference)
+    arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
+    arguments += ["--test", classes[1], "--train", classes[0], "-n", 2]
+    for number in (2, 0, 5000):
+        code, _, err = run(*arguments, "--reference", number)
+        assert code == 0, err
+    assert len(seen[0]) == 2
+    assert len(seen[0]) < len(seen[1]) == len(seen[2])
+    assert len(set(seen[0])) == 2
 
 
 def test_evaluate_depth(run, drawer, sets, tmp_path):  # noqa: F811

@@ -143,6 +143,16 @@ def test_captions(tmp_path):
         open_images(tmp_path)
 
 
+def test_some_of_the_images(photos):
+    images = open_images(photos)
+    last, first = images.only([len(images) - 1, 0]), images.only([0])
+    assert last.names == (images.names[-1], images.names[0])
+    assert last.labels == (images.labels[-1], images.labels[0])
+    assert (last.classes, last.captions) == (images.classes, None)
+    np.testing.assert_array_equal(last.read(1), images.read(0))
+    np.testing.assert_array_equal(first.read(0), images.read(0))
+
+
 def test_concatenate_shares_classes(photos, tmp_path):
     other = tmp_path / "other"
     for name in ("fig", "pear"):

@@ -78,6 +78,7 @@ def evaluate_control(
     classifier: Annotated[Path | None, typer.Option(help="A folder with a classifier: adds its accuracy.")] = None,
     base: Annotated[str | None, typer.Option(help="A model without control that draws the same classes.")] = None,
     fid: Annotated[bool, typer.Option("--fid/--no-fid", help="Needs --train and Inception weights.")] = True,
+    reference: Annotated[int, typer.Option(help="Images of --train, evenly chosen, for FID; 0: all.")] = 5000,
     inception: Annotated[Path | None, typer.Option(help="Inception weights; none: those of the extra eval.")] = None,
     depth_judge: Annotated[Path | None, typer.Option(help="The folder of `arpg train-depth`: for depth.")] = None,
     fruits: Annotated[str | None, typer.Option(help="The fruit set of the test scenes.")] = None,
@@ -94,10 +95,12 @@ def evaluate_control(
     both = (fruits is not None, emoji is not None, depth_judge is not None)
     require(all(both) or not any(both), "depth needs --fruits, --emoji and --depth-judge, all or none of them")
     require(bool(test) or all(both), "there is nothing to evaluate; give --test for edges, --depth-judge for depth")
+    require(reference >= 0, f"--reference is {reference}; expected 0 (all) or a number of images")
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
     check_writable(folder, folder=True)
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.classifier import Classifier
+    from arpg.evaluation.control_images import choose_evenly
     from arpg.evaluation.control_pipeline import plain, side, steered
     from arpg.evaluation.control_score import Judges, compare, depth_score, edge_score, follows_nothing, table
     from arpg.evaluation.depth_judge import DepthJudge
@@ -132,11 +135,11 @@ def evaluate_control(
         if images is not None:
             require(bool(images.classes), f"{images.where} has no class folders; expected those of the model's classes")
             network = Inception.load(inception, device=device) if fid and training is not None else None
-            real = (
-                None
-                if network is None or training is None
-                else reference_features(network, training, size, keep=folder, progress=partial(told, "reference"))
-            )
+            real = None
+            if network is not None and training is not None:
+                some = choose_evenly(training.labels, min(reference or len(training), len(training)))
+                told_of = partial(told, "reference")
+                real = reference_features(network, training.only(some.tolist()), size, keep=folder, progress=told_of)
             judged_by = None if classifier is None else Classifier.load(classifier, device=device)
             class_ids = [pipe.classes.find(name) for name in images.classes]
             report["canny"] = edge_score(
@@ -184,7 +187,8 @@ def evaluate_control(
     out.print(f"strength 0 is no control: {'yes' if same else 'NO'}")
     if json_ is not None:
         judges = {"classifier": classifier, "depth_judge": depth_judge, "inception": inception}
-        about |= {"model": sampling.model} | {name: path and str(path) for name, path in judges.items()}
+        about |= {"model": sampling.model, "reference": reference if fid and train else None}
+        about |= {name: path and str(path) for name, path in judges.items()}
         text = json.dumps(about | report, indent=1) + "\n"
         write_whole(json_, lambda path: path.write_text(text, encoding="utf-8"))
         out.print(f"wrote {json_}")

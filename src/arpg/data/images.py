@@ -64,6 +64,13 @@ class ImageSet:
         """The image as RGB: upright, and transparent parts on white."""
         return self.load(index)
 
+    def only(self, numbers: Sequence[int]) -> ImageSet:
+        """These of the images."""
+        some = [int(i) for i in numbers]
+        captions = None if self.captions is None else tuple(self.captions[i] for i in some)
+        names, labels = tuple(self.names[i] for i in some), tuple(self.labels[i] for i in some)
+        return ImageSet(self.where, names, labels, self.classes, captions, lambda index: self.load(some[index]))
+
 
 def open_images(path: str | Path) -> ImageSet:
     """The image set at a folder, a zip file, or a folder inside a zip file."""
