@@ -8,7 +8,8 @@ before the wait or not.
 
 python benchmarks/attention_tiles.py
 python benchmarks/attention_tiles.py --one-image
-git show HEAD~1:src/arpg/kernels/attention.py > before.py && python benchmarks/attention_tiles.py --against before.py
+git show HEAD~1:src/arpg/kernels/attention_kernel.py > before.py
+python benchmarks/attention_tiles.py --against before.py
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def generation(layers: int) -> list[tuple[Launch, int]]:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", help="another version of kernels/attention.py")
+    parser.add_argument("--against", help="another version of kernels/attention_kernel.py")
     parser.add_argument("--seconds", type=float, default=55, help="start no variant after that")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--one-image", action="store_true", help="only this, between the products of its layers")
@@ -272,8 +273,18 @@ def _far(x: Tensor, y: Tensor) -> float:
 
 
 def _module(path: str | None) -> ModuleType | None:
+    """Attention with the kernel of another file; or that file alone, if it is from when both were one."""
     if path is None:
         return None
+    other = _loaded(path)
+    if hasattr(other, "attend"):
+        return other
+    beside = _loaded(attention.__file__)
+    beside.attend_kernel = other.attend_kernel
+    return beside
+
+
+def _loaded(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("before", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

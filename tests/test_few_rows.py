@@ -129,6 +129,9 @@ def test_who_takes_few_rows(monkeypatch):
         monkeypatch.setattr(kernels, "FEW_ROWS", False)
         assert not kernels.few(x, layer)  # switched off
         monkeypatch.setattr(kernels, "FEW_ROWS", True)
+        with monkeypatch.context() as without:
+            without.setattr(kernels, "has_gluon", lambda: False)
+            assert not kernels.few(x, layer)
         assert not kernels.few(torch.zeros(1, kernels.MOST_ROWS + 1, 32), layer)  # too many
         assert not kernels.few(x.half(), layer)
         assert not kernels.few(torch.zeros(1, 1, 24), nn.Linear(24, 32, bias=False))  # no whole loads

@@ -23,7 +23,7 @@ Event = dict[str, Any]  # of a trace in Chrome's format: name, cat, ts and dur i
 
 # A kernel belongs to the first group whose pattern is found in its name. Ours are named like their functions.
 GROUPS = {
-    "attention": r"^_attend|flash|fmha|sdpa|attention",
+    "attention": r"^_?attend|flash|fmha|sdpa|attention",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|^_int8_product|^few_rows_product",
     "norms": r"^_residual_norm|^_norm|rms_?norm|layer_?norm|rsqrt",
     "SwiGLU": r"^_swiglu|silu",
