@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from arpg.kernels import lookup
 from arpg.kernels.lookup import embedded_at, put, turned_at
 from arpg.model.rope import BASE, grid_places, rotation
 from interpreted import mend
@@ -58,3 +59,23 @@ def test_what_is_drawn_is_put_down():
     assert torch.equal(new_known, known.scatter(1, at, True))
     assert torch.equal(ids, before[0])
     assert torch.equal(known, before[1])
+
+
+def test_a_step_ends_with_a_kernel_that_waits_for_all(monkeypatch):
+    """Others are launched ahead. This one must not be: attention reads what steps before have written without a wait."""
+    launched = {}
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.update({self.name: options.get("launch_pdl", False)})
+
+    monkeypatch.setattr(lookup, "ahead", lambda x: True)
+    for name in ("_put", "_look_up"):
+        monkeypatch.setattr(lookup, name, Kernel(name))
+    at, ids = positions(), torch.arange(26, device=DEVICE).reshape(2, 13)
+    turned_at(places(), at, copies=1, head_dim=8, base=BASE)
+    put(ids, ids > 30, at, at)
+    assert launched == {"_put": False, "_look_up": True}
