@@ -62,7 +62,7 @@ def test_what_is_drawn_is_put_down():
 
 
 def test_a_step_ends_with_a_kernel_that_waits_for_all(monkeypatch):
-    """Others are launched ahead. This one must not be: attention reads what earlier steps have written without a wait."""
+    """Others are launched ahead. This one must not be: attention reads what earlier steps wrote without a wait."""
     launched = {}
 
     class Kernel:
