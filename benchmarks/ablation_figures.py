@@ -8,9 +8,9 @@ from typing import Any
 
 from ablation_lines import ORDER_STEPS, SEARCH, STEPS, Measured, comparable, final, matching, of_order
 
-from arpg.config import ORDERS
 from arpg.evaluation.results import Line
 from arpg.files import write_whole
+from arpg.settings import ORDERS
 
 ATTENTIONS = {"block": "block-wise", "causal": "causal"}
 

@@ -33,10 +33,10 @@ from ablation_lines import (
 from ablation_verdicts import differences, gap, verdicts
 from marks import fill
 
-from arpg.config import ORDERS, SCHEDULES
 from arpg.evaluation.results import Line, markdown
 from arpg.evaluation.sweep import NUMBERS, number
 from arpg.files import write_whole
+from arpg.settings import ORDERS, SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations"

@@ -20,10 +20,10 @@ import torch
 from ablation_lines import SPEED, SPEED_STEPS, STEPS, read_speed
 
 from arpg import Pipeline
-from arpg.config import SCHEDULES, SamplingSettings
 from arpg.evaluation.results import plain
 from arpg.evaluation.sampling import PixelBatches, balanced_labels, fingerprint
 from arpg.files import write_whole
+from arpg.settings import SCHEDULES, SamplingSettings
 
 log = logging.getLogger("ablations")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ablation_lines import FEW_STEPS, ORDER_STEPS, SEARCH, STEPS, final, matching, noise, of_order, unguided
 
-from arpg.config import ORDERS, SCHEDULES
 from arpg.evaluation.results import Line, markdown
+from arpg.settings import ORDERS, SCHEDULES
 
 PAPER_ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate")
 

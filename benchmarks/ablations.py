@@ -36,7 +36,6 @@ from ablation_lines import (
 from ablation_speed import measure_speed
 
 from arpg import Pipeline
-from arpg.config import ORDERS, SCHEDULES, SamplingSettings
 from arpg.data.images import concatenate, open_images
 from arpg.data.pixels import eval_pixels
 from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
@@ -48,6 +47,7 @@ from arpg.evaluation.results import Line, Results, plain
 from arpg.evaluation.sampling import fingerprint, labels_like
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop, to_images, to_uint8
+from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
 
 log = logging.getLogger("ablations")
 

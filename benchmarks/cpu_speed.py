@@ -27,13 +27,13 @@ from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment
 from arpg.bench.split import split_time
 from arpg.config import MODELS
-from arpg.cpu import has_bfloat16, set_threads
 from arpg.decode.sampling import sample
 from arpg.decode.start import start
+from arpg.device import has_bfloat16, set_threads
 from arpg.files import write_whole
 from arpg.model import ARPG
-from arpg.packed import unpack_linears
 from arpg.pipeline import Pipeline
+from arpg.quantization.packed import unpack_linears
 
 Draw = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
 

@@ -24,7 +24,7 @@ from control_scoring import make_classifier, make_depth_judge, score
 from PIL import Image
 from resumable import go, train_until
 
-from arpg import ARPG, Control, Pipeline
+from arpg import ARPG, ControlInput, Pipeline
 from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
 from arpg.data.compose import compose_tokens
 from arpg.data.control_maps import ControlMaps
@@ -242,7 +242,7 @@ class Run:
         return found
 
     def _strength_zero(self, pipe: Pipeline) -> bool:
-        control = Control(
+        control = ControlInput(
             Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE), np.uint8)), "depth", 0
         )
         plain, steered = (pipe.generate([0, 60, 135], control=c, seed=0) for c in (None, control))

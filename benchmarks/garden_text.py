@@ -26,7 +26,7 @@ import torch
 from resumable import go, train_until
 
 from arpg import Pipeline
-from arpg.checkpoint import SHIPPED, FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import BUNDLED, FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import TextConfig
 from arpg.data.asks import draw_ask
 from arpg.data.captions import caption
@@ -39,11 +39,10 @@ from arpg.evaluation.detector import Detector, DetectorConfig
 from arpg.evaluation.detector_scenes import draw_scenes, through_tokenizer
 from arpg.evaluation.detector_training import calibrate, train_detector
 from arpg.evaluation.text_score import ceiling, generate, held_out_questions, judge, read_pixels
-from arpg.files import write_whole
+from arpg.files import read_tensors, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
-from arpg.storage import pack as pack_weights
-from arpg.storage import read_tensors
+from arpg.quantization.storage import pack as pack_weights
 from arpg.text import Prompts
 from arpg.text.minilm import load_minilm, package_folder
 from arpg.train.recipe import ModelRecipe, read_recipe
@@ -225,7 +224,7 @@ class Run:
         described = read_folder(made)
         weights = pack_weights(read_tensors(made / "model.safetensors"), "float16")
         # The tokenizer is shared where it is that of a model in the box; load_tokenizer then finds it.
-        shared = self.recipe.tokenizer if self.recipe.tokenizer in SHIPPED else None
+        shared = self.recipe.tokenizer if self.recipe.tokenizer in BUNDLED else None
         config = FolderConfig(
             model=described.model, sampling=described.sampling, license=described.license, tokenizer_of=shared
         )

@@ -34,7 +34,7 @@ from arpg.errors import InputError
 from arpg.files import write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline, prepare
-from arpg.precision import to_precision
+from arpg.quantization.precision import to_precision
 
 Rows = dict[str, dict[str, Any]]
 KINDS = ("float32", "bfloat16", "float16", "fp8", "int8")

@@ -27,12 +27,12 @@ from torch.nn import functional as F
 from arpg.bench.agreement import agreement, generate, on_context
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.throughput import Effort, measure
-from arpg.config import SamplingSettings
 from arpg.decode import decode
 from arpg.kernels import FLOAT8, fusible
-from arpg.packed import become
 from arpg.pipeline import Pipeline
-from arpg.precision import Fp8Linear, to_float8, to_precision
+from arpg.quantization.packed import become
+from arpg.quantization.precision import Fp8Linear, to_float8, to_precision
+from arpg.settings import SamplingSettings
 
 PARTS = ("check", "speed", "products", "residual", "agreement")
 ROWS = (128, 512, 1024, 2048)  # that are told

@@ -27,19 +27,20 @@ from PIL import Image
 from torch import Tensor
 
 from arpg import Pipeline, tasks
-from arpg.canvas import Canvas, box_mask
-from arpg.config import WAYS, SamplingSettings
+from arpg.config import EXPAND_METHODS
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.data.pixels import eval_pixels
 from arpg.decode.score import make_orders, token_bits
-from arpg.drawing import Drawing, Wanted
 from arpg.evaluation.classifier import Classifier, accuracy, predict, train_classifier
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.kernel import KernelDistance, kernel_distance
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
 from arpg.model import class_condition
-from arpg.stages import expand
+from arpg.settings import SamplingSettings
+from arpg.tasks.canvas import Canvas, box_mask
+from arpg.tasks.stages import expand
+from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer.losses import LPIPS
 
 log = logging.getLogger("zero-shot")
@@ -231,15 +232,15 @@ def enlarge(bench: Bench, num: int) -> dict[str, Any]:
             (SIZE, SIZE), (size, size), window=pipe.model.config.grid, stride=pipe.tokenizer.config.stride, way=way
         )
         settings = pipe.sampling.settings(guidance=guidance)
-        wanted = Wanted(labels, settings, batch_size=bench.batch)
-        drawing = Drawing(pipe.model, pipe.tokenizer, wanted, stages=[stage], pictures=small)
+        wanted = TaskSpec(labels, settings, batch_size=bench.batch)
+        drawing = ImageTask(pipe.model, pipe.tokenizer, wanted, stages=[stage], pictures=small)
         return np.stack([np.asarray(image) for image in pipe.finish(drawing)])
 
     ways: dict[str, Callable[[], Pixels]] = {
         "bicubic": lambda: given,
         "bicubic through the tokenizer": lambda: _reconstruct(bench, given),
     }
-    for way in WAYS:
+    for way in EXPAND_METHODS:
         for guidance in (1.0, 3.0):
             ways[f"{way}, guidance {guidance:g}"] = lambda way=way, guidance=guidance: drawn(way, guidance)  # type: ignore[misc]
     shown = _spread(len(small), SHOWN)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from arpg import Control, Pipeline
+from arpg import ControlInput, Pipeline
 from arpg.data.images import ImageSet, open_images
 from arpg.evaluation.control_images import choose_evenly
 from arpg.evaluation.depth_training import draw_depth_scenes
@@ -86,7 +86,7 @@ def depth(pipe: Pipeline, sets: tuple[str, str], num: int) -> Image.Image:
     scenes = draw_depth_scenes(sets, num=num, seed=TASTE, size=max(32, side(pipe)))
     shown: Shown = []
     for pixels, near in zip(scenes.pixels_nHW3, scenes.near_nHW, strict=True):
-        control = Control(Image.fromarray(near), "depth")
+        control = ControlInput(Image.fromarray(near), "depth")
         size = (side(pipe), side(pipe))
         shown += [(Image.fromarray(pixels).resize(size), "composed scene"), (control.fit(size), "its depth")]
         shown += [(image, "no class") for image in pipe.generate(control=control, num_images=2, seed=0)]
@@ -98,7 +98,7 @@ def by_hand(pipe: Pipeline) -> Image.Image:
     """A drawing, the same with a leaf, the same with a second fruit; three classes of each."""
     shown: Shown = []
     for title, drawing in drawings().items():
-        control = Control(drawing, "canny")
+        control = ControlInput(drawing, "canny")
         shown += [(control.fit((side(pipe), side(pipe))), title)]
         shown += [(pipe.generate(name, control=control, seed=0)[0], str(name)) for name in known(pipe)]
     return captioned(shown, columns=1 + len(known(pipe)))
@@ -111,7 +111,7 @@ def strengths(pipe: Pipeline, sources: Shown) -> Image.Image:
         condition = pipe.condition_of(picture, "canny")
         shown += [(condition.image, f"{name}: edges")]
         for strength in STRENGTHS:
-            control = Control(condition.image, "canny", strength)
+            control = ControlInput(condition.image, "canny", strength)
             shown += [(pipe.generate(name, control=control, seed=0)[0], f"strength {strength:g}")]
     return captioned(shown, columns=1 + len(STRENGTHS))
 
@@ -119,7 +119,7 @@ def strengths(pipe: Pipeline, sources: Shown) -> Image.Image:
 def inpainted(pipe: Pipeline) -> Image.Image:
     """A fruit along a drawing, its right half drawn anew: as it comes, along the edited drawing, as another class."""
     (name, other), half = known(pipe)[:2], side(pipe) // 2
-    outlines = [Control(drawing, "canny") for drawing in drawings().values()][:2]
+    outlines = [ControlInput(drawing, "canny") for drawing in drawings().values()][:2]
     (picture,) = pipe.generate(name, control=outlines[0], seed=0)
     mask, hole = Image.new("L", picture.size), picture.copy()
     for image, colour in ((mask, "white"), (hole, "grey")):

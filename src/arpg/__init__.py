@@ -3,13 +3,14 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from arpg.checkpoint import load_model, load_tokenizer
-from arpg.config import ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
-from arpg.control.picture import Control
+from arpg.config import ModelConfig, TokenizerConfig
 from arpg.decode import Plan, Request, Step, decode, make_plan
-from arpg.drawing import Drawing
 from arpg.errors import InputError
 from arpg.model import ARPG
 from arpg.pipeline import Pipeline
+from arpg.settings import SamplingDefaults, SamplingSettings
+from arpg.tasks.control_input import ControlInput
+from arpg.tasks.task import ImageTask
 from arpg.tokenizer import VQTokenizer
 
 try:
@@ -19,8 +20,8 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "ARPG",
-    "Control",
-    "Drawing",
+    "ControlInput",
+    "ImageTask",
     "InputError",
     "ModelConfig",
     "Pipeline",

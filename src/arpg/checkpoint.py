@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
-from arpg.config import SHIPPED, ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, one_of, to_dict
-from arpg.errors import InputError, present, require
-from arpg.files import write_together
+from arpg.config import BUNDLED, ModelConfig, TokenizerConfig, from_dict, to_dict
+from arpg.errors import InputError, one_of, present, require
+from arpg.files import State, read_tensors, write_tensors, write_together
 from arpg.model import ARPG
-from arpg.packed import pack_linears
-from arpg.storage import State, add_difference, pack_difference, read_tensors, unpack, write_tensors
+from arpg.quantization.packed import pack_linears
+from arpg.quantization.storage import add_difference, pack_difference, unpack
+from arpg.settings import SamplingDefaults
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
@@ -52,7 +53,7 @@ class FolderConfig:
     base: str | None = None  # likewise, where the stored weights are differences from its own
 
 
-def shipped(name: str) -> Path:
+def bundled_folder(name: str) -> Path:
     """The folder of a model in the box."""
     return Path(str(resources.files("arpg").joinpath("assets", name)))
 
@@ -70,7 +71,7 @@ def read_folder(folder: Path) -> FolderConfig:
 
     for name in ("tokenizer_of", "base"):
         if name in data:
-            one_of(f"{path}: {name}", data[name], SHIPPED)
+            one_of(f"{path}: {name}", data[name], BUNDLED)
     require(
         not {"tokenizer", "tokenizer_of"} <= set(data), f"{path} has a tokenizer and shares one; take one of them out"
     )
@@ -138,7 +139,7 @@ def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     config = present(described.model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
     with torch.device("meta"):
         model = ARPG(config)
-    base = None if described.base is None else load_model(shipped(described.base)).state_dict()
+    base = None if described.base is None else load_model(bundled_folder(described.base)).state_dict()
     return _load(model, folder / MODEL, device, dtype, base)
 
 
@@ -148,7 +149,7 @@ def load_tokenizer(
     """The tokenizer of a folder, in eval mode; in the stored type unless one is given."""
     described = read_folder(folder)
     if described.tokenizer_of is not None:
-        return load_tokenizer(shipped(described.tokenizer_of), device=device, dtype=dtype)
+        return load_tokenizer(bundled_folder(described.tokenizer_of), device=device, dtype=dtype)
     config = present(
         described.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
     )
@@ -167,8 +168,8 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
 
 def write_difference(folder: Path, target: Path, *, base: str, form: str) -> None:
     """A model folder again, as what differs from a model in the box, whose tokenizer it must have."""
-    one_of("base", base, SHIPPED)
-    described, other = read_folder(folder), shipped(base)
+    one_of("base", base, BUNDLED)
+    described, other = read_folder(folder), bundled_folder(base)
     if described.tokenizer is not None:
         ours, theirs = load_tokenizer(folder).state_dict(), load_tokenizer(other).state_dict()
         same = ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t)) for key, t in ours.items())

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from arpg.errors import InputError, require
+from arpg.errors import InputError, one_of, require
+from arpg.settings import SamplingDefaults
 
-ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate", "halton", "local")
-SCHEDULES = ("arccos", "cosine", "linear")
-GUIDANCE_SCHEDULES = ("linear", "constant", "none")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
-ATTENTIONS = ("block", "causal")
 ENGINES = ("auto", "eager", "compiled", "graph")  # see decode/execution.py
-DECODES = ("steps", "exact", "speculative")
-WAYS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
+EXPAND_METHODS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
 POSITIONS = ("rope", "cosine")
 CONTROLS = ("canny", "soft", "depth")  # kinds of condition images
 
@@ -172,114 +166,7 @@ class TokenizerConfig:
         return int(2 ** (len(self.multipliers) - 1))
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How one request is to be sampled, fully resolved and checked."""
-
-    steps: int = 32
-    guidance: float = 1.0
-    order: str = "random"
-    schedule: str | tuple[int, ...] = "arccos"  # a name, or the tokens of each step
-    guidance_schedule: str = "linear"
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    attention: str = "block"  # "causal": the tokens of a step do not see those after them
-    decode: str = "steps"  # "exact": the tokens of one-at-a-time decoding in fewer calls; "speculative": its law
-    draft: int = 16  # tokens that those two guess ahead; they have no use for `steps` and `schedule`
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 1, f"steps is {self.steps}; expected 1 or more (32 is a good start)")
-        require(
-            math.isfinite(self.guidance) and self.guidance >= 0,
-            f"guidance is {self.guidance}; expected a finite number of 0 or more (1 turns guidance off)",
-        )
-        one_of("order", self.order, ORDERS)
-        one_of("guidance_schedule", self.guidance_schedule, GUIDANCE_SCHEDULES)
-        one_of("attention", self.attention, ATTENTIONS)
-        one_of("decode", self.decode, DECODES)
-        require(
-            self.decode == "steps" or self.attention == "causal",
-            f"attention is {self.attention!r}, but {self.decode} decoding is causal; set attention to causal",
-        )
-        require(self.draft >= 1, f"draft is {self.draft}; expected 1 or more tokens to guess ahead (16 is good)")
-        if isinstance(self.schedule, str):
-            one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
-        else:
-            require(
-                len(self.schedule) >= 1 and min(self.schedule) >= 1,
-                f"schedule is {list(self.schedule)}; every step must fill at least one token",
-            )
-        require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}; expected a finite number of 0 or more (0 is greedy)",
-        )
-        require(
-            self.top_k is None or self.top_k >= 1,
-            f"top_k is {self.top_k}; expected 1 or more, or nothing for all codes",
-        )
-        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected 0 < top_p <= 1 (1 turns it off)")
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """What a model folder recommends: its settings, and the best guidance per number of steps."""
-
-    steps: int = 32
-    guidance_by_steps: tuple[tuple[int, float], ...] = ((32, 4.0),)
-    order: str = "random"
-    schedule: str = "arccos"
-    guidance_schedule: str = "linear"
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(len(self.guidance_by_steps) >= 1, "guidance_by_steps is empty; expected [[steps, guidance], ...]")
-        steps = [entry[0] for entry in self.guidance_by_steps]
-        require(steps == sorted(set(steps)), f"guidance_by_steps lists the steps {steps}; expected rising numbers")
-        self.settings()
-
-    def guidance_for(self, steps: int) -> float:
-        """The listed guidance; between two entries, interpolated over log(steps); outside, the nearest."""
-        table = self.guidance_by_steps
-        if steps <= table[0][0]:
-            return table[0][1]
-        for (low, low_guidance), (high, high_guidance) in itertools.pairwise(table):
-            if steps <= high:
-                t = math.log(steps / low) / math.log(high / low)
-                return round(low_guidance + t * (high_guidance - low_guidance), 3)
-        return table[-1][1]
-
-    def settings(self, **overrides: Any) -> SamplingSettings:
-        """Resolve: what is given (not None) wins; guidance follows the number of steps.
-
-        Exact and speculative decoding are causal, and guided like the largest number of steps.
-        """
-        given = {name: value for name, value in overrides.items() if value is not None}
-        fields = {f.name for f in dataclasses.fields(SamplingSettings)}
-        unknown = sorted(set(given) - fields)
-        require(not unknown, f"unknown sampling setting {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
-        schedule = given.get("schedule", self.schedule)
-        if not isinstance(schedule, str):
-            given["schedule"] = schedule = tuple(schedule)
-            given.setdefault("steps", len(schedule))
-        steps = given.get("steps", self.steps)
-        if (decode := given.get("decode", "steps")) != "steps":
-            for name in ("steps", "schedule"):
-                require(name not in given, f"{decode} decoding finds its own steps; leave {name} out")
-            given.setdefault("attention", "causal")
-            steps = self.guidance_by_steps[-1][0]  # guided as for the most steps listed
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in fields}
-        guidance = self.guidance_for(steps)
-        return SamplingSettings(**{**shared, "guidance": guidance, **given})
-
-
-def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
-    require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")
-
-
-SHIPPED = ("garden", "garden-text", "garden-control")  # the models in the package
+BUNDLED = ("garden", "garden-text", "garden-control")  # the models in the package
 DEFAULT_MODEL = "garden"
 DEFAULT_TEXT_MODEL = "garden-text"  # where a prompt is given
 DEFAULT_CONTROL_MODEL = "garden-control"  # where a condition image is given

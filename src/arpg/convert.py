@@ -13,9 +13,8 @@ from torch import Tensor
 from arpg.checkpoint import check_keys, check_state
 from arpg.config import MODELS, ModelConfig, TokenizerConfig
 from arpg.errors import present, require
-from arpg.files import write_whole
+from arpg.files import State, read_pickle, read_tensors, write_whole
 from arpg.model import ARPG
-from arpg.storage import State, read_pickle, read_tensors
 from arpg.tokenizer import VQTokenizer
 
 USAGE_BUFFER = "quantize.codebook_used"  # the published tokenizer's training statistics; not needed, dropped by name

@@ -1,12 +1,21 @@
-"""Where a model runs and in which precision, from what a user says."""
+"""Devices: the device and type a model runs in, and what a CPU offers (threads, bfloat16)."""
 
 from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from arpg.config import PRECISIONS
 from arpg.errors import InputError, require
+
+VARIABLE = "ARPG_THREADS"
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -37,3 +46,80 @@ def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dt
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     require(precision in PRECISIONS, f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
     return known.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def set_threads(wanted: int | None = None) -> int:
+    """Let torch use so many threads, or as many as are good; how many that are.
+
+    What the user says wins: the argument, then $ARPG_THREADS, then $OMP_NUM_THREADS, which torch follows by itself.
+    """
+    text = os.environ.get(VARIABLE) if wanted is None else str(wanted)
+    if text is not None:
+        if not text.isdecimal() or int(text) < 1:
+            raise InputError(f"the number of threads is {text!r}; expected 1 or more ({VARIABLE} or --threads)")
+        torch.set_num_threads(int(text))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(good_threads())
+    return torch.get_num_threads()
+
+
+def good_threads(root: Path = Path("/")) -> int:
+    """The cores that this process may use, less those that others are using right now.
+
+    Hyperthreads share what matrix products need. A thread without a core of its own makes all others wait for it,
+    spinning, at the end of every operation: too many threads are far worse than too few.
+    """
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = {_core(root, cpu) for cpu in allowed}
+    quota = _quota(root)
+    usable = len(cores) if quota is None else min(len(cores), max(1, math.floor(quota)))
+    return max(1, min(usable, (os.cpu_count() or 1) - _others(root)))
+
+
+def has_bfloat16() -> bool:
+    """Whether its matrix products take bfloat16 as it is; elsewhere that is slower than float32."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _core(root: Path, cpu: int) -> str:
+    """The logical CPUs that share its core; its own number where that is not known."""
+    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").strip() or str(cpu)
+
+
+def _quota(root: Path) -> float | None:
+    """CPUs' worth of time that the container may use (cgroup v2, else v1); None: no limit."""
+    numbers = _read(root / "sys/fs/cgroup/cpu.max").split()
+    if not numbers:
+        v1 = root / "sys/fs/cgroup/cpu"
+        numbers = [_read(v1 / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):  # "max", -1 or nothing
+        return None
+    return int(numbers[0]) / max(1, int(numbers[1]))
+
+
+def _others(root: Path) -> int:
+    """How many other threads of the machine want to run: the median of a few looks."""
+    looks = []
+    for _ in range(5):
+        fields = _read(root / "proc/loadavg").split()
+        if len(fields) < 4:
+            return 0
+        looks.append(max(0, int(fields[3].partition("/")[0]) - 1))
+        time.sleep(0.002)
+    return int(statistics.median(looks))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -22,3 +22,8 @@ def present(value: T | None, message: str) -> T:
     if value is None:
         raise InputError(message)
     return value
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
+    """Raise an `InputError` unless `value` is one of the choices of `name`."""
+    require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")

@@ -1,14 +1,28 @@
-"""Files that are written whole or not at all."""
+"""Files: written whole or not at all, and weights that are read without running code."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import pickle
+import struct
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from arpg.errors import InputError
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from arpg.errors import InputError, require
+
+State = dict[str, Tensor]
+# What torch.load raises for files that are cut short or no checkpoints at all.
+_BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -52,3 +66,36 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def read_tensors(path: Path) -> State:
+    """A safetensors file."""
+    require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch or convert it again") from None
+
+
+def read_pickle(path: Path) -> Any:
+    """A torch file, opened so that it cannot run code."""
+    require(path.exists(), f"{path} does not exist; expected a published checkpoint (.pt)")
+    require(path.is_file(), f"{path} is not a file; expected a published checkpoint (.pt)")
+    try:
+        # Training checkpoints carry their command line; nothing else may be constructed.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols: what matters ends up in an error
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        first = str(error).splitlines()[0].rstrip(". ")
+        raise InputError(f"{path} is refused by the safe loader: {first[:200]}; expected plain tensors") from None
+    except _BROKEN as error:
+        first = str(error).splitlines()[0][:200] if str(error) else "no content"
+        raise InputError(f"{path} cannot be read ({first}); is it truncated? Fetch it again") from None
+
+
+def write_tensors(state: State, path: Path) -> None:
+    try:
+        safetensors.torch.save_file(state, path)
+    except safetensors.SafetensorError as error:  # a full disk, for one
+        raise OSError(str(error)) from None

@@ -9,11 +9,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, shipped, write_folder
+from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, bundled_folder, write_folder
 from arpg.classes import imagenet_classes
-from arpg.config import MODELS, SAMPLING, SHIPPED, TOKENIZERS, ModelConfig, SamplingDefaults, TokenizerConfig
+from arpg.config import BUNDLED, MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
 from arpg.errors import InputError, require
+from arpg.settings import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ def home() -> Path:
 def resolve(name: str | Path) -> Path:
     """The folder of a model: a shipped name, an existing folder, a published name, or `user/repository` on the hub."""
     folder, text = Path(name), str(name)
-    if text in SHIPPED:
-        return shipped(text)
+    if text in BUNDLED:
+        return bundled_folder(text)
     if folder.is_dir():
         return folder
     if text in PUBLISHED:
@@ -76,7 +77,7 @@ def resolve(name: str | Path) -> Path:
     if text.count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/"):
         return _snapshot(text)
     raise InputError(
-        f"model {text!r} is neither in the box ({', '.join(SHIPPED)}), a folder, a published name "
+        f"model {text!r} is neither in the box ({', '.join(BUNDLED)}), a folder, a published name "
         f"({', '.join(PUBLISHED)}) nor a hub id (user/repository)"
     )
 

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from arpg.config import ORDERS, one_of
 from arpg.decode.score import make_orders, token_bits
-from arpg.errors import require
+from arpg.errors import one_of, require
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG
+from arpg.settings import ORDERS
 from arpg.tasks import Label, condition
 from arpg.tokenizer import VQTokenizer
 

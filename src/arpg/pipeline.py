@@ -11,22 +11,22 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from arpg import stages
-from arpg.canvas import Box, Canvas, box_mask
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import WAYS, SamplingDefaults, SamplingSettings
-from arpg.control.picture import Control, Controls, checked
+from arpg.config import EXPAND_METHODS
 from arpg.decode import Engine, Request, Step, make_plan
 from arpg.device import choose_device as choose_device
-from arpg.drawing import Drawing, Wanted
 from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import to_rgb
 from arpg.likelihood import picture_bits
 from arpg.model import ARPG
-from arpg.precision import Precision, to_precision
-from arpg.tasks import Label, Prompt
+from arpg.quantization.precision import Precision, to_precision
+from arpg.settings import SamplingDefaults, SamplingSettings
+from arpg.tasks import Label, Prompt, stages
+from arpg.tasks.canvas import Box, Canvas, box_mask
+from arpg.tasks.control_input import ControlInput, Controls, checked
+from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.text import Prompts
 from arpg.tokenizer import VQTokenizer
 
@@ -87,7 +87,7 @@ class Pipeline:
         """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
-        bfloat16, float16, fp8 or int8 (weights of 8 bits, `arpg.precision`), or a torch type; `dtype` is its old name.
+        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch type; `dtype` is its old name.
         `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
         The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
         """
@@ -120,7 +120,7 @@ class Pipeline:
         )
         write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
-    def generation(
+    def generate_task(
         self,
         classes: str | int | Sequence[str | int] | None = None,
         *,
@@ -132,7 +132,7 @@ class Pipeline:
         best_of: int = 1,
         control: Controls = None,
         **settings: Any,
-    ) -> Drawing:
+    ) -> ImageTask:
         """`num_images` images of each class or prompt; image i has seed `seed + i`, or its own of a list.
 
         `negative`: what guidance leads away from, one text for all prompts or one for each.
@@ -157,10 +157,12 @@ class Pipeline:
         labels = tuple(label for label in found for _ in range(_number(num_images)))
         resolved = self.sampling.settings(**settings)
         first, own = (seed, None) if isinstance(seed, int) else (0, tuple(seed))
-        wanted = Wanted(labels, resolved, first, best_of, batch_size, own, checked(control, self.model.config.control))
-        return Drawing(self.model, self.tokenizer, wanted, stages=[stages.from_nothing(self.model.config.grid)])
+        wanted = TaskSpec(
+            labels, resolved, first, best_of, batch_size, own, checked(control, self.model.config.control)
+        )
+        return ImageTask(self.model, self.tokenizer, wanted, stages=[stages.from_nothing(self.model.config.grid)])
 
-    def inpainting(
+    def inpaint_task(
         self,
         image: Image.Image,
         mask: Image.Image,
@@ -168,27 +170,27 @@ class Pipeline:
         *,
         feather: int = 0,
         **options: Any,
-    ) -> Drawing:
+    ) -> ImageTask:
         """Fill the white of the mask, given the rest, with a class, a prompt or what fits; pixels outside stay as they
         are.
 
         `feather` blends that many pixels inside the mask. Options: prompt, negative, num_images and all that
-        `generation` takes; a condition image covers the whole picture.
+        `generate_task` takes; a condition image covers the whole picture.
         """
         wanted, picture = self._wanted(class_, **options), to_rgb(image)
         masked = np.asarray(mask.convert("L")) >= 128
         canvas = Canvas.fit(picture, masked, grid=self.model.config.grid, stride=self.tokenizer.config.stride)
         stage = stages.fill(canvas, feather=feather)
-        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
+        return ImageTask(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
 
-    def editing(self, image: Image.Image, box: Box, class_: str | int | None = None, **options: Any) -> Drawing:
-        """Put a class or a prompt into the box (left, top, right, bottom) of an image; options as in `inpainting`."""
+    def edit_task(self, image: Image.Image, box: Box, class_: str | int | None = None, **options: Any) -> ImageTask:
+        """Put a class or a prompt into the box (left, top, right, bottom) of an image; options as in `inpaint_task`."""
         given = class_ is not None or options.get("prompt") is not None
         require(given, f"there is nothing to put into the box; give a {self._takes}")
         mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
-        return self.inpainting(image, mask, class_, **options)
+        return self.inpaint_task(image, mask, class_, **options)
 
-    def outpainting(
+    def outpaint_task(
         self,
         image: Image.Image,
         class_: str | int | None = None,
@@ -198,7 +200,7 @@ class Pipeline:
         right: int = 0,
         bottom: int = 0,
         **options: Any,
-    ) -> Drawing:
+    ) -> ImageTask:
         """Continue a picture beyond its sides, by as many pixels as wanted; the picture itself stays as it is.
 
         A canvas larger than the trained grid is filled window by window, each leaning on what is there already. A
@@ -207,20 +209,20 @@ class Pipeline:
         wanted, picture = self._wanted(class_, **options), to_rgb(image)
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
         stage = stages.extend(Canvas.extend(picture, (left, top, right, bottom), grid=grid, stride=stride), grid)
-        return Drawing(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
+        return ImageTask(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
 
-    def expansion(
+    def expand_task(
         self,
         image: Image.Image | None = None,
         class_: str | int | None = None,
         *,
         size: tuple[int, int],
-        way: str = WAYS[0],
+        way: str = EXPAND_METHODS[0],
         **options: Any,
-    ) -> Drawing:
+    ) -> ImageTask:
         """A picture, or without one a picture of the class or prompt that is drawn first, at a larger (width, height).
 
-        `way`: positions, windows or checkerboard, see `stages.expand`. Other options as in `generation`.
+        `way`: positions, windows or checkerboard, see `stages.expand`. Other options as in `generate_task`.
         """
         given = class_ is not None or options.get("prompt") is not None
         require(image is not None or given, f"there is neither a picture nor a {self._takes}; give one of them")
@@ -230,7 +232,7 @@ class Pipeline:
         stage = stages.expand(own, size, window=grid, stride=stride, way=way)
         first = [stages.from_nothing(grid)] if picture is None else []
         pictures = [] if picture is None else [picture]
-        return Drawing(self.model, self.tokenizer, wanted, stages=[*first, stage], pictures=pictures)
+        return ImageTask(self.model, self.tokenizer, wanted, stages=[*first, stage], pictures=pictures)
 
     def control(
         self,
@@ -244,23 +246,23 @@ class Pipeline:
         **options: Any,
     ) -> list[Image.Image]:
         """Images of a class or prompt (or of whatever fits) that follow a condition image, or with `from_image` what a
-        picture shows of the kind; options as in `generation`.
+        picture shows of the kind; options as in `generate_task`.
         """
-        steer = self.condition_of(image, kind, strength) if from_image else Control(image, kind, strength)
-        return self.finish(self.generation(class_, control=steer, **options), on_step)
+        steer = self.condition_of(image, kind, strength) if from_image else ControlInput(image, kind, strength)
+        return self.finish(self.generate_task(class_, control=steer, **options), on_step)
 
     def condition_of(
         self, picture: Image.Image, kind: str = "canny", strength: float = 1.0, *, depth: str | None = None
-    ) -> Control:
+    ) -> ControlInput:
         """What a picture shows of a kind, at the size that the model was trained with; `depth`: see `open_depth`."""
         high, wide = (side * self.tokenizer.config.stride for side in self.model.config.grid)
-        return Control.of(picture, kind, strength, size=(wide, high), depth=depth)
+        return ControlInput.of(picture, kind, strength, size=(wide, high), depth=depth)
 
     def generate(
         self, classes: str | int | Sequence[str | int] | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Images of classes or prompts, as in `generation`. `on_step` is called after every step."""
-        return self.finish(self.generation(classes, **options), on_step)
+        """Images of classes or prompts, as in `generate_task`. `on_step` is called after every step."""
+        return self.finish(self.generate_task(classes, **options), on_step)
 
     def inpaint(
         self,
@@ -271,20 +273,20 @@ class Pipeline:
         on_step: OnStep = None,
         **options: Any,
     ) -> list[Image.Image]:
-        """Fill the white of the mask, as in `inpainting`."""
-        return self.finish(self.inpainting(image, mask, class_, **options), on_step)
+        """Fill the white of the mask, as in `inpaint_task`."""
+        return self.finish(self.inpaint_task(image, mask, class_, **options), on_step)
 
     def edit(
         self, image: Image.Image, box: Box, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Put a class or a prompt into a box, as in `editing`."""
-        return self.finish(self.editing(image, box, class_, **options), on_step)
+        """Put a class or a prompt into a box, as in `edit_task`."""
+        return self.finish(self.edit_task(image, box, class_, **options), on_step)
 
     def outpaint(
         self, image: Image.Image, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Continue a picture beyond its sides, as in `outpainting`."""
-        return self.finish(self.outpainting(image, class_, **options), on_step)
+        """Continue a picture beyond its sides, as in `outpaint_task`."""
+        return self.finish(self.outpaint_task(image, class_, **options), on_step)
 
     def expand(
         self,
@@ -295,35 +297,35 @@ class Pipeline:
         on_step: OnStep = None,
         **options: Any,
     ) -> list[Image.Image]:
-        """A larger picture, as in `expansion`."""
-        return self.finish(self.expansion(image, class_, size=size, **options), on_step)
+        """A larger picture, as in `expand_task`."""
+        return self.finish(self.expand_task(image, class_, size=size, **options), on_step)
 
     def stream(
         self, classes: str | int | Sequence[str | int] | None = None, *, num_images: int = 1, **options: Any
     ) -> Iterator[list[Image.Image]]:
-        """The images of `generation` after each step, all in one batch; patches that are not there yet are grey."""
+        """The images of `generate_task` after each step, all in one batch; patches that are not there yet are grey."""
         asked = options.get("prompt") if classes is None else classes
         batch = max(1, num_images) * (1 if asked is None or isinstance(asked, str | int) else max(1, len(asked)))
-        return self.previews(self.generation(classes, num_images=num_images, batch_size=batch, **options))
+        return self.previews(self.generate_task(classes, num_images=num_images, batch_size=batch, **options))
 
-    def previews(self, drawing: Drawing) -> Iterator[list[Image.Image]]:
+    def previews(self, drawing: ImageTask) -> Iterator[list[Image.Image]]:
         """What is there after each step of a drawing."""
         for step in self.steps(drawing):
             yield drawing.preview(step)
 
-    def finish(self, drawing: Drawing, on_step: OnStep = None) -> list[Image.Image]:
+    def finish(self, drawing: ImageTask, on_step: OnStep = None) -> list[Image.Image]:
         """Draw it."""
         for step in self.steps(drawing):
             if on_step is not None:
                 on_step(step)
         return drawing.images()
 
-    def steps(self, drawing: Drawing) -> Iterator[Step]:
+    def steps(self, drawing: ImageTask) -> Iterator[Step]:
         """Put the requests of a drawing through the loop, one after the other."""
-        while (request := drawing.request()) is not None:
-            for step in self.run(request, drawing.wanted.settings):
+        while (request := drawing.next_request()) is not None:
+            for step in self.run(request, drawing.spec.settings):
                 yield step
-            drawing.take(step)
+            drawing.accept(step)
 
     def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
         """Plan a request and put it through the loop."""
@@ -342,10 +344,10 @@ class Pipeline:
         best_of: int = 1,
         control: Controls = None,
         **settings: Any,
-    ) -> Wanted:
+    ) -> TaskSpec:
         labels = (self._label(class_, prompt, negative),) * _number(num_images)
         controls = checked(control, self.model.config.control)
-        return Wanted(labels, self.sampling.settings(**settings), seed, best_of, batch_size, None, controls)
+        return TaskSpec(labels, self.sampling.settings(**settings), seed, best_of, batch_size, None, controls)
 
     @property
     def _takes(self) -> str:

@@ -11,14 +11,15 @@ import torch
 
 from arpg import tasks
 from arpg.checkpoint import prepare, read_folder
-from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, SamplingDefaults, SamplingSettings, TokenizerConfig
+from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.decode import Plan, Request, make_plan
 from arpg.device import choose_device
 from arpg.errors import present, require
 from arpg.hub import resolve
 from arpg.model import ARPG
 from arpg.pipeline import Pipeline
-from arpg.precision import to_precision
+from arpg.quantization.precision import to_precision
+from arpg.settings import SamplingDefaults, SamplingSettings
 from arpg.tokenizer import VQTokenizer
 
 

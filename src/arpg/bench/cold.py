@@ -34,7 +34,7 @@ def cold_start(
 def main() -> None:
     wanted, began = json.loads(sys.argv[1]), float(sys.argv[2])
     from arpg.bench.case import open_pipeline
-    from arpg.cpu import set_threads
+    from arpg.device import set_threads
 
     imported = time.time()
     set_threads(wanted.pop("threads"))

@@ -14,7 +14,7 @@ import torch
 
 import arpg
 from arpg.bench.throughput import Row
-from arpg.cpu import cpu_name
+from arpg.device import cpu_name
 from arpg.errors import InputError, require
 from arpg.files import write_whole
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from arpg.bench.case import Case
 from arpg.config import ModelConfig, TokenizerConfig
 from arpg.decode.plan import plan_sample
-from arpg.packed import pack_linears
+from arpg.quantization.packed import pack_linears
 from arpg.tokenizer import VQTokenizer
 from arpg.train.report import peak_flops
 

@@ -1,7 +1,8 @@
 """The run whose speed is told: batches from labels to pixels, nothing else going on.
 
-Latency is that of one batch at a time. Throughput on a GPU is that of batches one after the other, as `arpg.overlap`
-has them: nothing waits for the device in between. On a CPU it follows from the latency: nothing overlaps there.
+Latency is that of one batch at a time. Throughput on a GPU is that of batches one after the other, as
+`arpg.decode.pipelined` has them: nothing waits for the device in between. On a CPU it follows from the latency:
+nothing overlaps there.
 Peak memory is what CUDA's allocator held at most and what only the recorded graphs can use, or on a CPU the most that
 the process held.
 """
@@ -25,11 +26,11 @@ from arpg.bench.kernels import profile_tokens
 from arpg.bench.roofline import Limits, pixel_work, token_floor
 from arpg.bench.split import split_time
 from arpg.config import to_dict
+from arpg.decode.pipelined import flow
 from arpg.decode.recording import Recording
 from arpg.errors import require
-from arpg.overlap import flow
 from arpg.pipeline import Pipeline
-from arpg.precision import precision_of
+from arpg.quantization.precision import precision_of
 
 PERCENTILES = (50, 95, 99)
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
+from arpg import settings as settings_table
 from arpg.cli.console import DeviceOption, err, out, parse_values
-from arpg.errors import require
+from arpg.errors import one_of, require
 from arpg.image import check_writable
 
 app = typer.Typer(help="Measure speed, memory and where the time goes.", invoke_without_command=True)
@@ -33,9 +34,9 @@ def bench(
     ] = "auto",
     engine: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ENGINES)}.")] = "auto",
     guidance: Annotated[str, typer.Option(help="Guidance scales, like 1,4; 1 turns it off.")] = "",
-    order: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ORDERS)}.")] = "",
-    attention: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ATTENTIONS)}.")] = "",
-    decode: Annotated[str, typer.Option(help=f"Of {', '.join(configs.DECODES)}.")] = "",
+    order: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.ORDERS)}.")] = "",
+    attention: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.ATTENTIONS)}.")] = "",
+    decode: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.DECODES)}.")] = "",
     tokens: Annotated[str, typer.Option(help="Tokens of a square grid, like 64,256; none: the model's grid.")] = "",
     scaling: Annotated[bool, typer.Option("--scaling", help="Let tokens and batch grow; fit the exponent.")] = False,
     most: Annotated[float, typer.Option(help="Seconds that a growing row may take; larger ones are left out.")] = 120.0,
@@ -56,10 +57,10 @@ def bench(
     names, dtypes = parse_values("model", model, str), parse_values("precision", dtype, str)
     require(bool(names), f"model is {model!r}; expected one or more names")
     for name in dtypes:
-        configs.one_of("precision", name, configs.PRECISIONS)
+        one_of("precision", name, configs.PRECISIONS)
     engines = parse_values("engine", engine, str) or ["auto"]
     for name in engines:
-        configs.one_of("engine", name, configs.ENGINES)
+        one_of("engine", name, configs.ENGINES)
     settings: dict[str, list[Any]] = {
         "steps": parse_values("steps", steps, int),
         "guidance": parse_values("guidance", guidance, float),
@@ -79,10 +80,12 @@ def bench(
         from arpg.bench import record, report
         from arpg.bench.case import make_cases, open_pipeline, square
         from arpg.bench.throughput import Effort
-        from arpg.cpu import set_threads
+        from arpg.device import set_threads
     effort = Effort(repeats=repeats, warmup=warmup, pixels=pixels, split=split, top=profile)
     grids = [square(size) for size in sizes]
-    make_cases("", configs.SamplingDefaults(), grids=grids or [(64, 64)], batches=batches or [1], settings=settings)
+    make_cases(
+        "", settings_table.SamplingDefaults(), grids=grids or [(64, 64)], batches=batches or [1], settings=settings
+    )
     used = set_threads(threads)
     rows: list[dict[str, Any]] = []
     series: list[dict[str, Any]] = []

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from arpg.config import ENGINES, PRECISIONS, SCHEDULES
+from arpg.config import ENGINES, PRECISIONS
 from arpg.errors import InputError, present, require
+from arpg.settings import SCHEDULES
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ import typer
 from arpg.cli.drawing import Output, draws
 from arpg.cli.generate import ClassOption, NegativeOption, NumOption, PromptOption
 from arpg.cli.sampling import Sampling
-from arpg.control.picture import Control
 from arpg.errors import require
 from arpg.image import open_image
+from arpg.tasks.control_input import ControlInput
 
 
 @draws
@@ -44,8 +44,8 @@ def control(
     if picture is not None and from_image:
         given = pipe.condition_of(picture, output.kind, output.strength, depth=depth_model)
     elif picture is not None:
-        given = Control(picture, output.kind, output.strength)
-    drawing = pipe.generation(
+        given = ControlInput(picture, output.kind, output.strength)
+    drawing = pipe.generate_task(
         class_,
         prompt=prompt,
         negative=negative,

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from arpg import config as configs
+from arpg import settings as settings_table
 from arpg.cli.console import GridOption, err, out, parse_grid
-from arpg.errors import require
-from arpg.storage import FORMATS
+from arpg.errors import one_of, require
+from arpg.quantization.storage import FORMATS
 
 app = typer.Typer(no_args_is_help=True, help="Published checkpoints to model folders, and back.")
 
@@ -49,7 +50,7 @@ def convert_model(
                     names.read_text(encoding="utf-8"), where=str(names), num_classes=found.num_classes
                 )
             preset = next((n for n, c in configs.MODELS.items() if dataclasses.replace(found, grid=c.grid) == c), None)
-            sampling = configs.SAMPLING[preset] if preset else configs.SamplingDefaults()
+            sampling = configs.SAMPLING[preset] if preset else settings_table.SamplingDefaults()
             folder = checkpoint.FolderConfig(model=found, sampling=sampling, classes=class_names, license=license)
             checkpoint.write_folder(target, folder, model=state)
     out.print(f"wrote {target}")
@@ -89,12 +90,12 @@ def convert_store(
     """Write a model folder again in another storage format, e.g. a quarter of the size as int8."""
     from arpg import checkpoint
     from arpg.hub import resolve
-    from arpg.storage import pack
+    from arpg.quantization.storage import pack
 
-    configs.one_of("--as", form, FORMATS)
+    one_of("--as", form, FORMATS)
     _check_folder_target(target)
     if base is not None:
-        configs.one_of("--base", base, configs.SHIPPED)
+        one_of("--base", base, configs.BUNDLED)
     with err.status(f"packing {source}"):
         folder = resolve(source)
         if base is not None:

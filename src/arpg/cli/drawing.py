@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 from PIL import Image
 
-from arpg.animation import Frames, save_gif
 from arpg.cli.console import out, progress_bar
 from arpg.cli.sampling import Sampling, add_options, samples
 from arpg.config import CONTROLS, to_dict
-from arpg.control.picture import Control
 from arpg.errors import require
+from arpg.figures import Frames, save_gif
 from arpg.image import check_output, open_image, save, sheet
+from arpg.tasks.control_input import ControlInput
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Output:
         columns: int = 0,
     ) -> None:
         """Draw, with a progress bar, and write everything."""
-        frames, wanted = Frames(), drawing.wanted
+        frames, wanted = Frames(), drawing.spec
         require(bool(wanted.controls) or not self.beside, "--beside needs a condition image; give --condition")
 
         def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
@@ -107,7 +107,7 @@ def _outputs(
         check_output(gif, folder=False)
     options: dict[str, Any] = {"best_of": best_of, "batch_size": batch_size}
     if condition is not None:
-        options["control"] = Control(open_image(condition, what="condition image"), kind, strength)
+        options["control"] = ControlInput(open_image(condition, what="condition image"), kind, strength)
     return Output(output, folder, gif, beside, kind, strength, options)
 
 

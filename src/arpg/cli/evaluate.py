@@ -32,7 +32,7 @@ def evaluate(
     device: DeviceOption = "auto",
 ) -> None:
     """FID, sFID, Inception Score, precision, recall and KID of samples against a reference."""
-    from arpg.config import one_of
+    from arpg.errors import one_of
     from arpg.evaluation.features import Features
     from arpg.evaluation.inception import Inception
     from arpg.evaluation.reference import has_features, read_features

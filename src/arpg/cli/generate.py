@@ -10,11 +10,12 @@ import typer
 from PIL import Image
 
 from arpg import config as configs
+from arpg import settings as settings_table
 from arpg.cli.console import GridOption, ScheduleOption, out, parse_grid, parse_schedule
 from arpg.cli.drawing import Output, draws
 from arpg.cli.prompts import Line, read_prompts
 from arpg.cli.sampling import Sampling
-from arpg.errors import present, require
+from arpg.errors import one_of, present, require
 from arpg.image import check_output, open_image, save
 
 PromptOption = Annotated[str | None, typer.Option("--prompt", "-p", help="Instead of a class, where a model takes it.")]
@@ -58,7 +59,7 @@ def generate(
         seed = [first + k for first in own for k in range(num)]
     what = {"classes": class_} if class_ else {"prompt": [line.prompt for line in lines]}
     negatives = [line.negative for line in lines]
-    drawing = pipe.generation(
+    drawing = pipe.generate_task(
         **what,
         negative=negatives if any(text is not None for text in negatives) else None,
         num_images=num,
@@ -66,7 +67,7 @@ def generate(
         seed=seed,
         **sampling.settings,
     )
-    names = [label.text if lines else pipe.classes.name(label) for label in drawing.wanted.labels]
+    names = [label.text if lines else pipe.classes.name(label) for label in drawing.spec.labels]
     columns = num if min(num, len(class_ or lines)) > 1 else 0
     output.draw(drawing, pipe=pipe, sampling=sampling, about={"task": "generate"}, names=names, columns=columns)
 
@@ -143,14 +144,16 @@ def expand(
     class_: ClassOption = None,
     prompt: PromptOption = None,
     negative: NegativeOption = None,
-    way: Annotated[str, typer.Option(help=f"{', '.join(configs.WAYS)}; see docs/gallery.md.")] = configs.WAYS[0],
+    way: Annotated[
+        str, typer.Option(help=f"{', '.join(configs.EXPAND_METHODS)}; see docs/gallery.md.")
+    ] = configs.EXPAND_METHODS[0],
     num: NumOption = 1,
     *,
     output: Output,
     sampling: Sampling,
 ) -> None:
     """Make a picture larger, with detail that is new."""
-    configs.one_of("way", way, configs.WAYS)
+    one_of("way", way, configs.EXPAND_METHODS)
     details = {"class_": class_, "prompt": prompt, "negative": negative, "size": _size(size), "way": way}
     given = None if image is None else open_image(image)
     _redraw("expand", image, (given,), details, num=num, output=output, sampling=sampling)
@@ -164,10 +167,10 @@ def plan(
     seed: Annotated[int, typer.Option(help="For the orders that depend on one.")] = 0,
 ) -> None:
     """Draw in which step each token is decoded, for every order. Needs no model."""
-    from arpg.grid_picture import draw_plans
+    from arpg.figures import draw_plans
 
     check_output(output, folder=False)
-    settings = configs.SamplingDefaults().settings(steps=steps, schedule=parse_schedule(schedule))
+    settings = settings_table.SamplingDefaults().settings(steps=steps, schedule=parse_schedule(schedule))
     save(draw_plans(parse_grid(grid), settings, seed=seed), output)
     out.print(f"wrote {output}")
 
@@ -185,13 +188,18 @@ def _redraw(
     """What all verbs that may start from a picture do around the drawing itself."""
     sampling = sampling.asked(prompts=details["prompt"] is not None, control="control" in output.options)
     pipe = sampling.load()
-    start = {"inpaint": pipe.inpainting, "edit": pipe.editing, "outpaint": pipe.outpainting, "expand": pipe.expansion}
+    start = {
+        "inpaint": pipe.inpaint_task,
+        "edit": pipe.edit_task,
+        "outpaint": pipe.outpaint_task,
+        "expand": pipe.expand_task,
+    }
     options = {"num_images": num, "seed": sampling.seed, **output.options, **sampling.settings}
     drawing = start[task](*pictures, **details, **options)
     about = {"task": task, **({"image": source.name} if source else {}), **details}
     for name in ("class_", "prompt", "negative"):  # they come with the seed
         del about[name]
-    label = drawing.wanted.labels[0]
+    label = drawing.spec.labels[0]
     name = source.stem if source else pipe.classes.name(label) if isinstance(label, int) else label.text
     output.draw(drawing, pipe=pipe, sampling=sampling, about=about, names=[name] * num)
 

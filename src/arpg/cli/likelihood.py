@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
+from arpg import settings as settings_table
 from arpg.cli.console import DeviceOption, err, out
 from arpg.errors import require
 from arpg.image import check_output, open_image, save
@@ -23,7 +24,7 @@ def score(
     class_: Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: unconditional.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Instead of a class.")] = None,
     orders: OrdersOption = 4,
-    order: Annotated[str, typer.Option(help=f"{', '.join(configs.ORDERS)}.")] = "random",
+    order: Annotated[str, typer.Option(help=f"{', '.join(settings_table.ORDERS)}.")] = "random",
     surprise: Annotated[Path | None, typer.Option("--map", help="Write the bits of each token as a picture.")] = None,
     model: Annotated[
         str | None,
@@ -35,7 +36,7 @@ def score(
     device: DeviceOption = "auto",
 ) -> None:
     """The exact log-likelihood of a picture's tokens, in bits per token."""
-    from arpg.grid_picture import draw_bits
+    from arpg.figures import draw_bits
 
     if surprise is not None:
         check_output(surprise, folder=False)
@@ -71,7 +72,7 @@ def classify(
 
 def _load(model: str, device: str) -> Any:
     with err.status("loading"):
-        from arpg.cpu import set_threads
+        from arpg.device import set_threads
         from arpg.pipeline import Pipeline
 
         set_threads()

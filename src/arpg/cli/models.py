@@ -75,7 +75,7 @@ def _info_all() -> None:
     import torch
 
     import arpg
-    from arpg.checkpoint import read_folder, shipped
+    from arpg.checkpoint import bundled_folder, read_folder
     from arpg.decode.execution import choose_mode
     from arpg.device import choose_device
     from arpg.hub import PUBLISHED, home
@@ -83,8 +83,8 @@ def _info_all() -> None:
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"--engine auto is {choose_mode('auto', choose_device('auto'))} here")
     out.print(f"{'model':<15}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
-    for name in configs.SHIPPED:
-        described = present(read_folder(shipped(name)).model, f"{name} has no model")
+    for name in configs.BUNDLED:
+        described = present(read_folder(bundled_folder(name)).model, f"{name} has no model")
         out.print(_line(name, described, "in the box"), markup=False)
     for name, published in PUBLISHED.items():
         here = home() / "models" / name
@@ -111,7 +111,7 @@ def _parameters(file: Path) -> int:
 
     from safetensors import SafetensorError, safe_open
 
-    from arpg.storage import SCALE, SHAPE
+    from arpg.quantization.storage import SCALE, SHAPE
 
     try:
         with safe_open(file, framework="pt") as tensors:

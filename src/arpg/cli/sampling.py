@@ -12,13 +12,14 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from arpg import config as configs
+from arpg import settings as settings_table
 from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, ScheduleOption, err, parse_schedule
-from arpg.errors import require
+from arpg.errors import one_of, require
 
-Order = Enum("Order", {name: name for name in configs.ORDERS}, type=str)  # type: ignore[misc]
-GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in configs.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
-Decode = Enum("Decode", {name: name for name in configs.DECODES}, type=str)  # type: ignore[misc]
-Attention = Enum("Attention", {name: name for name in configs.ATTENTIONS}, type=str)  # type: ignore[misc]
+Order = Enum("Order", {name: name for name in settings_table.ORDERS}, type=str)  # type: ignore[misc]
+GuidanceSchedule = Enum("GuidanceSchedule", {name: name for name in settings_table.GUIDANCE_SCHEDULES}, type=str)  # type: ignore[misc]
+Decode = Enum("Decode", {name: name for name in settings_table.DECODES}, type=str)  # type: ignore[misc]
+Attention = Enum("Attention", {name: name for name in settings_table.ATTENTIONS}, type=str)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Sampling:
 
     def load(self) -> Any:
         with err.status("loading"):
-            from arpg.cpu import set_threads
+            from arpg.device import set_threads
             from arpg.pipeline import Pipeline
 
             set_threads()
@@ -92,8 +93,8 @@ def _options(
     }
     settings = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
     settings["schedule"] = parse_schedule(schedule)
-    configs.SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
-    configs.one_of("engine", engine, configs.ENGINES)
+    settings_table.SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
+    one_of("engine", engine, configs.ENGINES)
     return Sampling(model or configs.DEFAULT_MODEL, model is not None, seed, device, dtype, engine, settings)
 
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
+from arpg import settings as settings_table
 from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err, out, parse_values
 from arpg.cli.sample import LikeOption, choose_labels, image_progress
-from arpg.errors import require
+from arpg.errors import one_of, require
 from arpg.image import check_writable
 
 
@@ -24,10 +25,10 @@ def sweep(
     num: Annotated[int, typer.Option("--num", "-n", help="Images of each combination.")] = 1000,
     steps: Annotated[str, typer.Option(help="Values to combine, like 8,12,24.")] = "",
     guidance: Annotated[str, typer.Option(help="Values to combine, like 1,2,3.")] = "",
-    order: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ORDERS)}.")] = "",
-    schedule: Annotated[str, typer.Option(help=f"Of {', '.join(configs.SCHEDULES)}.")] = "",
-    guidance_schedule: Annotated[str, typer.Option(help=f"Of {', '.join(configs.GUIDANCE_SCHEDULES)}.")] = "",
-    attention: Annotated[str, typer.Option(help=f"Of {', '.join(configs.ATTENTIONS)}.")] = "",
+    order: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.ORDERS)}.")] = "",
+    schedule: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.SCHEDULES)}.")] = "",
+    guidance_schedule: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.GUIDANCE_SCHEDULES)}.")] = "",
+    attention: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.ATTENTIONS)}.")] = "",
     temperature: Annotated[str, typer.Option(help="Values to combine, like 0.9,1.")] = "",
     like: LikeOption = None,
     classifier: Annotated[Path | None, typer.Option(help="A folder with a classifier: adds its accuracy.")] = None,
@@ -53,16 +54,16 @@ def sweep(
     }
     require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-    configs.one_of("engine", engine, configs.ENGINES)
+    one_of("engine", engine, configs.ENGINES)
     check_writable(output, folder=True)
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.sweep import combinations
 
-    combinations(configs.SamplingDefaults(), grid)  # bad settings fail before anything is loaded
+    combinations(settings_table.SamplingDefaults(), grid)  # bad settings fail before anything is loaded
     npz = reference[0].endswith(".npz") and len(reference) == 1
     images = None if npz else concatenate([open_images(path) for path in reference])
     with err.status("loading"):
-        from arpg.cpu import set_threads
+        from arpg.device import set_threads
         from arpg.evaluation.classifier import Classifier
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.measure import Judge, reference_features

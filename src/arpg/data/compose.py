@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from arpg.control.picture import depth_map
 from arpg.data.composer import Composer
 from arpg.data.tokenize import encode_pixels, fingerprint
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
+from arpg.tasks.control_input import depth_map
 from arpg.tokenizer import VQTokenizer
 
 Drawn = tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]  # pixels, captions, depth as condition images

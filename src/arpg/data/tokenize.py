@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arpg.control.picture import Control
 from arpg.data.images import ImageSet
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
 from arpg.image import adm_crop, ten_crop
+from arpg.tasks.control_input import ControlInput
 from arpg.tokenizer import VQTokenizer
 
 THREADS = 8
@@ -72,7 +72,7 @@ def tokenize(
     def prepare(index: int) -> Prepared:
         image = images.read(index)
         crops = ten_crop(image, size) if ten_crops else [adm_crop(image, size)]
-        maps = np.stack([np.asarray(Control.of(crop, control).image) for crop in crops]) if control else None
+        maps = np.stack([np.asarray(ControlInput.of(crop, control).image) for crop in crops]) if control else None
         return np.stack([np.asarray(crop) for crop in crops]), maps
 
     labels = np.array(images.labels, np.int32)

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arpg.config import CONTROLS, from_dict, one_of, to_dict
+from arpg.config import CONTROLS, from_dict, to_dict
 from arpg.data.control_maps import MapSet, control_name, map_shape, open_maps, pack_maps, shard_images
-from arpg.errors import InputError, require
+from arpg.errors import InputError, one_of, require
 from arpg.files import write_whole
 
 FORMAT = "arpg-tokens-1"

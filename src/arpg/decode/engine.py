@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpg.config import SamplingSettings
 from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
@@ -25,6 +24,7 @@ from arpg.decode.state import State
 from arpg.decode.way import Way
 from arpg.errors import require
 from arpg.model import ARPG
+from arpg.settings import SamplingSettings
 
 
 @dataclass(frozen=True)

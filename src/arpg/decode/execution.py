@@ -12,15 +12,16 @@ from collections.abc import Iterator
 
 import torch
 
-from arpg.config import ENGINES, SamplingSettings, one_of
+from arpg.config import ENGINES
 from arpg.decode.engine import Step, check, decode, run
 from arpg.decode.plan import Plan
 from arpg.decode.planned import Planned
 from arpg.decode.recording import Recording, Shape, shape_of
 from arpg.decode.request import Request
 from arpg.decode.start import Inputs, read
-from arpg.errors import require
+from arpg.errors import one_of, require
 from arpg.model import ARPG
+from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
 

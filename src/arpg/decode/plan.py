@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpg.config import SamplingSettings
 from arpg.decode.order import make_order, order_words
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.errors import require
+from arpg.settings import SamplingSettings
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.config import SamplingSettings
 from arpg.decode.engine import Step, advance
 from arpg.decode.planned import Planned
 from arpg.decode.start import Inputs, begin
 from arpg.model import ARPG
+from arpg.settings import SamplingSettings
 
 Shape = tuple[Any, ...]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arpg.config import SamplingSettings
 from arpg.decode.engine import advance, check, choose_way
 from arpg.decode.exact import Exact
 from arpg.decode.plan import Plan, SamplePlan
@@ -22,6 +21,7 @@ from arpg.decode.start import known_positions, pad, start
 from arpg.decode.state import Ask, State, Write, gather
 from arpg.decode.way import Turn
 from arpg.model import ARPG
+from arpg.settings import SamplingSettings
 
 
 @dataclass

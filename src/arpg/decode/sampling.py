@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.config import SamplingSettings
 from arpg.decode.noise import Stream, gumbel
 from arpg.kernels import fusible
+from arpg.settings import SamplingSettings
 
 
 def guide(logits_RSV: Tensor, scale_BS: Tensor | None) -> Tensor:

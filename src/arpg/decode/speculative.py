@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.config import SamplingSettings
 from arpg.decode.noise import Stream, uniform
 from arpg.decode.plan import Plan
 from arpg.decode.queue import Queue
@@ -22,6 +21,7 @@ from arpg.decode.request import Request
 from arpg.decode.sampling import draw, guide, law
 from arpg.decode.state import State
 from arpg.decode.way import Turn
+from arpg.settings import SamplingSettings
 
 
 class Speculative:

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from arpg.errors import require
 from arpg.evaluation.attention import AttentionMaps, Weights
-from arpg.grid_picture import CAPTION, MARGIN, SIDE, ramp
+from arpg.figures import CAPTION, MARGIN, SIDE, ramp
 
 OCTAVES = 4  # colours run from 1/16 to 16 times an even share
 NOT_SEEN = (232, 232, 232)

@@ -21,7 +21,7 @@ from arpg.pipeline import Pipeline
 def steered(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
     """Draws what follows the conditions."""
     try:
-        control = importlib.import_module("arpg.control.picture").Control
+        control = importlib.import_module("arpg.tasks.control_input").ControlInput
     except ImportError:
         raise InputError("this arpg draws without control; install one that has `arpg control`") from None
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.control.extract import depth_map
 from arpg.data.composer import SIZE, Scene
 from arpg.errors import require
 from arpg.evaluation.bootstrap import bootstrap
@@ -23,6 +22,7 @@ from arpg.evaluation.depth_judge import Depth, DepthJudge, DepthJudgeConfig, rms
 from arpg.evaluation.detector_scenes import draw_parts
 from arpg.evaluation.detector_training import spoil
 from arpg.evaluation.judge_training import Progress, fit, in_half, seeded
+from arpg.extractors import depth_map
 from arpg.image import Pixels, to_images
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.control.extract import canny
 from arpg.errors import require
+from arpg.extractors import canny
 from arpg.image import Pixels, check_pixels
 
 TOLERANCE = 2  # pixels between two edges that count as one, as the crow flies

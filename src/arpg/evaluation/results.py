@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arpg.config import SamplingSettings, to_dict
+from arpg.config import to_dict
 from arpg.errors import InputError, require
 from arpg.files import write_whole
+from arpg.settings import SamplingSettings
 
 ABOUT, RESULTS = "about.json", "results.jsonl"
 

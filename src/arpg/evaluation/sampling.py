@@ -24,16 +24,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg import tasks
-from arpg.config import SamplingSettings, to_dict
+from arpg.config import to_dict
 from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
+from arpg.decode.pipelined import flow
 from arpg.errors import InputError, require
 from arpg.evaluation.results import plain
 from arpg.files import write_whole
 from arpg.image import to_uint8
-from arpg.overlap import flow
 from arpg.pipeline import Pipeline
-from arpg.precision import precision_of
+from arpg.quantization.precision import precision_of
+from arpg.settings import SamplingSettings
 
 FORMAT = "arpg-samples-1"
 SETTINGS = "settings.json"
@@ -81,8 +82,8 @@ def count_classes(images: ImageSet, pipe: Pipeline) -> NDArray[np.int64]:
 class PixelBatches:
     """Images of labels, batch by batch: uint8 [B, H, W, 3] on the model's device. Nothing goes through PIL.
 
-    While the device decodes a batch, the next one is planned and sent (`arpg.overlap`). Pixels are made `unit` images
-    at a time (None: the batch at once, which is fastest).
+    While the device decodes a batch, the next one is planned and sent (`arpg.decode.pipelined`). Pixels are made `unit`
+    images at a time (None: the batch at once, which is fastest).
     """
 
     def __init__(

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arpg.config import SamplingDefaults, SamplingSettings
 from arpg.errors import require
 from arpg.evaluation.measure import Judge, generate_features, measure
 from arpg.evaluation.results import Line, Results, markdown
 from arpg.evaluation.sampling import Labels, Progress, fingerprint
 from arpg.files import write_whole
 from arpg.pipeline import Pipeline
+from arpg.settings import SamplingDefaults, SamplingSettings
 
 AXES = ("attention", "order", "schedule", "guidance_schedule", "temperature", "steps", "guidance")
 # How each number is shown: its title, its digits, and what it is multiplied by.

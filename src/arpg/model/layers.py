@@ -37,7 +37,7 @@ class ResidualNorm(nn.Module):
     """
 
     EPS = 1e-5
-    in_float8 = False  # whether those who read the norm take float8 (`arpg.precision` knows)
+    in_float8 = False  # whether those who read the norm take float8 (`arpg.quantization.precision` knows)
 
     def __init__(self, width: int, *, dropout: float, site: int = 0) -> None:
         super().__init__()

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.config import SamplingSettings
 from arpg.decode import Plan, Request
 from arpg.decode.running import Running, joining_pays
 from arpg.model import ARPG
 from arpg.serve.metrics import Metrics
+from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
 LONG = 2.0  # seconds after which a row that needs more room than others is let in before them

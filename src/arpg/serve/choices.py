@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arpg.config import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
+from arpg.config import EXPAND_METHODS
+from arpg.settings import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES
 
 _ABOUT = {
     "order": {
@@ -61,6 +62,6 @@ def choices() -> dict[str, list[dict[str, str]]]:
         "guidance_schedule": GUIDANCE_SCHEDULES,
         "attention": ATTENTIONS,
         "decode": DECODES,
-        "way": WAYS,
+        "way": EXPAND_METHODS,
     }
     return {setting: [{"name": n, "about": _ABOUT[setting][n]} for n in known] for setting, known in names.items()}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from arpg.config import ENGINES, one_of
-from arpg.errors import require
+from arpg.config import ENGINES
+from arpg.errors import one_of, require
 from arpg.pipeline import Pipeline
 from arpg.serve.gate import Door
 from arpg.serve.jobs import Job

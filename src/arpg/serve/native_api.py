@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 import arpg
-from arpg.checkpoint import read_folder, shipped
-from arpg.control.extract import can_extract
+from arpg.checkpoint import bundled_folder, read_folder
+from arpg.extractors import can_extract
 from arpg.serve.answers import EventStream, Named, encoded, json_response, result_of
 from arpg.serve.choices import choices, kinds
 from arpg.serve.house import House
@@ -40,7 +40,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": Error, "description": "An API key is needed."},
     413: {"model": Error, "description": "Too many bytes or pixels."},
     429: {"model": Error, "description": "The queue is full; Retry-After says when to come back."},
-    500: {"model": Error, "description": "Drawing failed on the server."},
+    500: {"model": Error, "description": "ImageTask failed on the server."},
     503: {"model": Error, "description": "The server is loading or shutting down."},
     504: {"model": Error, "description": "Not finished before the deadline."},
 }
@@ -174,7 +174,7 @@ def thumbnails_file(house: House) -> Path | None:
     if house.folder is None:
         return None
     base = read_folder(house.folder).base
-    folders = [house.folder, *([] if base is None else [shipped(base)])]
+    folders = [house.folder, *([] if base is None else [bundled_folder(base)])]
     return next((file for folder in folders if (file := folder / "thumbnails.webp").is_file()), None)
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 
-from arpg.config import WAYS
+from arpg.config import EXPAND_METHODS
 from arpg.serve.answers import EventStream, Named, encoded, json_response, result_of
 from arpg.serve.house import House
 from arpg.serve.jobs import Event, Job, Preview, Result
@@ -166,7 +166,7 @@ def openai_routes(house: House) -> APIRouter:
             studies, options = house.studies, _options(house, body)
             subject, size = studies.named(body.prompt, body.negative), _size(house, body)
             if size is not None:
-                return studies.enlarge(None, subject, size, way=WAYS[0], options=options)
+                return studies.enlarge(None, subject, size, way=EXPAND_METHODS[0], options=options)
             return studies.draw(subject, options)
 
         return await draw(request, body, order, "image_generation")

@@ -9,17 +9,17 @@ from typing import Any, Literal, cast
 import numpy as np
 from PIL import Image
 
-from arpg.config import WAYS, ControlConfig
-from arpg.control.extract import can_extract
-from arpg.control.picture import Control
-from arpg.drawing import Drawing
+from arpg.config import EXPAND_METHODS, ControlConfig
 from arpg.errors import InputError
+from arpg.extractors import can_extract
 from arpg.pipeline import Pipeline
 from arpg.serve.limits import Limits, decode_base64, read_picture
 from arpg.serve.problem import Problem
 from arpg.serve.schemas import Common, ControlImage, Edit, Expand, Extract, Generate, Inpaint, Outpaint, Sampling
+from arpg.tasks.control_input import ControlInput
+from arpg.tasks.task import ImageTask
 
-Ordered = tuple[Drawing, dict[str, Any]]  # and what to tell about it, with the settings
+Ordered = tuple[ImageTask, dict[str, Any]]  # and what to tell about it, with the settings
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Studies:
         return self.draw(subject, self._options(body) | self._control(body.control, self.size))
 
     def draw(self, subject: Subject, options: dict[str, Any]) -> Ordered:
-        return self._told("generate", subject, self.pipeline.generation(subject.class_, **subject.texts, **options))
+        return self._told("generate", subject, self.pipeline.generate_task(subject.class_, **subject.texts, **options))
 
     def inpaint(self, body: Inpaint) -> Ordered:
         subject = self._subject(body)
@@ -73,7 +73,7 @@ class Studies:
                 "the same size",
                 param="mask",
             )
-        drawing = self.pipeline.inpainting(image, mask, subject.class_, feather=feather, **subject.texts, **options)
+        drawing = self.pipeline.inpaint_task(image, mask, subject.class_, feather=feather, **subject.texts, **options)
         return self._told("inpaint", subject, drawing)
 
     def edit(self, body: Edit) -> Ordered:
@@ -81,7 +81,7 @@ class Studies:
         options = self._options(body) | self._control(body.control, image.size)
         left, top, right, bottom = body.box
         box = (left, top, right, bottom)
-        drawing = self.pipeline.editing(image, box, subject.class_, feather=body.feather, **subject.texts, **options)
+        drawing = self.pipeline.edit_task(image, box, subject.class_, feather=body.feather, **subject.texts, **options)
         return self._told("edit", subject, drawing, box=body.box)
 
     def outpaint(self, body: Outpaint) -> Ordered:
@@ -91,11 +91,11 @@ class Studies:
         if width * height > self.limits.pixels:
             raise Problem(400, f"the result would have {width}x{height} pixels; at most {self.limits.pixels} are made")
         options = self._options(body) | self._control(body.control, (width, height))
-        drawing = self.pipeline.outpainting(image, subject.class_, **sides, **subject.texts, **options)
+        drawing = self.pipeline.outpaint_task(image, subject.class_, **sides, **subject.texts, **options)
         return self._told("outpaint", subject, drawing, **sides)
 
     def expand(self, body: Expand) -> Ordered:
-        subject, way = self._subject(body, needed=body.image is None), body.way or WAYS[0]
+        subject, way = self._subject(body, needed=body.image is None), body.way or EXPAND_METHODS[0]
         image = None if body.image is None else self._picture(body.image, "image")
         size = (body.size[0], body.size[1])
         self.limits.check_size(size, param="size")
@@ -112,7 +112,7 @@ class Studies:
         options: dict[str, Any],
     ) -> Ordered:
         self.limits.check_size(size, param="size")
-        drawing = self.pipeline.expansion(image, subject.class_, size=size, way=way, **subject.texts, **options)
+        drawing = self.pipeline.expand_task(image, subject.class_, size=size, way=way, **subject.texts, **options)
         return self._told("expand", subject, drawing, size=list(size), way=way)
 
     def extract(self, body: Extract) -> tuple[Image.Image, str]:
@@ -120,7 +120,7 @@ class Studies:
         given = ControlImage(image=body.image, kind=body.kind, strength=1.0, from_image=True)
         size = self.size if body.size is None else (body.size[0], body.size[1])
         self.limits.check_size(size, param="size")
-        control: Control = self._control(given, size, param="image")["control"]
+        control: ControlInput = self._control(given, size, param="image")["control"]
         return control.image, control.kind
 
     @property
@@ -212,7 +212,7 @@ class Studies:
             raise Problem(400, f"kind is {kind!r}; the model takes {', '.join(config.kinds)}", param=param)
         if not given.from_image:
             image = read_picture(decode_base64(given.image, param=param), self.limits, param=param, alpha=True)
-            return {"control": Control(image, kind, given.strength)}
+            return {"control": ControlInput(image, kind, given.strength)}
         if not can_extract(kind):
             raise Problem(
                 400,
@@ -220,12 +220,12 @@ class Studies:
                 param=param,
                 code="no_extractor",
             )
-        return {"control": Control.of(self._picture(given.image, param), kind, given.strength, size=size)}
+        return {"control": ControlInput.of(self._picture(given.image, param), kind, given.strength, size=size)}
 
     def _picture(self, text: str, param: str) -> Image.Image:
         return read_picture(decode_base64(text, param=param), self.limits, param=param)
 
-    def _told(self, task: str, subject: Subject, drawing: Drawing, **more: Any) -> Ordered:
+    def _told(self, task: str, subject: Subject, drawing: ImageTask, **more: Any) -> Ordered:
         """Checks that the drawing is not too much work, and says what it is."""
         tokens = max(stage.grid[0] * stage.grid[1] for stage in drawing.stages)
         most = (self.limits.side // self.pipeline.tokenizer.config.stride) ** 2
@@ -234,7 +234,7 @@ class Studies:
                 400, f"the result would have {tokens} tokens; at most {most} are drawn, ask for a smaller size"
             )
         shown = {"prompt": subject.prompt, **subject.texts} if self.takes == "text" else {"class": subject.class_}
-        for control in drawing.wanted.controls:
+        for control in drawing.spec.controls:
             more["control"] = {"kind": control.kind, "strength": control.strength}
         return drawing, {"model": self.name, "task": task, **shown, **more}
 

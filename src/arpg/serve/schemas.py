@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from arpg.config import ATTENTIONS, CONTROLS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES, WAYS
+from arpg.config import CONTROLS, EXPAND_METHODS
 from arpg.serve.limits import Limits
+from arpg.settings import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES
 
 MOST = Limits()  # what the schema promises; a server may be told to take less
 TINY_PNG = (  # a grey square, so that examples are requests that work
@@ -19,7 +20,7 @@ Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
 GuidanceSchedule: TypeAlias = Literal[GUIDANCE_SCHEDULES]  # type: ignore[valid-type]
 Attention: TypeAlias = Literal[ATTENTIONS]  # type: ignore[valid-type]
 Decode: TypeAlias = Literal[DECODES]  # type: ignore[valid-type]
-WayName: TypeAlias = Literal[WAYS]  # type: ignore[valid-type]
+WayName: TypeAlias = Literal[EXPAND_METHODS]  # type: ignore[valid-type]
 Kind: TypeAlias = Literal[CONTROLS]  # type: ignore[valid-type]
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]

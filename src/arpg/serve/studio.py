@@ -19,7 +19,6 @@ from PIL import Image, PngImagePlugin
 from torch import Tensor
 
 from arpg.decode import Step, make_plan
-from arpg.drawing import Drawing
 from arpg.errors import InputError
 from arpg.pipeline import Pipeline
 from arpg.serve.batcher import Batcher, Ticket
@@ -28,10 +27,11 @@ from arpg.serve.metrics import Metrics
 from arpg.serve.pixels import SharedTokenizer
 from arpg.serve.problem import Problem, failed, wrong
 from arpg.serve.prompts import shared_prompts
+from arpg.tasks.task import ImageTask
 from arpg.tokenizer import VQTokenizer
 
 log = logging.getLogger(__name__)
-Build = Callable[[], tuple[Drawing, dict[str, Any]]]  # checks what was asked; also gives what to tell about it
+Build = Callable[[], tuple[ImageTask, dict[str, Any]]]  # checks what was asked; also gives what to tell about it
 T = TypeVar("T")
 
 UNREAD = 8  # previews that a slow reader may have waiting
@@ -125,7 +125,7 @@ class Studio:
 class _JobRun:
     """The way of one job through the studio: its requests to the batcher, its steps to previews, its end to files."""
 
-    def __init__(self, studio: Studio, job: Job, drawing: Drawing, about: dict[str, Any]) -> None:
+    def __init__(self, studio: Studio, job: Job, drawing: ImageTask, about: dict[str, Any]) -> None:
         self.studio, self.job, self.drawing, self.about = studio, job, drawing, about
         self.snapshots: deque[Callable[[], None]] = deque()
         self.painting = False
@@ -134,11 +134,11 @@ class _JobRun:
 
     def next_request(self) -> None:
         """Hand the next request of the drawing to the batcher; without one, the pictures are finished."""
-        request = self.drawing.request()
+        request = self.drawing.next_request()
         if request is None:
             self.finish()
             return
-        settings = self.drawing.wanted.settings
+        settings = self.drawing.spec.settings
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         self.decoded_at = torch.where(request.known_BN, -2, -1)
         job = self.job
@@ -195,12 +195,12 @@ class _JobRun:
         self.studio.paint(self.job, run)
 
     def take(self, step: Step) -> None:
-        self.drawing.take(step)
+        self.drawing.accept(step)
         self.next_request()
 
     def preview(self, step: int, steps: int, ids_BN: Tensor, known_BN: Tensor, decoded_at: Tensor) -> None:
         began = time.monotonic()
-        drawing, each = self.drawing, self.drawing.wanted.best_of
+        drawing, each = self.drawing, self.drawing.spec.best_of
         images = drawing.preview(Step(step - 1, steps + 1, ids_BN, known_BN))
         grid = drawing.stages[0].window if drawing._request is None else drawing._request.grid
         preview = Preview(
@@ -217,7 +217,7 @@ class _JobRun:
 
     def finish(self) -> None:
         images = self.drawing.images()
-        settings = {**dataclasses.asdict(self.drawing.wanted.settings), **self.about}
+        settings = {**dataclasses.asdict(self.drawing.spec.settings), **self.about}
         seeds = self.drawing.seeds
         pngs = [png(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
         self.studio.metrics.images.inc(len(images))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.storage import read_tensors
+from arpg.files import read_tensors
 
 MOST_KNOWN = 1 << 16  # words whose pieces are kept
 LONGEST = 100  # characters of a word; what is longer is unknown

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
-from arpg.storage import read_pickle, read_tensors
+from arpg.files import read_pickle, read_tensors
 
 VGG16_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 TAPS = (1, 3, 6, 9, 12)  # LPIPS compares what comes out of these convolutions

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arpg.config import ModelConfig, SamplingDefaults, TokenizerConfig, from_dict, one_of
-from arpg.errors import InputError, require
+from arpg.config import ModelConfig, TokenizerConfig, from_dict
+from arpg.errors import InputError, one_of, require
+from arpg.settings import SamplingDefaults
 
 T = TypeVar("T")
 SCHEDULES = ("cosine", "linear", "constant")

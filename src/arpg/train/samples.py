@@ -57,7 +57,9 @@ def of_conditions(model: ARPG, tokens: TokenSet, control: ControlMaps, num_image
     index = np.arange(num_images) * len(tokens) // num_images
     pixels_BHW, kind_B = control.gather(index, np.zeros_like(index))
     kinds = present(model.config.control, "no kinds").kinds
-    steer = [tasks.Steer(pixels, kinds[kind], 1.0) for pixels, kind in zip(pixels_BHW, kind_B.tolist(), strict=True)]
+    steer = [
+        tasks.ControlMap(pixels, kinds[kind], 1.0) for pixels, kind in zip(pixels_BHW, kind_B.tolist(), strict=True)
+    ]
     labels = None
     if model.text is None:
         labels = [model.config.num_classes if label == NO_CLASS else int(label) for label in tokens.labels[index]]

@@ -1,1 +1,0 @@
-"""Condition images: what they are, and how they are taken from pictures."""

@@ -1,0 +1,206 @@
+"""Extractors: edges, soft edges and depth of a picture, as a grey picture of the same size.
+
+Edges are white on black; near is white, far is black. Shapes: H W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from arpg.config import CONTROLS
+from arpg.errors import InputError, one_of, require
+from arpg.hub import home
+from arpg.image import Pixels, to_rgb
+
+FILE = "fastdepth.onnx"  # MIT; docs/control-score.md has the sha256 of the one tested
+METRIC = ("depth_pro", "glpn", "zoedepth")  # these say how far, where others say how near
+
+# From an RGB picture to how near each of its pixels is, on any scale: [H, W], larger is nearer.
+DepthModel = Callable[[Image.Image], NDArray[np.float32]]
+
+KINDS = CONTROLS
+LOW, HIGH = 100, 200  # Canny's thresholds, as the paper has them
+SCALES = (1, 2, 4)  # pixels, of the blurs before the gradients of soft edges
+STEP = 0.2  # the gradient of a sharp step of half the range, whatever the scale: this much is white
+
+
+def extract(kind: str, image: Image.Image, *, depth: DepthModel | str | Path | None = None) -> Image.Image:
+    """The condition of a kind that is in a picture: mode "L", same size.
+
+    `depth` says by what depth is estimated: see `open_depth`. A ready-made condition needs only `ready_made`.
+    """
+    one_of("kind", kind, KINDS)
+    rgb = to_rgb(image)
+    if kind == "canny":
+        return Image.fromarray(canny(np.asarray(rgb)))
+    if kind == "soft":
+        return Image.fromarray(soft_edges(np.asarray(rgb)))
+    model = depth if callable(depth) else open_depth(depth)
+    return Image.fromarray(stretched(model(rgb)))
+
+
+def can_extract(kind: str) -> bool:
+    """Whether what the kind needs is here: OpenCV; for depth, ONNX Runtime and FastDepth in $ARPG_HOME."""
+    if kind == "depth":
+        return find_spec("onnxruntime") is not None and (home() / FILE).is_file()
+    return find_spec("cv2") is not None
+
+
+def ready_made(image: Image.Image) -> Image.Image:
+    """A condition that someone drew or computed, as it is: upright, grey, black where it is transparent."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        black = Image.new("RGBA", image.size, "black")
+        image = Image.alpha_composite(black, image.convert("RGBA"))
+    return to_rgb(image).convert("L")
+
+
+def canny(pixels_HW3: Pixels) -> Pixels:
+    """Canny's edges, 0 or 255, of the channel in which the gradient is largest."""
+    edges: Pixels = opencv().Canny(np.ascontiguousarray(pixels_HW3), LOW, HIGH)
+    return edges
+
+
+def soft_edges(pixels_HW3: Pixels) -> Pixels:
+    """Soft edges: gradients at three scales, thinned towards their ridges; nothing here is learned.
+
+    This stands where others use HED. It is not HED: it knows light and shade only, not what belongs to an object.
+    """
+    cv2 = opencv()
+    image = np.asarray(pixels_HW3, np.float32) / 255
+    strongest = np.zeros(image.shape[:2], np.float32)
+    for scale in SCALES:
+        smooth = cv2.GaussianBlur(image, (0, 0), scale)
+        along = [cv2.Sobel(smooth, cv2.CV_32F, x, 1 - x, ksize=3, scale=1 / 8) for x in (1, 0)]
+        # Times the scale: a step then counts the same at every scale.
+        size = scale * np.hypot(*along).max(-1)
+        highest = cv2.dilate(size, np.ones((2 * scale + 1, 2 * scale + 1), np.uint8))
+        strongest = np.maximum(strongest, size * (size / np.maximum(highest, 1e-6)) ** 2)
+    grey: Pixels = np.clip(255 * strongest / STEP + 0.5, 0, 255).astype(np.uint8)
+    return grey
+
+
+def stretched(near_HW: NDArray[np.floating[Any]]) -> Pixels:
+    """Nearness on any scale as grey: the nearest is white, the farthest black; without any difference, mid-grey."""
+    require(bool(np.isfinite(near_HW).all()), "the depth has values that are not numbers; choose another depth model")
+    low, high = float(near_HW.min()), float(near_HW.max())
+    if high <= low:
+        return np.full(near_HW.shape, 128, np.uint8)
+    return np.round(255 * (near_HW - low) / (high - low)).astype(np.uint8)
+
+
+def depth_map(depth_HW: NDArray[np.floating[Any]]) -> Pixels:
+    """Depth that is known, from 0 (near) to 1 (far), as grey: composed scenes have it. Nothing is stretched."""
+    good = bool(np.isfinite(depth_HW).all()) and float(depth_HW.min()) >= 0 and float(depth_HW.max()) <= 1
+    require(good, "the depth has values outside of 0 to 1; expected 0 (near) to 1 (far)")
+    return np.round(255 * (1 - depth_HW)).astype(np.uint8)
+
+
+def opencv() -> Any:
+    """The library, if it is there."""
+    try:
+        import cv2
+    except ImportError:
+        raise InputError("edges need OpenCV, which is not installed: pip install 'arpg[control]'") from None
+    return cv2
+
+
+def open_depth(name: str | Path | None = None) -> DepthModel:
+    """An ONNX file like FastDepth's (none: fastdepth.onnx in $ARPG_HOME), or a model of `transformers`: a hub id or a
+    folder. Opened once.
+    """
+    return _open(str(home() / FILE if name is None else name))
+
+
+@lru_cache(maxsize=2)
+def _open(name: str) -> DepthModel:
+    path = Path(name)
+    if path.suffix != ".onnx":
+        return TransformersDepth(name)
+    require(
+        path.is_file(),
+        f"{path} does not exist, and depth needs it; put FastDepth there as an ONNX file, give the path of one, or "
+        "name a depth model of transformers, like depth-anything/Depth-Anything-V2-Small-hf",
+    )
+    return FastDepth(open_session(path), where=str(path))
+
+
+def open_session(path: Path) -> Any:
+    """ONNX Runtime's session of a file, on the CPU: a picture takes milliseconds there."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise InputError(f"{path} needs ONNX Runtime, which is not installed: pip install 'arpg[control]'") from None
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # FastDepth's file has weights that nothing uses: a line for each of them
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):  # its errors have no class in common
+            raise
+        raise InputError(f"{path} is not an ONNX network ({_first_line(error)}); copy it again") from None
+
+
+class FastDepth:
+    """A network from `[1, 3, h, w]` in [0, 1] to the distance `[1, 1, h, w]`. FastDepth learned indoor scenes."""
+
+    def __init__(self, session: Any, *, where: str) -> None:
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        shapes = [list(inputs[0].shape), list(outputs[0].shape)]
+        plain = all(len(shape) == 4 and all(isinstance(n, int) for n in shape) for shape in shapes)
+        require(
+            len(inputs) == 1 and plain and shapes[0][:2] == [1, 3] and shapes[1][:2] == [1, 1],
+            f"{where} goes from {shapes[0]} to {shapes[1]}; expected [1, 3, h, w] to [1, 1, h, w], like FastDepth",
+        )
+        self.session, self.input, self.size = session, inputs[0].name, (shapes[0][3], shapes[0][2])
+
+    def __call__(self, image: Image.Image) -> NDArray[np.float32]:
+        fitted = image.convert("RGB").resize(self.size, Image.Resampling.BILINEAR)
+        pixels_13hw = np.asarray(fitted, np.float32).transpose(2, 0, 1)[None] / 255
+        far_hw = np.asarray(self.session.run(None, {self.input: pixels_13hw})[0][0, 0], np.float32)
+        return -np.asarray(Image.fromarray(far_hw).resize(image.size, Image.Resampling.BILINEAR))
+
+
+class TransformersDepth:
+    """Any network that `AutoModelForDepthEstimation` knows: Depth Anything, DPT (MiDaS), GLPN, ZoeDepth, Depth Pro."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise InputError(
+                f"depth model {name!r} needs transformers, which is not installed: pip install 'arpg[text]'"
+            ) from None
+        try:
+            self.processor: Any = transformers.AutoImageProcessor.from_pretrained(name)
+            self.network: Any = transformers.AutoModelForDepthEstimation.from_pretrained(name).eval()
+        except (OSError, ValueError, ImportError) as error:
+            raise InputError(
+                f"depth model {name!r} could not be loaded ({_first_line(error)}); expected an .onnx file, or a hub id "
+                "or a folder with a depth model of transformers"
+            ) from None
+        config = self.network.config
+        metric = getattr(config, "depth_estimation_type", "relative") == "metric"
+        self.sign = -1.0 if metric or config.model_type in METRIC else 1.0
+
+    def __call__(self, image: Image.Image) -> NDArray[np.float32]:
+        import torch
+
+        inputs = self.processor(images=image.convert("RGB"), return_tensors="pt")
+        with torch.inference_mode():
+            outputs = self.network(**inputs)
+        sizes = [(image.height, image.width)]
+        found = self.processor.post_process_depth_estimation(outputs, target_sizes=sizes)[0]["predicted_depth"]
+        return self.sign * np.asarray(found.float().cpu().numpy(), np.float32)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]

@@ -1,0 +1,113 @@
+"""Figures: the step of every token, the bits of every token, and decoding as a GIF."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from arpg.decode.plan import SamplePlan, plan_sample
+from arpg.files import write_whole
+from arpg.image import adm_crop, sheet
+from arpg.settings import ORDERS, SamplingSettings
+
+SIDE = 192  # pixels of the longer side of a map
+MARGIN, CAPTION = 14, 26
+# Early to late: the stops of a dark-to-light colour ramp.
+RAMP = np.array([(38, 22, 74), (104, 37, 119), (178, 54, 95), (232, 103, 62), (251, 178, 76), (252, 244, 190)])
+
+
+def draw_plans(grid: tuple[int, int], settings: SamplingSettings, *, seed: int) -> Image.Image:
+    """One map per order, four in a row."""
+    cell = max(1, SIDE // max(grid))
+    width, height = grid[1] * cell, grid[0] * cell
+    columns = 4
+    rows = math.ceil(len(ORDERS) / columns)
+    size = (columns * (width + MARGIN) + MARGIN, rows * (height + CAPTION + MARGIN) + MARGIN)
+    canvas = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(canvas)
+    font = ImageFont.load_default(size=14)
+    for i, order in enumerate(ORDERS):
+        x = MARGIN + i % columns * (width + MARGIN)
+        y = MARGIN + i // columns * (height + CAPTION + MARGIN)
+        draw.text((x, y), order, fill="black", font=font)
+        known = [False] * (grid[0] * grid[1])
+        plan = plan_sample(grid, known, seed, dataclasses.replace(settings, order=order))
+        colours = _colours(plan).reshape(*grid, 3).repeat(cell, 0).repeat(cell, 1)
+        canvas.paste(Image.fromarray(colours), (x, y + CAPTION))
+    return canvas
+
+
+def draw_bits(bits_hw: NDArray[np.float32], image: Image.Image) -> Image.Image:
+    """The picture, and beside it the bits of each token: the least surprising is darkest, the most brightest."""
+    cell = max(1, SIDE // max(bits_hw.shape))
+    height, width = (side * cell for side in bits_hw.shape)
+    low, high = float(bits_hw.min()), float(bits_hw.max())
+    colours = ramp((bits_hw.ravel() - low) / max(high - low, 1e-9)).reshape(*bits_hw.shape, 3)
+    canvas = Image.new("RGB", (2 * width + 3 * MARGIN, height + CAPTION + 2 * MARGIN), "white")
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=14)
+    draw.text((MARGIN, MARGIN), "picture", fill="black", font=font)
+    text = f"bits per token: {low:.1f} to {high:.1f}"
+    draw.text((2 * MARGIN + width, MARGIN), text, fill="black", font=font)
+    canvas.paste(adm_crop(image, min(width, height)).resize((width, height)), (MARGIN, MARGIN + CAPTION))
+    canvas.paste(Image.fromarray(colours.repeat(cell, 0).repeat(cell, 1)), (2 * MARGIN + width, MARGIN + CAPTION))
+    return canvas
+
+
+def _colours(plan: SamplePlan) -> NDArray[np.uint8]:
+    """`[N, 3]`: the colour of each position's step."""
+    step_of = np.repeat(np.arange(len(plan.sizes)), plan.sizes)
+    share = np.empty(len(plan.order))
+    share[np.array(plan.order)] = step_of / max(1, len(plan.sizes) - 1)
+    return ramp(share)
+
+
+def ramp(share_N: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+    """`[N, 3]`: the colours of numbers from 0 (dark) to 1 (light)."""
+    stops = np.linspace(0, 1, len(RAMP))
+    channels = [np.interp(share_N, stops, RAMP[:, c]) for c in range(3)]
+    return np.stack(channels, axis=-1).round().astype(np.uint8)
+
+
+PACE, HOLD = 120, 2000  # milliseconds of a frame, and of the last one
+
+
+class Frames:
+    """The previews of every candidate, in the order in which they were drawn."""
+
+    def __init__(self) -> None:
+        self._previews: dict[int, list[Image.Image]] = {}
+
+    def add(self, rows: range, previews: Sequence[Image.Image]) -> None:
+        """The candidates `rows` after a step."""
+        for row, image in zip(rows, previews, strict=True):
+            self._previews.setdefault(row, []).append(image)
+
+    def sheets(self, kept: Sequence[int], *, columns: int | None = None) -> list[Image.Image]:
+        """One frame per step: the candidates that were kept, side by side, all at the size of the finished ones."""
+        shown = [self._previews[row] for row in kept]
+        size = shown[0][-1].size
+        frames = []
+        for k in range(max(map(len, shown))):
+            images = [previews[min(k, len(previews) - 1)] for previews in shown]
+            images = [image if image.size == size else image.resize(size) for image in images]
+            frames.append(images[0] if len(images) == 1 else sheet(images, columns=columns))
+        return frames
+
+
+def save_gif(frames: Sequence[Image.Image], path: Path) -> None:
+    """Whole or not at all; it loops, and the last frame stays for a while."""
+    durations = [PACE] * (len(frames) - 1) + [HOLD]
+    # A palette for each frame; dithering would flicker.
+    few = [frame.quantize(256, dither=Image.Dither.NONE) for frame in frames]
+
+    def write(temporary: Path) -> None:
+        few[0].save(temporary, format="GIF", save_all=True, append_images=few[1:], duration=durations, loop=0)
+
+    write_whole(path, write)

@@ -1,0 +1,275 @@
+"""Sampling settings: one table of name, type, default, limits and help.
+
+The checks of `SamplingSettings`, the CLI options, the HTTP schema, `/v1/arpg/info`, the axes of a sweep and the
+controls of the page are made from `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from arpg.errors import one_of, require
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One sampling setting as every surface presents it."""
+
+    name: str
+    kind: type[int] | type[float] | type[str]
+    default: Any
+    help: str
+    choices: Mapping[str, str] = field(default_factory=dict)  # name of a choice: one line about it
+    minimum: float | None = None
+    maximum: float | None = None  # the most that a server accepts; the library itself has no upper limit but top_p's
+    above_minimum: bool = False  # the minimum itself is not allowed
+    hint: str = ""  # what an error adds
+    aliases: tuple[str, ...] = ()  # names that Python callers may use instead, as in diffusers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The choices, the default first."""
+        return tuple(self.choices)
+
+    def check(self, value: Any) -> None:
+        """Raise an `InputError` unless `value` is allowed."""
+        if self.choices:
+            one_of(self.name, value, self.names)
+            return
+        low = self.minimum
+        if low is None:
+            return
+        good = math.isfinite(value) and (value > low if self.above_minimum else value >= low)
+        if self.name == "top_p":
+            require(good and value <= 1, f"top_p is {value}; expected 0 < top_p <= 1 (1 turns it off)")
+        number = "a finite number of " if self.kind is float else ""
+        require(good, f"{self.name} is {value}; expected {number}{low:g} or more{self.hint}")
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        setting.name: setting
+        for setting in (
+            Setting(
+                "steps",
+                int,
+                32,
+                "Decoding steps.",
+                minimum=1,
+                maximum=4096,
+                hint=" (32 is a good start)",
+                aliases=("num_inference_steps",),
+            ),
+            Setting(
+                "guidance",
+                float,
+                1.0,
+                "Guidance scale; 1 turns guidance off.",
+                minimum=0,
+                maximum=100,
+                hint=" (1 turns guidance off)",
+                aliases=("guidance_scale",),
+            ),
+            Setting(
+                "guidance_schedule",
+                str,
+                "linear",
+                "How the guidance scale changes from step to step.",
+                {
+                    "linear": "Grows from 1 to the full scale with the share of tokens that are known.",
+                    "constant": "The full scale from the first step.",
+                    "none": "No guidance.",
+                },
+            ),
+            Setting(
+                "order",
+                str,
+                "random",
+                "The order in which tokens are decoded.",
+                {
+                    "random": "A uniformly random permutation, as in training.",
+                    "raster": "Row by row.",
+                    "spiral-in": "Along the border first, then inwards.",
+                    "spiral-out": "From the middle outwards.",
+                    "z-curve": "Small squares, then larger ones (Morton order).",
+                    "alternate": "Row by row, every second row from right to left.",
+                    "halton": "Evenly spread over the image at every step.",
+                    "local": "Close to what is known, but the tokens of a step far from each other.",
+                },
+            ),
+            Setting(
+                "schedule",
+                str,
+                "arccos",
+                "How many tokens each step decodes: a name, or the number of tokens of each step.",
+                {
+                    "arccos": "Few tokens at first, many at the end; the paper's choice.",
+                    "cosine": "Very few at first, very many at the end.",
+                    "linear": "The same number in every step.",
+                },
+            ),
+            Setting(
+                "attention",
+                str,
+                "block",
+                "Whether the tokens of a step see each other in Pass 1.",
+                {
+                    "block": "The tokens of a step see each other.",
+                    "causal": "A token sees only those before it, as in training.",
+                },
+            ),
+            Setting(
+                "decode",
+                str,
+                "steps",
+                "The decoding strategy; exact and speculative need causal attention.",
+                {
+                    "steps": "Several tokens at once, as the schedule says.",
+                    "exact": "The tokens of one-at-a-time decoding, in fewer calls of the network.",
+                    "speculative": "The distribution of one-at-a-time decoding, in fewer calls of the network.",
+                },
+            ),
+            Setting(
+                "draft",
+                int,
+                16,
+                "Tokens that exact and speculative decoding draft per call.",
+                minimum=1,
+                maximum=1024,
+                hint=" tokens to draft (16 is good)",
+            ),
+            Setting(
+                "temperature",
+                float,
+                1.0,
+                "Sampling temperature; 0 is greedy.",
+                minimum=0,
+                maximum=100,
+                hint=" (0 is greedy)",
+            ),
+            Setting(
+                "top_k",
+                int,
+                None,
+                "Sample from the k most likely codes only.",
+                minimum=1,
+                maximum=2**31,
+                hint=", or nothing for all codes",
+            ),
+            Setting(
+                "top_p",
+                float,
+                1.0,
+                "Sample from the most likely codes that together reach this probability.",
+                minimum=0,
+                maximum=1,
+                above_minimum=True,
+            ),
+        )
+    }
+)
+
+ORDERS = SETTINGS["order"].names
+SCHEDULES = SETTINGS["schedule"].names
+GUIDANCE_SCHEDULES = SETTINGS["guidance_schedule"].names
+ATTENTIONS = SETTINGS["attention"].names
+DECODES = SETTINGS["decode"].names
+ALIASES = {alias: setting.name for setting in SETTINGS.values() for alias in setting.aliases}
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a request is sampled, fully resolved and checked. `SETTINGS` describes each field."""
+
+    steps: int = 32
+    guidance: float = 1.0
+    order: str = "random"
+    schedule: str | tuple[int, ...] = "arccos"
+    guidance_schedule: str = "linear"
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    attention: str = "block"
+    decode: str = "steps"
+    draft: int = 16
+
+    def __post_init__(self) -> None:
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            if name == "schedule":
+                self._check_schedule()
+            elif value is not None or setting.default is not None:
+                setting.check(value)
+        require(
+            self.decode == "steps" or self.attention == "causal",
+            f"attention is {self.attention!r}, but {self.decode} decoding is causal; set attention to causal",
+        )
+
+    def _check_schedule(self) -> None:
+        if isinstance(self.schedule, str):
+            one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
+        else:
+            require(
+                len(self.schedule) >= 1 and min(self.schedule) >= 1,
+                f"schedule is {list(self.schedule)}; every step must fill at least one token",
+            )
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a model folder recommends: its settings, and the guidance scale for each number of steps."""
+
+    steps: int = 32
+    guidance_by_steps: tuple[tuple[int, float], ...] = ((32, 4.0),)
+    order: str = "random"
+    schedule: str = "arccos"
+    guidance_schedule: str = "linear"
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(len(self.guidance_by_steps) >= 1, "guidance_by_steps is empty; expected [[steps, guidance], ...]")
+        steps = [entry[0] for entry in self.guidance_by_steps]
+        require(steps == sorted(set(steps)), f"guidance_by_steps lists the steps {steps}; expected rising numbers")
+        self.settings()
+
+    def guidance_for(self, steps: int) -> float:
+        """Return the listed guidance; between two entries interpolate over log(steps), outside take the nearest."""
+        table = self.guidance_by_steps
+        if steps <= table[0][0]:
+            return table[0][1]
+        for (low, low_guidance), (high, high_guidance) in itertools.pairwise(table):
+            if steps <= high:
+                t = math.log(steps / low) / math.log(high / low)
+                return round(low_guidance + t * (high_guidance - low_guidance), 3)
+        return table[-1][1]
+
+    def settings(self, **overrides: Any) -> SamplingSettings:
+        """Resolve `overrides` (None: not given; aliases as in diffusers) over what the model recommends.
+
+        Guidance follows the number of steps. Exact and speculative decoding are causal, and guided like the largest
+        number of steps.
+        """
+        given = {ALIASES.get(name, name): value for name, value in overrides.items() if value is not None}
+        unknown = sorted(set(given) - set(SETTINGS))
+        require(not unknown, f"unknown sampling setting {', '.join(unknown)}; known: {', '.join(sorted(SETTINGS))}")
+        schedule = given.get("schedule", self.schedule)
+        if not isinstance(schedule, str):
+            given["schedule"] = schedule = tuple(schedule)
+            given.setdefault("steps", len(schedule))
+        steps = given.get("steps", self.steps)
+        if (decode := given.get("decode", "steps")) != "steps":
+            for name in ("steps", "schedule"):
+                require(name not in given, f"{decode} decoding finds its own steps; leave {name} out")
+            given.setdefault("attention", "causal")
+            steps = self.guidance_by_steps[-1][0]  # guided as for the most steps listed
+        recommended = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in SETTINGS}
+        guidance = self.guidance_for(steps)
+        return SamplingSettings(**{**recommended, "guidance": guidance, **given})

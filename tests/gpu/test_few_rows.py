@@ -1,0 +1,205 @@
+"""Products of a handful of rows against their plain twins, and the network that uses them.
+
+Without a GPU the kernel's numbers are those of Triton's interpreter (`interpreted_gluon.py`), in float32.
+"""
+
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from arpg import kernels
+from arpg.decode import sampling, state
+from arpg.kernels import few_rows, few_rows_gluon
+from arpg.kernels.few_rows import Tile, linear
+from arpg.model import layers
+from arpg.quantization.precision import to_precision
+from support.interpreted import mend
+from support.small import SMALL, small_model
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HALF, CLOSE = (torch.bfloat16, 6e-3) if GPU else (torch.float32, 1e-5)
+EPS = 1e-5
+mend()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")]
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch, tmp_path_factory):
+    """Without a GPU, the same source in the interpreter."""
+    if GPU:
+        return
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("neither a GPU nor the interpreter")
+    from support.interpreted_gluon import interpreted
+
+    module = interpreted(few_rows_gluon.__file__, tmp_path_factory.mktemp("kernel"))
+    monkeypatch.setattr(few_rows, "few_rows_product", module.few_rows_product)
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def plain(x, weight, *, norm=None, add=None, swiglu=False):
+    """In float32."""
+    x, weight = x.float(), weight.float()
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], eps=EPS) * norm.float()
+    out = x @ weight.t()
+    if swiglu:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out if add is None else out + add.float()
+
+
+def off(made, exact):
+    return float((made.float() - exact.float()).norm() / exact.float().norm())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10, 16, 17, 32] if GPU else [3, 17])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 48), (2816, 17), (1280, 24), (48, 40)])
+@pytest.mark.parametrize("kind", ["norm", "norm and swiglu", "sum"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_product(rows, inputs, outputs, kind, staged, monkeypatch):
+    """Whole parts of the inputs and not, whole groups of outputs and not; one block of rows and several."""
+    monkeypatch.setattr(few_rows, "TILES", dict.fromkeys(few_rows.TILES, Tile(8, 3, 8, staged, 2, 255)))
+    monkeypatch.setattr(few_rows, "_processors", lambda device: 2)
+    swiglu = kind == "norm and swiglu"
+    x = 3 * draw(1, rows, inputs, dtype=HALF)
+    weight = (draw(outputs * (2 if swiglu else 1), inputs, seed=1) / inputs**0.5).to(HALF)
+    norm = None if kind == "sum" else draw(inputs, seed=2, dtype=HALF)
+    add = draw(1, rows, outputs, seed=3, dtype=HALF) if kind == "sum" else None
+    made = linear(x, weight, norm_D=norm, eps=EPS, add=add, swiglu=swiglu)
+    assert made.dtype == HALF
+    assert off(made, plain(x, weight, norm=norm, add=add, swiglu=swiglu)) < CLOSE
+
+
+@pytest.mark.parametrize("rows", [1, 10, 19, 32])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_squares_that_are_summed_on_the_way(rows, swiglu):
+    """A product leaves the sums of its squares, and a norm of its outputs takes them; with the tiles of the table."""
+    x, weight, add = draw(1, rows, 128, dtype=HALF), draw(144, 128, seed=1, dtype=HALF), draw(1, rows, 144, dtype=HALF)
+    norm, after = draw(144, seed=3, dtype=HALF), (draw(32, 144, seed=4) / 12).to(HALF)
+    sums = few_rows.empty_sums(x, weight)
+    between = linear(x, weight, add=add, sums_PM=sums)
+    torch.testing.assert_close(sums.sum(0)[:rows], between[0].float().square().sum(-1), atol=1e-2, rtol=1e-4)
+    made = linear(between, after, norm_D=norm, eps=EPS, swiglu=swiglu, squares_PM=sums)
+    assert off(made, plain(between, after, norm=norm, swiglu=swiglu)) < CLOSE
+
+
+def test_one_row_for_all():
+    """Slots that are one and the same are expanded, not copied; so is what is added."""
+    x, weight = draw(1, 1, 32, dtype=HALF).expand(2, 5, 32), draw(32, 32, seed=1, dtype=HALF)
+    assert off(linear(x, weight, add=x), plain(x, weight, add=x)) < CLOSE
+
+
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=gpu) for rows in (2, 10, 16, 24, 32)])
+def test_a_layer_as_it_is_used(rows):
+    """The sizes of ARPG-L, with the tiles of the table."""
+    x, norm = draw(rows, 1024, dtype=HALF), draw(1024, seed=2, dtype=HALF)
+    for lines, swiglu in ((3072, False), (1024, False), (16384, False), (5632, True)):
+        weight = (draw(lines, 1024, seed=1) / 32).to(HALF)
+        made = linear(x, weight, norm_D=norm, eps=EPS, swiglu=swiglu)
+        assert off(made, plain(x, weight, norm=norm, swiglu=swiglu)) < CLOSE
+    hidden, down = draw(rows, 2816, seed=5, dtype=HALF), (draw(1024, 2816, seed=6) / 50).to(HALF)
+    assert off(linear(hidden, down, add=x), plain(hidden, down, add=x)) < CLOSE
+
+
+def start_early(monkeypatch):
+    """The network takes these kernels, whatever the device; they start early only where it can."""
+    monkeypatch.setattr(kernels, "AHEAD", kernels.early(draw(1)))
+    monkeypatch.setattr(kernels, "early", lambda x: True)
+
+
+def test_who_takes_few_rows(monkeypatch):
+    monkeypatch.setattr(kernels, "decoding", lambda x: not torch.is_grad_enabled())
+    layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, kernels.MOST_ROWS // 2, 32)
+    with torch.no_grad():
+        assert not kernels.few(x, layer)  # on a CPU no kernel starts before the one in front ends
+        start_early(monkeypatch)
+        assert kernels.few(x, layer)
+        monkeypatch.setattr(kernels, "FEW_ROWS", False)
+        assert not kernels.few(x, layer)  # switched off
+        monkeypatch.setattr(kernels, "FEW_ROWS", True)
+        with monkeypatch.context() as without:
+            without.setattr(kernels, "has_gluon", lambda: False)
+            assert not kernels.few(x, layer)
+        assert not kernels.few(torch.zeros(1, kernels.MOST_ROWS + 1, 32), layer)  # too many
+        assert not kernels.few(x.half(), layer)
+        assert not kernels.few(torch.zeros(1, 1, 24), nn.Linear(24, 32, bias=False))  # no whole loads
+        model = to_precision(small_model(), "int8", torch.device("cpu"))
+        assert not kernels.few(torch.zeros(1, 1, model.config.width), model.pass1[0].ffn.down)
+    assert not kernels.few(x, layer)  # somebody may want a gradient
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_who_starts_early(capability, expected, monkeypatch):
+    """Hopper and later. What torch.compile traces cannot say so."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = SimpleNamespace(is_cuda=True, device="cuda")
+    assert kernels.early(x) == kernels.ahead(x) == expected
+    monkeypatch.setattr(kernels, "AHEAD", False)
+    assert kernels.early(x) == expected
+    assert not kernels.ahead(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not kernels.early(x)
+
+
+@pytest.mark.skipif(GPU, reason="a GPU multiplies these in half precision: see the next test")
+def test_decoding_in_five_kernels_a_layer(monkeypatch):
+    """The whole loop, ragged and guided, gives the tokens that it gives without them, and goes through them."""
+    from arpg import SamplingSettings, decode, make_plan, tasks
+
+    model = small_model(dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=2)).to(DEVICE).eval()
+    known = torch.zeros(2, 16, dtype=torch.bool)
+    known[0, :5] = True
+    request = tasks.fill(model, 2, [5, 6], ids_N=torch.arange(16) % 24, known_N=known)
+    settings = SamplingSettings(steps=2, guidance=3.0)
+    plan = make_plan((4, 4), known, request.seeds, settings)
+    *_, plain_step = decode(model, request, plan, settings)
+    products = []
+    monkeypatch.setattr(few_rows, "TILES", dict.fromkeys(few_rows.TILES, Tile(8, 16, 2, False, 1, 255)))
+    monkeypatch.setattr(few_rows, "_processors", lambda device: 1)  # few programs: the interpreter is slow
+    monkeypatch.setattr(few_rows, "linear", lambda x, *a, **k: products.append(x.shape) or linear(x, *a, **k))
+    monkeypatch.setattr(kernels, "MOST_ROWS", 64)
+    start_early(monkeypatch)
+    for module in (kernels, layers):
+        monkeypatch.setattr(module, "decoding", lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    monkeypatch.setattr(sampling, "fusible", lambda x: True)
+    monkeypatch.setattr(state, "fusible", lambda x: True)
+    monkeypatch.setattr(state, "decoding", lambda x: not torch.is_grad_enabled())
+    *_, step = decode(model, request, plan, settings)
+    assert step.ids_BN.tolist() == plain_step.ids_BN.tolist()
+    # Four for a layer, one between the passes, the head. Pass 1 reads the class, what is known and the first step.
+    assert len(products) == 3 * (4 + 1) + 2 * (2 * 4 + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@torch.no_grad()
+def test_a_step_of_the_network_on_a_gpu(monkeypatch):
+    """No further from float32 than the library's products, and the same whether kernels start early or not."""
+    exact = small_model().to(DEVICE).eval()
+    model = small_model().to(DEVICE, HALF).eval()
+
+    def logits(model):
+        cache, place = model.allocate_cache(2, 40), draw(2, 5, 2, seed=1).abs()
+        x = draw(2, 5, model.config.width).to(model.dtype)
+        for _ in range(3):
+            model.encode(x, place, cache, causal=False)
+        return model.predict(place, None, cache)
+
+    true, made = logits(exact), logits(model)
+    monkeypatch.setattr(kernels, "AHEAD", False)
+    assert torch.equal(logits(model), made)
+    monkeypatch.setattr(kernels, "FEW_ROWS", False)
+    assert off(made, true) < 1.5 * off(logits(model), true)

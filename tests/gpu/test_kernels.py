@@ -1,0 +1,420 @@
+"""The fused kernels against their plain twins: values and gradients. Without a GPU, Triton's interpreter runs them
+(`conftest.py` switches it on)."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from support.paths import ROOT
+
+pytest.importorskip("triton", reason="Triton is not installed")
+GPU = torch.cuda.is_available()
+
+from arpg.bench.agreement import agreement, generate, on_context  # noqa: E402
+from arpg.bench.case import Case  # noqa: E402
+from arpg.config import SamplingSettings  # noqa: E402
+from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
+from arpg.decode.sampling import guide  # noqa: E402
+from arpg.kernels import FLOAT8, attention, residual  # noqa: E402
+from arpg.kernels import draw as draws  # noqa: E402
+from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
+from arpg.kernels.rotary import angles, split_turned, store_turned, turn  # noqa: E402
+from arpg.kernels.swiglu import swiglu  # noqa: E402
+from arpg.model import layers  # noqa: E402
+from arpg.model.cache import KeyValue, Slots  # noqa: E402
+from arpg.model.layers import ResidualNorm  # noqa: E402
+from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
+from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
+from arpg.train.batches import Batch  # noqa: E402
+from support.interpreted import mend  # noqa: E402
+from support.small import SMALL, small_model  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+
+mend()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def rotation_of(batch, slots, channels):
+    place = torch.rand((batch, slots, 2), generator=torch.Generator().manual_seed(1)) * 12
+    place[:, 0] = nowhere(batch)  # a class slot: its rotation is zero
+    return rotation(place.to(DEVICE), channels)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu():
+    """Also where there is none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = ROOT / "tests" / "support" / "compile_kernels.py"
+    run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    sources = Path(residual.__file__).parent.glob("*.py")
+    launched = {name for path in sources for name in re.findall(r"^ *(_\w+)\[", path.read_text(), re.MULTILINE)}
+    assert launched <= set(run.stdout.split())
+
+
+@pytest.mark.parametrize("shape", [(512,), (1, 512), (3, 5, 512), (9, 1536), (2, 768)])
+def test_swiglu(shape):
+    x, weight = draw(*shape).requires_grad_(), draw(*shape[:-1], shape[-1] // 2, seed=1)
+    gate, up = x.chunk(2, -1)
+    plain = F.silu(gate) * up
+    fused = swiglu(x)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, weight)[0] for y in (fused, plain)))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 5, 48), (2, 8, 64)])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_residual_and_norm(shape, rows, p, monkeypatch):
+    monkeypatch.setattr(residual, "_PROGRAMS", 3)  # so that a program of the backward pass takes several turns
+    monkeypatch.setattr(residual, "_ROWS", rows)
+    norm = ResidualNorm(shape[-1], dropout=p, site=1).to(DEVICE).train()
+    torch.nn.init.normal_(norm.weight)
+    key = torch.arange(shape[0], dtype=torch.int32, device=DEVICE) * 7919 - 5
+    x, delta = draw(*shape).requires_grad_(), draw(*shape, seed=1).requires_grad_()
+    plain = norm(x, delta, key)  # float32: never the kernel
+    fused = residual.residual_norm(x, delta, norm.weight, norm.dropout.key(key), p, norm.EPS)
+    torch.testing.assert_close(fused, plain)
+    weights = [draw(*shape, seed=2), draw(*shape, seed=3)]
+    gradients = [torch.autograd.grad(y, (x, delta, norm.weight), weights) for y in (fused, plain)]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("slots", "heads", "channels"), [(1, 3, 16), (7, 3, 16), (10, 6, 64), (5, 1, 4)])
+def test_rotation_of_a_fused_projection(slots, heads, channels):
+    by = rotation_of(2, slots, channels)
+    qkv = draw(2, slots, 3, heads, channels).requires_grad_()
+    q, k, v = qkv.unbind(2)
+    plain, fused = (rotate(q, by), rotate(k, by), v), split_turned(qkv, *by)
+    torch.testing.assert_close(fused, plain)
+    # Attention hands its gradients back with heads and slots swapped in memory.
+    weights = [draw(2, heads, slots, channels, seed=i).transpose(1, 2) for i in range(3)]
+    torch.testing.assert_close(*(torch.autograd.grad(y, qkv, weights)[0] for y in (fused, plain)))
+
+
+def test_rotation_of_queries():
+    by = rotation_of(3, 6, 32)
+    x, weight = draw(3, 6, 2, 32).requires_grad_(), draw(3, 6, 2, 32, seed=1)
+    fused, plain = turn(x, *by), rotate(x, by)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, weight)[0] for y in (fused, plain)))
+    torch.testing.assert_close(turn(fused, *by, True)[:, 1:], x[:, 1:])  # turned back: where it was
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rotation_into_a_cache(ragged):
+    by, parts = rotation_of(3, 4, 16), draw(3, 4, 2, 2, 16).unbind(2)
+    first = torch.tensor([0, 5, 2], device=DEVICE) if ragged else 3
+    caches = [(torch.zeros(3, 9, 2, 16, device=DEVICE), torch.zeros(3, 9, 2, 16, device=DEVICE)) for _ in range(2)]
+    store_turned(*parts, *by, key_BTHK=caches[0][0], value_BTHK=caches[0][1], first=first)
+    Slots(*caches[1], first, 4, 9 if ragged else 7).write(rotate(parts[0], by), parts[1])
+    torch.testing.assert_close(*caches)
+
+
+@pytest.mark.parametrize("channels", [4, 24, 64])
+def test_angles(channels):
+    place = torch.rand((2, 5, 2), generator=torch.Generator().manual_seed(1)) * 64
+    place[:, 0] = nowhere(2)
+    plain = rotation(place, channels)
+    fused = angles(place.to(DEVICE), channels, BASE)
+    torch.testing.assert_close([x.cpu() for x in fused], list(plain), atol=2e-5, rtol=1e-5)
+
+
+@pytest.fixture(params=[None, 16])
+def at_a_time(request, monkeypatch):
+    """As many slots at a time as attention takes itself, or few, so that there are several blocks."""
+    if request.param:
+        own = attention.tiles
+        monkeypatch.setattr(attention, "tiles", lambda *a, **by: own(*a, **by)._replace(slots=request.param))
+
+
+@pytest.mark.usefixtures("at_a_time")
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("queries", "slots", "channels"), [(1, 1, 4), (3, 70, 16), (20, 130, 24), (5, 64, 32)])
+def test_attention_over_a_cache(queries, slots, channels, turned):
+    """One query and many, one block of slots and several, odd sizes; limits by query, by row, for all, and none."""
+    cache = draw(2, 2, slots + 9, 3, channels)  # longer than what is in use
+    key, value = cache[0, :, :slots], cache[1, :, :slots]
+    q, by = draw(2, queries, 3, channels, seed=1), rotation_of(2, queries, channels)
+    many = torch.randint(1, slots + 1, (2, queries), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    for limit in (None, many, many[:, :1], many[:1]):
+        mask = None if limit is None else (torch.arange(slots, device=DEVICE) < limit[..., None])[:, None]
+        query = rotate(q, by) if turned else q
+        plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)), attn_mask=mask)
+        fused = attend(q, key, value, limit, tuple(by) if turned else None)
+        torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
+    small = attend(q, key, value, None, tuple(by) if turned else None, dtype=FLOAT8)
+    assert small.dtype == FLOAT8
+    full = attend(q, key, value, None, tuple(by) if turned else None)
+    assert (small.float() - full).norm() < (0.04 if GPU else 0.2) * full.norm()  # Triton's interpreter rounds badly
+
+
+CUTS = [
+    (0, 1),
+    (0, 16),
+    (1, 1),
+    (15, 16),
+    (16, 3),
+    (17, 9),
+    (128, 1),
+    (129, 16),
+    (255, 2),
+    (256, 1),
+    (256, 16),
+    (300, 7),
+]
+
+
+@pytest.mark.parametrize(("settled", "newest"), CUTS)
+@pytest.mark.parametrize("limited", [False, True])
+def test_attention_over_settled_slots(settled, newest, limited, monkeypatch):
+    """Few programs take all settled slots at once, and the others with them."""
+    slots, queries, channels = settled + newest, 5, 16
+    key, value = draw(2, 2, slots + 3, 2, channels)[:, :, :slots]
+    q, by = draw(2, queries, 2, channels, seed=1), rotation_of(2, queries, channels)
+    taken, own = [], attention.tiles
+    monkeypatch.setattr(attention, "tiles", lambda *a, **by: taken.append(own(*a, **by)) or taken[-1])
+    limit = torch.tensor([[1, slots, slots // 2 + 1, settled + 1, max(1, settled)]], device=DEVICE) if limited else None
+    mask = None if limit is None else (torch.arange(slots, device=DEVICE) < limit[..., None])[:, None]
+    heads = (x.transpose(1, 2) for x in (rotate(q, by), key, value))
+    plain = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+    for count in (settled, 0):
+        fused = attend(q, key, value, limit, tuple(by), settled=count)
+        torch.testing.assert_close(fused, plain, atol=2e-5, rtol=2e-5)
+    assert [cut.early for cut in taken] == [True, slots <= 16]
+
+
+@pytest.mark.parametrize(("held", "queries"), [(0, 1), (1, 16), (15, 1), (17, 9), (129, 4), (256, 16), (300, 7)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_that_stores_behind_settled_slots(held, queries, causal):
+    caches = [draw(2, 2, held + queries + 3, 2, 16).unbind(0) for _ in range(2)]  # the same twice
+    qkv, by = draw(2, queries, 3, 2, 16, seed=1), rotation_of(2, queries, 16)
+    limit = held + 1 + torch.arange(queries, device=DEVICE)[None] if causal else None
+    for settled in (held, held // 2):  # all that are held, or not
+        outs = [
+            attend_and_store(qkv, c, limit, tuple(by), held, settled=s)
+            for c, s in zip(caches, (0, settled), strict=True)
+        ]
+        torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(*caches)
+
+
+def test_many_programs_do_not_read_early():
+    few, many = (attention.tiles(4, pairs, new=True, settled=100, newest=4) for pairs in (32, 2048))
+    assert few.early
+    assert not many.early
+    assert not attention.tiles(4, 32, new=True).early  # nobody knows what is settled
+    assert not attention.tiles(4, 32, new=False, settled=100, newest=17).early
+    assert not attention.tiles(4, 32, new=False, settled=600, newest=1).early
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+def test_attention_in_compiled_code():
+    """As validation on prompts meets it: torch.compile hands plain numbers over in float64."""
+    q, key, value = (draw(2, n, 3, 64, seed=n).bfloat16() for n in (5, 40, 41))
+    limit, value = torch.full((2, 5), 30, device=DEVICE), value[:, :40]
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: attend(x, key, value, limit))(q)
+        torch.testing.assert_close(compiled, attend(q, key, value, limit))
+
+
+@pytest.mark.usefixtures("at_a_time")
+@pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 32), (20, 128, 24)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_attention_that_stores(queries, held, channels, ragged):
+    """New keys and values are seen and stored: what rotation, a write and attention do one after the other."""
+    caches = [draw(2, 2, held + queries + 3, 3, channels).unbind(0) for _ in range(2)]  # the same twice
+    qkv, by = draw(2, queries, 3, 3, channels, seed=1), rotation_of(2, queries, channels)
+    first = torch.tensor([held, held // 2], device=DEVICE) if ragged else held
+    slot = torch.arange(queries, device=DEVICE) + (first[:, None] if ragged else held)
+    after = held + queries
+    block = (slot[:, -1:] + 1) if ragged else None
+    for limit in (block, slot.expand(2, -1) + 1):  # all new ones see each other, or only backwards
+        q, k, v = qkv.unbind(2)
+        kv = Slots(*caches[0], first, queries, after).write(rotate(k, by), v)
+        mask = None if limit is None else (torch.arange(after, device=DEVICE) < limit[..., None])[:, None]
+        plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (rotate(q, by), *kv[:2])), attn_mask=mask)
+        fused = attend_and_store(qkv, caches[1], limit, tuple(by), first)
+        torch.testing.assert_close(fused, plain.transpose(1, 2), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(*caches)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
+def test_the_gradients_of_training_through_the_kernels(monkeypatch):
+    """The whole network with dropout, in float32: the losses and gradients that it has without kernels."""
+    from arpg.train.model import Objective
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(24, (2, 4), generator=generator).to(DEVICE)
+    order = torch.stack([torch.randperm(4, generator=generator) for _ in range(2)]).to(DEVICE)
+    labels, key = torch.tensor([0, 1], device=DEVICE), torch.arange(2, dtype=torch.int32, device=DEVICE)
+    config = dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=2, grid=(2, 2))
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(layers, "usable", lambda x, fused=fused: fused)
+        objective = Objective(small_model(config).to(DEVICE).train(), (2, 2))
+        if fused:
+            for block in (*objective.model.pass1, *objective.model.pass2):
+                block.compile(backend="aot_eager")
+        loss = objective(Batch(ids, labels, order, key))
+        results.append([loss, *torch.autograd.grad(loss, list(objective.parameters()))])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_query_is_made_once(compiled, monkeypatch):
+    """All slots ask the same at first: one is normed and projected. Its gradients are those of all."""
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    gradients = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        block = layers.Block(SMALL, layers.CrossAttention(SMALL)).to(DEVICE)
+        mask_D, memory = draw(SMALL.width), draw(2, 3, 7, SMALL.num_heads, SMALL.head_dim)
+        mask_D.requires_grad_()
+        x = mask_D.expand(3, 7, -1)
+        rows = []
+        block.attn.q.register_forward_hook(lambda _, inputs, __, rows=rows: rows.append(inputs[0].shape[:2].numel()))
+        if compiled:
+            torch._dynamo.reset()  # what was compiled for a block without a hook would be taken, and not call it
+            block.compile(backend="aot_eager")
+        by = rotation_of(3, 7, SMALL.head_dim)
+        kv = KeyValue(*memory.unbind(0))
+        out = torch.cat(block(x.contiguous() if apart else x, None, by, "causal", kv), -1)
+        assert rows == [21 if apart else 1]
+        weight = draw(*out.shape, seed=2)
+        gradients.append([out, *torch.autograd.grad(out, [mask_D, *block.parameters()], weight)])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
+)
+def test_decoding_through_the_kernels(settings, monkeypatch):
+    """The whole loop, ragged and guided, gives the tokens that it gives without them."""
+    from arpg import SamplingSettings, decode, kernels, make_plan, tasks
+    from arpg.decode import sampling
+
+    model = small_model().to(DEVICE)
+    known = torch.zeros(2, 16, dtype=torch.bool)
+    known[0, :5] = True
+    request = tasks.fill(model, 2, [5, 6], ids_N=torch.arange(16) % 24, known_N=known)
+    resolved = SamplingSettings(steps=4, guidance=3.0, **settings)
+    plan = make_plan((4, 4), known, request.seeds, resolved)
+    *_, plain = decode(model, request, plan, resolved)
+    calls = []
+    monkeypatch.setattr(layers, "usable", lambda x: True)
+    monkeypatch.setattr(sampling, "fusible", lambda x: True)
+    monkeypatch.setattr(layers, "decoding", lambda x: not calls.append(x) and not torch.is_grad_enabled())
+    *_, fused = decode(model, request, plan, resolved)
+    assert fused.ids_BN.tolist() == plain.ids_BN.tolist()
+    assert calls
+    assert kernels.HAS_TRITON
+
+
+@pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
+@pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
+@pytest.mark.parametrize("few", [True, False])
+def test_the_draw(num_codes, stream, few, monkeypatch):
+    """The very numbers of the plain draw, in one block of codes and in several; with the noise first and on the way."""
+    monkeypatch.setattr(draws, "_CODES", 64)
+    monkeypatch.setattr(draws, "_FEW_CODES", 64)
+    monkeypatch.setattr(draws, "_FEW", 6 if few else 5)
+    key, position = seed_keys([5, 2**63 + 12345]), torch.tensor([[0, 3, 143], [70000, 6, 7]])
+    logits = draw(2, 3, num_codes)
+    noise = gumbel(key, stream, position, num_codes).to(DEVICE)
+    there = (key.to(DEVICE), stream, position.to(DEVICE))
+    assert draws.draw(logits, None, 1.0, *there).tolist() == (logits + noise).argmax(-1).tolist()
+    both = torch.cat((logits, draw(2, 3, num_codes, seed=7)))
+    for scale in (torch.tensor([[3.0], [0.5]]), torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])):
+        plain = (guide(both, scale.to(DEVICE)) / 0.7 + noise).argmax(-1)
+        assert draws.draw(both, scale.to(DEVICE), 0.7, *there).tolist() == plain.tolist()
+    logits[..., 1] = float("-inf")  # never drawn
+    assert (draws.draw(logits, None, 1.0, *there) != 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+def test_the_network_with_and_without_kernels(monkeypatch):
+    """In bfloat16 on the GPU, the fused network is as close to float32 as the plain one."""
+    from arpg import kernels
+    from arpg.config import ModelConfig
+    from arpg.model import ARPG, class_condition
+
+    config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)
+    model = ARPG(config).init_weights(seed=0).to(DEVICE).eval()
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    ids = torch.randint(64, (4, 256), device=DEVICE)
+    order = torch.stack([torch.randperm(256, device=DEVICE) for _ in range(4)])
+    condition = class_condition(model, torch.tensor([0, 1, 2, 5]))
+    exact = model(ids, order, condition)
+    with torch.autocast("cuda", torch.bfloat16):
+        fused = model(ids, order, condition)
+        monkeypatch.setattr(kernels, "HAS_TRITON", False)
+        plain = model(ids, order, condition)
+    errors = [float((x.float() - exact).norm() / exact.norm()) for x in (fused, plain)]
+    assert errors[0] < 1.2 * errors[1] < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+def test_training_with_and_without_kernels(monkeypatch):
+    """With dropout, in bfloat16: the gradients of the fused step are as close to float32's as the plain step's."""
+    from arpg import kernels
+    from arpg.config import ModelConfig
+    from arpg.model import ARPG
+    from arpg.train.model import Objective
+
+    config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)
+    objective = Objective(ARPG(config).init_weights(seed=0).to(DEVICE).train(), config.grid)
+    torch.nn.init.normal_(objective.model.head.weight, std=0.1)
+    ids = torch.randint(64, (4, 256), device=DEVICE)
+    order = torch.stack([torch.randperm(256, device=DEVICE) for _ in range(4)])
+    labels, key = torch.tensor([0, 1, 2, 5], device=DEVICE), torch.arange(4, dtype=torch.int32, device=DEVICE)
+
+    def gradient(half):
+        objective.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            objective(Batch(ids, labels, order, key)).backward()
+        return torch.cat([p.grad.flatten() for p in objective.parameters()])
+
+    exact, fused = gradient(half=False), gradient(half=True)
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    plain = gradient(half=True)
+    errors = [float((x - exact).norm() / exact.norm()) for x in (fused, plain)]
+    assert errors[0] < 1.2 * errors[1] < 0.05
+
+
+@pytest.mark.skipif(GPU, reason="for Triton's interpreter")
+def test_float8_goes_through_the_network(monkeypatch):
+    """Norms, attention and SwiGLU hand float8 to every layer that takes it."""
+    monkeypatch.setattr("arpg.quantization.precision.check_fp8", lambda device: None)
+    config, cpu = dataclasses.replace(SMALL, vocab_size=32), torch.device("cpu")  # a multiple of 16
+    plain, made = small_model(config), to_precision(small_model(config), "fp8", cpu)
+    case = Case("small", 2, SamplingSettings(steps=3, guidance=1.0), config.grid)
+    ids = generate(plain, case)
+    exact, alone = on_context(plain, case, ids), on_context(made, case, ids)
+    taken = set()
+    for name, layer in made.named_modules():
+        if isinstance(layer, Fp8Linear):
+            layer.register_forward_pre_hook(lambda _, args, name=name: taken.add((name, args[0].dtype)))
+    for name in ("usable", "decoding"):
+        monkeypatch.setattr(layers, name, lambda x: x.dtype != FLOAT8)
+    handed = on_context(made, case, ids)
+    first = {"pass1.0.attn.qkv", "pass2.0.attn.q"}  # nothing was added before them
+    assert len(taken) == 2 * 4 + 1 + 2 * 4 + 1
+    assert {name for name, dtype in taken if dtype != FLOAT8} == first
+    assert agreement(alone, exact)["logit error"] < 0.3
+    assert agreement(handed, exact)["logit error"] < 0.4  # the interpreter rounds badly (`test_precision.py`)

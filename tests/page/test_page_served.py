@@ -1,0 +1,65 @@
+"""The page, the server and garden together, in a real browser: what the README shows."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from arpg import Pipeline
+from support.page_browser import PATIENCE, choose, close_to, drag, draw, on_board, opened, result, shown, task
+
+
+@pytest.fixture(scope="module")
+def garden():
+    return Pipeline.from_pretrained("garden", device="cpu")
+
+
+def test_draw_fill_and_continue_a_picture(live, visit, garden):
+    address, _ = live(pipeline=garden)
+    page = visit(address)
+    page.fill("#set-steps", "8")
+    choose(page, "Lemon")
+    page.fill("#seed", "3")
+    page.evaluate(
+        """() => {
+          window.seen = [];
+          const about = document.getElementById("stage-about");
+          new MutationObserver(() => seen.push(about.textContent)).observe(about, {childList: true, subtree: true});
+        }"""
+    )
+    draw(page)
+    assert any(re.match(r"step [1-8] of 8", text) for text in page.evaluate("seen"))  # watched
+    made = Image.open(io.BytesIO(result(page)))
+    (alone,) = garden.generate("Lemon", seed=3, steps=8)
+    assert made.convert("RGB").tobytes() == alone.tobytes()  # the very picture of the command line and of Python
+    assert json.loads(made.text["arpg"])["steps"] == 8
+    assert close_to(shown(page), alone)
+
+    task(page, "inpaint")
+    drag(page, on_board(page, (0.3, 0.5), (0.7, 0.5)))
+    choose(page, "Kiwi")
+    body = draw(page, "inpaint")
+    filled = np.asarray(Image.open(io.BytesIO(result(page))).convert("RGB"))
+    masked = np.asarray(opened(body["mask"]).convert("L")) > 127
+    assert (filled != np.asarray(alone))[masked].any()
+    assert (filled == np.asarray(alone))[~masked].all()  # given pixels are untouched
+
+    task(page, "outpaint")
+    page.fill("#side-right", "48")
+    draw(page, "outpaint")
+    assert Image.open(io.BytesIO(result(page))).size == (144, 96)
+
+
+def test_a_class_that_does_not_exist_and_a_server_that_goes_away(live, visit, garden):
+    address, house = live(pipeline=garden)
+    page = visit(address)
+    answer = page.request.post(f"{address}/v1/arpg/generate", data={"class": "Bananna"})
+    assert answer.status == 400
+    assert "Banana" in answer.json()["error"]["nearest"]
+    house.close()
+    page.click("#go")
+    page.wait_for_selector("#notice:visible", timeout=PATIENCE)
+    assert page.inner_text("#notice").strip()

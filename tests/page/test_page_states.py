@@ -1,0 +1,189 @@
+"""The page when things are not as usual: failures, small screens, dark rooms, screen readers; and its files."""
+
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from support.page_browser import choose, draw, on_board, opened, task
+from support.page_server import NAMES, SPRITE, STATIC
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+def test_busy_waits_and_tries_again(fake, visit):
+    page = visit(fake.url)
+    fake.failures = [(429, {"message": "The queue is full.", "type": "rate_limit_error"}, [("Retry-After", "1")])]
+    page.click("#go")
+    page.wait_for_selector("#notice.busy")
+    assert "busy" in page.inner_text("#notice")
+    assert "1 s" in page.inner_text("#notice strong")
+    page.wait_for_selector("#actions", state="visible")
+    assert len(fake.asked) == 2
+    assert fake.asked[0] == fake.asked[1]
+    assert page.is_hidden("#notice")
+    fake.failures = [(429, {"message": "The queue is full."}, [("Retry-After", "60")])]
+    page.click("#go")
+    page.click("#notice >> text=Cancel")
+    page.wait_for_selector("#go", state="visible")
+    assert len(fake.asked) == 3
+
+
+def test_a_server_that_goes_away_is_looked_for(fake, visit):
+    page = visit(fake.url)
+    fake.stop()
+    page.click("#go")
+    page.wait_for_selector("#notice.gone")
+    assert "does not answer" in page.inner_text("#notice")
+    fake.start(fake.port)
+    page.click("#notice >> text=Try again")
+    page.wait_for_selector("#actions", state="visible")
+    fake.break_after = 4  # and one that breaks off in the middle
+    page.click("#go")
+    page.wait_for_selector("#notice.gone")
+    assert page.is_visible("#actions")  # the last picture is still there
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "in the stream"])
+def test_an_unknown_class_is_answered_with_the_nearest(fake, visit, late):
+    fake.late, page = late, visit(fake.url)
+    page.fill("#class-input", "Appel")
+    page.keyboard.press("Escape")
+    page.click("#go")
+    page.wait_for_selector("#notice.error")
+    assert "'Appel' is unknown" in page.inner_text("#notice")
+    assert page.get_attribute("#class-input", "aria-invalid") == "true"
+    page.click("#notice >> role=button[name='Apple Crimson Snow']")
+    page.wait_for_selector("#actions", state="visible")
+    assert fake.asked[-1][1]["class"] == "Apple Crimson Snow"
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(fake, visit):
+    fake.key = "secret"
+    page = visit(fake.url, ready=False)
+    page.wait_for_selector("#notice.key")
+    page.fill("#key", "wrong")
+    with page.expect_response("**/v1/arpg/info") as refused:
+        page.keyboard.press("Enter")
+    assert refused.value.status == 401
+    page.wait_for_timeout(200)
+    page.fill("#key", "secret")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#go:not([disabled])")
+    draw(page)
+    page.locator("input[value=curl]").check(force=True)
+    assert "secret" not in page.content()
+    assert "$ARPG_KEY" in page.inner_text("#snippet")
+    page.reload()
+    page.wait_for_selector("#go:not([disabled])")
+
+
+def test_cancel_ends_the_job_on_the_server(fake, visit):
+    page = visit(fake.url)
+    fake.pause = 0.1
+    page.click("#go")
+    page.locator("#stage-about", has_text="step").wait_for()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#go", state="visible")
+    assert fake.cancelled.wait(5)
+    assert page.inner_text("#stage-title") == "Picture"
+
+
+def test_a_phone_needs_no_sideways_scrolling(visit, fake):
+    page = visit(fake.url, **PHONE)
+    fake.key = "secret"
+    page.click("#go")
+    page.wait_for_selector("#notice.key")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    button = page.locator("#notice form button").bounding_box()
+    assert button["x"] + button["width"] < 390
+    fake.key = None
+    draw(page)
+    for name in ("generate", "inpaint", "edit", "outpaint", "expand"):
+        task(page, name)
+        page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        button = page.locator("#go").bounding_box()
+        assert 0 <= button["y"] <= 844 - button["height"]  # always in reach
+        assert button["height"] >= 44
+    task(page, "inpaint")
+    page.locator("#board").scroll_into_view_if_needed()
+    (point,) = on_board(page, (0.5, 0.5))
+    page.touchscreen.tap(*point)
+    assert np.asarray(opened(draw(page, "inpaint")["mask"]).convert("L"))[48, 48] == 255
+
+
+def lightness(page):
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_dark_follows_the_system_or_the_button(visit):
+    page = visit(color_scheme="dark")
+    assert lightness(page) < 40
+    page.click("#theme")
+    assert page.get_attribute("#theme", "aria-label") == "Theme: light"
+    assert lightness(page) > 220
+    page.reload()
+    assert lightness(page) > 220
+    page.click("#theme")
+    assert lightness(page) < 40
+    assert lightness(visit(color_scheme="light")) > 220
+
+
+@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"])
+def test_axe_finds_nothing_serious(visit, fake, options):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install '.[dev]'").Axe()
+    page = visit(fake.url, **options)
+
+    def serious(where):
+        found = axe.run(page).response["violations"]
+        return [(where, one["id"], [node["html"][:90] for node in one["nodes"]]) for one in found]
+
+    problems = serious("empty")
+    page.fill("#num", "2")
+    draw(page)
+    page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
+    page.fill("#set-steps", "9")
+    problems += serious("result")
+    for name in ("inpaint", "edit", "outpaint", "expand"):
+        task(page, name)
+        problems += serious(name)
+    task(page, "generate")
+    page.check("#comparing")
+    page.click("#go")
+    page.wait_for_selector("#compare a:visible >> nth=1")
+    problems += serious("compare")
+    page.fill("#class-input", "Appel")
+    page.click("#go")
+    page.wait_for_selector("#notice.error")
+    page.fill("#class-input", "app")
+    problems += serious("error and list")
+    fake.key = "secret"
+    page.keyboard.press("Escape")
+    choose(page, "Banana")
+    page.click("#go")
+    page.wait_for_selector("#notice.key")
+    problems += serious("key")
+    assert problems == []
+
+
+def test_modules_say_what_they_are_and_nothing_is_inline():
+    for path in STATIC.iterdir():
+        text = path.read_text()
+        first = text.splitlines()[0]
+        assert path.suffix in (".html", ".svg") or first.startswith(("// ", "/* ")), path.name
+        assert len(text.splitlines()) <= 400, path.name
+        assert not re.search(r"https?://(?!www\.w3\.org/)", text), f"{path.name} refers to another host"
+        assert not re.search(r"\beval\(|new Function|innerHTML", text), path.name
+    html = (STATIC / "index.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html)
+
+
+def test_the_sprite_has_a_cell_for_each_class():
+    with Image.open(SPRITE) as sprite:
+        assert sprite.size == (17 * 48, -(-len(NAMES) // 17) * 48)
+        cells = np.asarray(sprite.convert("L")).reshape(-1, 48, 17, 48).swapaxes(1, 2).reshape(-1, 48 * 48)
+    assert (cells[: len(NAMES)].std(1) > 5).all()  # none is empty
+    assert SPRITE.stat().st_size < 150_000

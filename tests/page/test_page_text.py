@@ -1,0 +1,170 @@
+"""The page of a model that takes prompts: with a stand-in of the server, and with a small model."""
+
+import base64
+import io
+import json
+import shlex
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from arpg import Pipeline, cli
+from arpg.image import open_image
+from arpg.text import Prompts
+from support.page_browser import draw, encoded, result, task, upload
+from support.small import TEXT, FakeEncoder, small_tokenizer
+
+PROMPT, NEGATIVE = 'two "red" apples on a 🍓', "it's a gray\nbackground"
+
+
+@pytest.fixture
+def page(fake, visit):
+    fake.takes = "text"
+    return visit(fake.url)
+
+
+def write(page, prompt, negative=None):
+    page.fill("#prompt", prompt)
+    if negative is not None:
+        page.evaluate("document.getElementById('negative-field').open = true")
+        page.fill("#negative", negative)
+
+
+def snippet(page, kind):
+    page.locator(f"input[name=snippet][value={kind}]").check(force=True)
+    return page.inner_text("#snippet")
+
+
+def test_prompts_instead_of_classes(page):
+    assert not page.is_visible("#class-input")
+    assert "64 tokens" in page.inner_text("#prompt-about")
+    assert "classes" not in page.inner_text("#model")
+    page.click("#go")
+    assert "Write a prompt" in page.inner_text("#notice")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    write(page, PROMPT)
+    body = draw(page)
+    assert body["prompt"] == PROMPT
+    assert not {"class", "negative"} & set(body)
+    assert page.inner_text("#stage-title") == PROMPT
+    write(page, PROMPT, NEGATIVE)
+    assert draw(page)["negative"] == NEGATIVE
+    page.fill("#prompt", "x" * 3000)
+    assert len(draw(page)["prompt"]) == 2000
+
+
+def test_by_keyboard_alone(page):
+    page.focus("#prompt")
+    page.keyboard.type("apple")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # unfolds
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "negative"
+    page.keyboard.type("gray")
+    with page.expect_request("**/v1/arpg/generate") as caught:
+        page.keyboard.press("Control+Enter")
+    body = caught.value.post_data_json
+    assert (body["prompt"], body["negative"]) == ("apple", "gray")
+    page.wait_for_selector("#actions", state="visible")
+
+
+def test_every_task_asks_with_prompts(page):
+    write(page, "apple", "gray")
+    draw(page)
+    task(page, "inpaint")
+    page.click("#mask-invert")
+    body = draw(page, "inpaint")
+    assert (body["prompt"], body["negative"]) == ("apple", "gray")
+    page.click("#back")
+    page.check("#fits")
+    assert page.is_disabled("#prompt")
+    assert page.is_disabled("#negative")
+    body = draw(page, "inpaint")
+    assert body["prompt"] is None
+    assert "negative" not in body
+    task(page, "expand")
+    assert page.inner_text("label:has(#from-class)") == "From the prompt"
+    assert draw(page, "expand")["prompt"] == "apple"
+
+
+def test_what_was_asked_comes_back(page):
+    """From the history, and from a picture that says how it was made."""
+    write(page, PROMPT, "gray")
+    page.fill("#set-steps", "5")
+    first = draw(page)
+    data = result(page)
+    page.fill("#negative", "")
+    write(page, "pear")
+    assert "negative" not in draw(page)
+    page.locator("#history button").nth(1).click()
+    page.wait_for_function("document.getElementById('prompt').value !== 'pear'")
+    assert draw(page) == first
+    page.click("#settings-reset")
+    write(page, "pear", "")
+    upload(page, data)
+    page.wait_for_selector("#notice:has-text('its prompt, seed')")
+    task(page, "generate")
+    assert page.is_visible("#negative")
+    assert draw(page) == first
+
+
+def test_what_is_wrong_with_a_field_is_shown_there(page, fake):
+    error = {"message": "negative is too long", "type": "invalid_request_error", "param": "negative", "code": None}
+    fake.failures.append((400, error, ()))
+    write(page, "apple")
+    page.click("#go")
+    page.wait_for_selector("#notice.error")
+    assert page.evaluate("document.activeElement.id") == "negative"
+    assert page.get_attribute("#negative", "aria-invalid") == "true"
+    page.keyboard.type("g")
+    assert page.get_attribute("#negative", "aria-invalid") is None
+
+
+def test_axe_finds_nothing(page):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install '.[dev]'").Axe()
+    write(page, PROMPT, NEGATIVE)
+    assert axe.run(page).response["violations"] == []
+
+
+def test_the_page_the_server_and_a_model_together(text_model, live, visit, tmp_path, monkeypatch):
+    """What the page draws is what the pipeline, the Python and the command line on it draw."""
+    pipe = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=Prompts(TEXT.text, load=FakeEncoder))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    pipe.save_pretrained("small")  # what the server calls it
+    address, _ = live(pipeline=pipe)
+    page = visit(address)
+    write(page, PROMPT, NEGATIVE)
+    page.fill("#set-steps", "3")
+    page.fill("#set-guidance", "4")
+    page.fill("#seed", "5")
+    draw(page)
+    made = Image.open(io.BytesIO(result(page)))
+    (alone,) = pipe.generate(prompt=PROMPT, negative=NEGATIVE, steps=3, guidance=4.0, seed=5)
+    assert made.convert("RGB").tobytes() == alone.tobytes()
+    about = json.loads(made.text["arpg"])
+    assert (about["prompt"], about["negative"]) == (PROMPT, NEGATIVE)
+
+    exec(compile(snippet(page, "python"), "snippet", "exec"), {})
+    name = tmp_path / "two-red-apples-on-a.png"
+    assert open_image(name).convert("RGB").tobytes() == alone.tobytes()
+    name.unlink()
+    monkeypatch.setattr(sys, "argv", shlex.split(snippet(page, "cli")))
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert not exited.value.code
+    assert open_image(name).convert("RGB").tobytes() == alone.tobytes()
+
+    upload(page, encoded(alone))
+    page.locator("#stage-title", has_text="own").wait_for()
+    page.fill("#box-r", "4")
+    page.click("#box-fill")
+    body = draw(page, "inpaint")
+    filled = np.asarray(Image.open(io.BytesIO(result(page))).convert("RGB"))
+    mask = Image.open(io.BytesIO(base64.b64decode(body["mask"])))
+    options = {"steps": 3, "guidance": 4.0, "seed": body["seed"]}
+    expected = pipe.inpaint(alone, mask, prompt=PROMPT, negative=NEGATIVE, **options)
+    assert np.array_equal(filled, np.asarray(expected[0]))

@@ -1,0 +1,130 @@
+"""The cached loop against the naive oracle: block-wise and causal, every order, known tokens, ragged batches."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from arpg import Request, SamplingSettings, decode, make_plan
+from arpg.convert import model_to_published
+from arpg.decode import engine
+from arpg.model import class_condition
+from arpg.settings import ORDERS
+from support import oracle
+from support.small import SMALL, small_model
+
+
+def decode_and_record(model, request, settings, monkeypatch):
+    """The plan, the final ids, and the raw logits of every step."""
+    raw = []
+    sample = engine.sample
+
+    def record(logits, *rest, **scale):
+        raw.append(logits)
+        return sample(logits, *rest, **scale)
+
+    monkeypatch.setattr(engine, "sample", record)
+    plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+    last = list(decode(model, request, plan, settings))[-1]
+    return plan, last.ids_BN, raw
+
+
+def check_against_oracle(model, request, labels, settings, monkeypatch):
+    plan, ids, raw = decode_and_record(model, request, settings, monkeypatch)
+    published = model_to_published(model.config, model.state_dict())
+    batch = len(request.seeds)
+    for row in range(2 * batch if plan.guided else batch):
+        b = row % batch
+        sample = plan.samples[b]
+        expected = oracle.decoding_logits(
+            published,
+            model.config.num_heads,
+            label=labels[b] if row < batch else None,
+            ids=ids[b].tolist(),
+            known=request.known_BN[b].nonzero().flatten().tolist(),
+            order=list(sample.order),
+            sizes=sample.sizes,
+            width=request.grid[1],
+            causal=settings.attention == "causal",
+        )
+        ours = torch.cat([raw[s][row, :size] for s, size in enumerate(sample.sizes)])
+        assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("attention", ["block", "causal"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_on_a_non_square_grid(model, order, attention, monkeypatch):
+    request = Request.from_nothing(class_condition(model, torch.tensor([1, 4])), (3, 5), (7, 8))
+    settings = SamplingSettings(steps=4, guidance=3.0, order=order, attention=attention)
+    check_against_oracle(model, request, [1, 4], settings, monkeypatch)
+
+
+@pytest.mark.parametrize("attention", ["block", "causal"])
+def test_known_tokens_and_ragged_rows(model, attention, monkeypatch):
+    """Three samples with 0, 5 and 12 known tokens of 12 share one decode."""
+    known = torch.zeros(3, 12, dtype=torch.bool)
+    known[1, [0, 3, 4, 9, 11]] = True
+    known[2] = True
+    known[2, 6] = False
+    ids = torch.randint(24, (3, 12), generator=torch.Generator().manual_seed(3))
+    condition = class_condition(model, torch.tensor([0, 2, 3]))
+    request = Request(condition, (4, 3), ids, known, (5, 6, 7))
+    settings = SamplingSettings(steps=5, guidance=2.0, guidance_schedule="constant", attention=attention)
+    check_against_oracle(model, request, [0, 2, 3], settings, monkeypatch)
+
+
+def test_without_guidance_the_batch_is_not_doubled(model, monkeypatch):
+    request = Request.from_nothing(class_condition(model, torch.tensor([1, 4])), (4, 4), (7, 8))
+    for settings in (SamplingSettings(steps=3), SamplingSettings(steps=3, guidance=9.0, guidance_schedule="none")):
+        check_against_oracle(model, request, [1, 4], settings, monkeypatch)
+        _, _, raw = decode_and_record(model, request, settings, monkeypatch)
+        assert all(len(logits) == 2 for logits in raw)
+
+
+def test_teacher_forcing_is_sequential_causal_decoding(model, monkeypatch):
+    """For every ablation: the logits of a one-token-at-a-time decode are those of one teacher-forced pass."""
+    for change in (
+        {},
+        {"pass1_layers": 3, "pass2_layers": 1},
+        {"pass1_layers": 0, "pass2_layers": 3},
+        {"shared_kv": False},
+        {"positions": "cosine"},
+    ):
+        model = small_model(dataclasses.replace(SMALL, **change))
+        condition = class_condition(model, torch.tensor([1, 4]))
+        request = Request.from_nothing(condition, (4, 4), (7, 8))
+        settings = SamplingSettings(steps=16)
+        plan, ids, raw = decode_and_record(model, request, settings, monkeypatch)
+        order = torch.tensor([sample.order for sample in plan.samples])
+        with torch.no_grad():
+            forced = model(ids, order, condition)
+        assert (torch.cat(raw, dim=1) - forced).abs().max() < 1e-4, change
+        monkeypatch.undo()
+
+
+def test_condition_queries_replace_the_mask(model, monkeypatch):
+    """Queries equal to [MASK] change nothing; other ones do, but only for the conditional rows."""
+    plain = class_condition(model, torch.tensor([1, 4]))
+    mask = model.embedding.weight[model.config.mask_id].detach()
+    settings = SamplingSettings(steps=4, guidance=2.0)
+
+    def first_logits(condition):
+        request = Request.from_nothing(condition, (4, 4), (7, 8))
+        logits = decode_and_record(model, request, settings, monkeypatch)[2][0]
+        monkeypatch.undo()
+        return logits
+
+    same = dataclasses.replace(plain, query_BND=mask.expand(2, 16, -1))
+    other = dataclasses.replace(plain, query_BND=mask.flip(0).expand(2, 16, -1))
+    base = first_logits(plain)
+    assert torch.allclose(first_logits(same), base, atol=1e-6)
+    changed = first_logits(other)
+    assert (changed[:2] - base[:2]).abs().max() > 0.1
+    assert torch.allclose(changed[2:], base[2:], atol=1e-6)
+    # Teacher forcing takes them position by position as well.
+    ids, order = torch.zeros(2, 16, dtype=torch.long), torch.arange(16).flip(0).expand(2, 16)
+    only_5 = mask.expand(2, 16, -1).clone()
+    only_5[:, 5] = mask.flip(0)
+    with torch.no_grad():
+        difference = model(ids, order, dataclasses.replace(plain, query_BND=only_5)) - model(ids, order, plain)
+    assert difference.abs().amax((0, 2)).nonzero().flatten().tolist() == [10]

@@ -1,0 +1,184 @@
+"""The batcher: rows of many requests in one decode, each with the tokens it gets alone; fairness, faults, leaving."""
+
+import pytest
+import torch
+
+from arpg import tasks
+from arpg.decode import Request
+from arpg.model import class_condition
+from arpg.serve.batcher import Batcher
+from arpg.settings import SamplingSettings
+from support.rows import SETTINGS, Order, Slow
+
+
+@pytest.fixture
+def batcher(model):
+    made = Batcher(model, max_batch=8)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slow(model):
+    made = []
+
+    def make(**options):
+        made.append(Slow(model, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def masked(model, seed):
+    known = torch.rand(1, 16, generator=torch.Generator().manual_seed(seed)) < 0.5
+    ids = torch.randint(0, 24, (1, 16), generator=torch.Generator().manual_seed(seed))
+    return Request(class_condition(model, torch.tensor([seed % 5])), (4, 4), ids, known, (seed,))
+
+
+def test_every_request_gets_its_own_tokens(model, batcher):
+    """Different numbers, seeds, masks, plans, guidance and ways to draw, all at once."""
+    kinds = [
+        SETTINGS,
+        SamplingSettings(steps=3, guidance=2.0, order="raster"),
+        SamplingSettings(steps=8, guidance=1.0),
+        SamplingSettings(steps=4, guidance=2.0, temperature=0.5, top_k=5, attention="causal"),
+        SamplingSettings(guidance=2.0, decode="exact", attention="causal", draft=3),
+    ]
+    orders = [Order(model, i, num=1 + i % 3, settings=kinds[i % 5], seed=7 * i) for i in range(15)]
+    orders += [Order(model, 100 + i, settings=kinds[i % 5], request=masked(model, i)) for i in range(10)]
+    for order in orders:
+        batcher.put(order.ticket)
+    assert all(order.is_right() for order in orders)
+    assert (batcher.waiting, batcher.running) == (0, 0)
+
+
+def test_a_new_request_joins_the_running_batch_and_leaves_alone(model, slow):
+    batcher = slow(max_batch=8, call=1000)
+    first, second = Order(model, "a", seed=1), Order(model, "b", seed=2)
+    batcher.put(first.ticket)
+    batcher.step(2)
+    assert batcher.stepped.acquire(timeout=30)  # it stands before its third step
+    batcher.put(second.ticket)
+    batcher.allowed.release()
+    batcher.step(5)
+    assert first.is_right()
+    assert second.is_right()
+    assert batcher.seen == 3 * [[("a", 0)]] + 2 * [[("a", 0), ("b", 0)]] + 3 * [[("b", 0)]]
+
+
+def test_rows_that_do_not_fit_together_take_turns(model, slow):
+    """Without a reason to join (`call=0`), a batch of its own; steps alternate."""
+    batcher = slow(max_batch=8, call=-1000)
+    first = Order(model, "a")
+    batcher.put(first.ticket)
+    batcher.step(1)
+    assert batcher.stepped.acquire(timeout=30)
+    second = Order(model, "b")
+    batcher.put(second.ticket)
+    batcher.allowed.release()
+    batcher.step(8)
+    assert first.is_right()
+    assert second.is_right()
+    assert [who[0][0] for who in batcher.seen] == list("aababababb")
+
+
+def test_a_large_job_does_not_block_a_small_one(model, slow):
+    batcher = slow(max_batch=8, call=1000)
+    large, small = Order(model, "large", num=16), Order(model, "small")
+    batcher.put(large.ticket)
+    batcher.step(1)
+    assert batcher.stepped.acquire(timeout=30)
+    batcher.put(small.ticket)
+    batcher.allowed.release()
+    batcher.step(1)
+    assert len(batcher.seen[0]) == 6  # a quarter is kept for others
+    assert ("small", 0) in batcher.seen[2]
+    batcher.allowed.release(1000)
+    assert small.is_right()
+    assert large.is_right()
+
+
+def test_owners_are_served_in_turn(model, slow):
+    batcher = slow(max_batch=4, call=1000)
+    with batcher._wake:  # they all come before it looks
+        orders = [Order(model, name, num=3, seed=i) for i, name in enumerate("abc")]
+        batcher._arrived += [order.ticket for order in orders]
+        batcher._wake.notify()
+    batcher.step(1)
+    assert sorted(batcher.seen[0]) == [("a", 0), ("b", 0), ("c", 0)]  # the last place is for somebody else
+    batcher.allowed.release(1000)
+    assert all(order.is_right() for order in orders)
+
+
+def test_a_cancelled_row_leaves_before_the_next_step(model, slow):
+    batcher = slow(max_batch=8)
+    stays, goes = Order(model, "stays", seed=1), Order(model, "goes", num=2)
+    with batcher._wake:
+        batcher._arrived += [stays.ticket, goes.ticket]
+        batcher._wake.notify()
+    batcher.step(1)
+    assert batcher.stepped.acquire(timeout=30)
+    goes.stopped.set()
+    batcher.allowed.release()
+    batcher.step(1)
+    assert goes.wait().error is None
+    assert goes.ticket.open == 2
+    assert [len(who) for who in batcher.seen] == [3, 3, 1]
+    batcher.allowed.release(1000)
+    assert stays.is_right()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory")])
+def test_a_failing_step_fails_its_batch_alone(model, slow, monkeypatch, error, caplog):
+    caplog.set_level("CRITICAL")
+    batcher = slow(max_batch=8, call=-1000)
+    bad, good = Order(model, "bad", num=2), Order(model, "good", settings=SamplingSettings(steps=4, guidance=1.0))
+    with batcher._wake:
+        batcher._arrived += [bad.ticket, good.ticket]
+        batcher._wake.notify()
+    batcher.step(1)
+    assert batcher.stepped.acquire(timeout=30)
+
+    def fail():
+        raise error
+
+    failing = next(batch for batch in batcher._batches if batch.places[0][0] is bad.ticket)
+    failing.running.step = fail
+    batcher.allowed.release(1000)
+    assert bad.wait().error is error
+    assert good.is_right()
+    assert batcher.metrics.registry.get_sample_value("arpg_failures_total") == 1
+    after = Order(model, "after")
+    batcher.put(after.ticket)
+    assert after.is_right()
+
+
+def test_everything_known_needs_no_step(model, batcher):
+    ids = torch.arange(16)[None]
+    known = torch.ones(1, 16, dtype=torch.bool)
+    order = Order(model, "a", request=Request(class_condition(model, torch.tensor([1])), (4, 4), ids, known, (0,)))
+    batcher.put(order.ticket)
+    assert order.wait().error is None
+    assert torch.equal(order.ticket.ids_BN, ids)
+
+
+def test_closing_ends_what_is_left(model):
+    batcher = Slow(model, max_batch=2)
+    orders = [Order(model, i) for i in range(4)]
+    for order in orders:
+        batcher.put(order.ticket)
+    batcher.close()
+    assert all(order.ended.is_set() for order in orders)
+    assert all(order.error is not None for order in orders[2:])
+
+
+def test_a_large_grid_takes_the_room_of_many_and_is_not_starved(model, batcher):
+    big = Order(model, "big", request=tasks.generate(model, [1], [0], grid=(12, 12)))
+    small = [Order(model, i, seed=i) for i in range(12)]
+    for order in [*small[:6], big, *small[6:]]:
+        batcher.put(order.ticket)
+    assert big.is_right()
+    assert all(order.is_right() for order in small)
+    assert batcher._weight(big.ticket) == 8  # nine grids, but no more than there are places

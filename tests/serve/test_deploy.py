@@ -1,0 +1,105 @@
+"""What is in deploy/: files that are copied exist, options and arguments are real, probes and times fit together."""
+
+import importlib
+import json
+import re
+import shlex
+
+import yaml
+from typer.main import get_command
+
+from arpg import cli
+from arpg.serve.house import ServeSettings
+from support.paths import ROOT
+
+DEPLOY = ROOT / "deploy"
+
+
+def options():
+    """The options of `arpg serve`."""
+    command = get_command(cli.app).commands["serve"]
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def documents(name):
+    return [document for document in yaml.safe_load_all((DEPLOY / name).read_text()) if document]
+
+
+def instructions():
+    """The Dockerfile's instructions as (name, rest); continued lines are joined."""
+    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [tuple(line.split(None, 1)) for line in lines]
+
+
+def test_the_dockerfile_copies_what_exists_and_starts_the_server():
+    found = instructions()
+    names = [name for name, _ in found]
+    assert names[0] == "FROM"
+    for name, rest in found:
+        if name == "COPY" and "--from" not in rest:
+            for source in shlex.split(rest)[:-1]:
+                assert (ROOT / source).exists(), source
+    kept = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = [s for name, rest in found if name == "COPY" and "--from" not in rest for s in shlex.split(rest)[:-1]]
+    assert all(f"!{source}" in kept for source in copied)
+    extra = dict(
+        part.split("=") for name, rest in found if name == "ARG" for part in [rest] if part.startswith("EXTRA")
+    )
+    assert f"\n{extra['EXTRA']} = [" in (ROOT / "pyproject.toml").read_text()
+    entry = json.loads(next(rest for name, rest in found if name == "ENTRYPOINT"))
+    assert entry[:2] == ["arpg", "serve"]
+    assert {part for part in entry if part.startswith("--")} <= options()
+    assert any(name == "USER" and rest != "root" for name, rest in found)
+    assert names.index("USER") < names.index("ENTRYPOINT")
+
+
+def test_the_kubernetes_manifest_fits_the_server():
+    deployment, service = documents("kubernetes.yaml")
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    given = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    assert set(given) <= options()
+    assert spec["terminationGracePeriodSeconds"] > float(given["--deadline"])
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["env"][0]["name"] == "ARPG_API_KEYS"
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+    entry = json.loads(next(rest for name, rest in instructions() if name == "ENTRYPOINT"))
+    assert container["ports"][0]["containerPort"] == int(entry[entry.index("--port") + 1])
+
+
+def test_the_ray_service_names_what_exists():
+    (service,) = documents("rayservice.yaml")
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (application,) = config["applications"]
+    module, _, name = application["import_path"].partition(":")
+    source = (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
+    assert f"def {name}(arguments: dict[str, str])" in source
+    known = set(re.findall(r'"(\w+)"', re.search(r"known = \{(.*?)\}", source, flags=re.S)[1]))
+    assert set(application["args"]) <= known
+    assert all(isinstance(value, str) for value in application["args"].values())
+    ServeSettings(max_batch=int(application["args"]["max_batch"]), queue=int(application["args"]["queue"]))
+    cluster = service["spec"]["rayClusterConfig"]
+    pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)[1]
+    assert cluster["rayVersion"] == pinned
+    (workers,) = cluster["workerGroupSpecs"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == int(application["args"]["gpus"])
+    assert workers["minReplicas"] == int(application["args"]["replicas"])
+    assert workers["maxReplicas"] == int(application["args"]["max_replicas"])
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert {"name": "serve", "containerPort": config["http_options"]["port"]} in head["ports"]
+
+
+def test_the_rest_imports_without_the_server(monkeypatch):
+    """The packages of the extra are the server's alone."""
+    text = "\n".join(path.read_text() for path in (ROOT / "src" / "arpg").rglob("*.py") if "serve" not in path.parts)
+    assert not re.search(r"^\s*(import|from) (fastapi|starlette|uvicorn|pydantic|prometheus_client|ray)\b", text, re.M)
+    outside = [p for p in (ROOT / "src" / "arpg").rglob("*.py") if "serve" not in p.parts and "cli" not in p.parts]
+    assert not any("arpg.serve" in path.read_text() for path in outside)
+    lines = (ROOT / "src" / "arpg" / "cli" / "serve.py").read_text().splitlines()
+    assert not any(re.match(r"(import|from) arpg\.serve", line) for line in lines)
+    assert importlib.import_module("arpg.cli")

@@ -1,0 +1,255 @@
+"""Holding up: clients that go away, slow ones, a server that is told to stop, a worker that fails."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from arpg import cli
+from arpg.decode.running import Running
+from support.paths import ROOT
+
+
+class Brake:
+    """Holds every step of the batcher until it is let go."""
+
+    def __init__(self, monkeypatch):
+        self.allowed, self.standing = threading.Semaphore(0), threading.Semaphore(0)
+        step = Running.step
+
+        def braked(running):
+            self.standing.release()
+            assert self.allowed.acquire(timeout=60)
+            step(running)
+
+        monkeypatch.setattr(Running, "step", braked)
+
+    def reached(self):
+        assert self.standing.acquire(timeout=60)
+
+    def release(self, steps=1):
+        self.allowed.release(steps)
+
+
+@pytest.fixture
+def brake(monkeypatch):
+    made = Brake(monkeypatch)
+    yield made
+    made.release(10000)
+
+
+def until(condition, seconds=60):
+    """Polls: threads and sockets take the time they take."""
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return True
+        pause.wait(0.01)
+    return False
+
+
+def send(address, body, path="/v1/arpg/generate", headers=()):
+    """A request on a socket of our own; not answered yet."""
+    where = urlsplit(address)
+    connection = socket.create_connection((where.hostname, where.port), timeout=60)
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+    connection.sendall("\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content)
+    return connection
+
+
+def ask(address, body=None, path="/v1/arpg/generate"):
+    """Status and answer."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+    content = None if body is None else json.dumps(body)
+    connection.request("POST" if body is not None else "GET", path, content, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place_within_a_step(live, brake, stream):
+    address, house = live()
+    connection = send(address, {"class": 1, "steps": 16, "num": 4, "stream": stream})
+    brake.reached()
+    assert (house.studio.batcher.running, house.door.inside) == (4, 1)
+    connection.close()
+    assert until(lambda: house.door.inside == 0)
+    brake.release(1)  # the step that it was in, and no other
+    assert until(lambda: (house.studio.batcher.running, house.studio.batcher.waiting) == (0, 0))
+    brake.release(1000)
+    assert ask(address, {"class": 1, "steps": 2})[0] == 200
+    assert house.metrics.registry.get_sample_value("arpg_cancelled_total") == 1
+
+
+def test_a_body_that_does_not_come_is_a_408(live):
+    address, house = live(patience=0.2)
+    where = urlsplit(address)
+    connection = socket.create_connection((where.hostname, where.port), timeout=60)
+    connection.sendall(b"POST /v1/arpg/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
+    assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    connection.close()
+    assert until(lambda: house.door.inside == 0)
+
+
+def test_a_client_that_does_not_read_is_given_up(live, monkeypatch):
+    """Its answers pile up in the sockets; after a while the connection is closed and its place is free."""
+    address, house = live(patience=0.2)
+    from arpg.serve import native_api
+
+    monkeypatch.setattr(native_api, "encoded", lambda png: "x" * 10_000_000)  # more than any buffer holds
+    connection = send(address, {"class": 1, "steps": 16, "stream": True})
+    assert until(lambda: house.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
+    assert until(lambda: (house.door.inside, house.studio.batcher.running) == (0, 0))
+    connection.close()
+
+
+def test_a_full_house(live, brake):
+    address, house = live(queue=2)
+    first, second = (send(address, {"class": i, "steps": 1}) for i in range(2))
+    assert until(lambda: house.door.inside == 2)
+    status, answer = ask(address, {"class": 1})
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    brake.release(1000)
+    for connection in (first, second):
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        connection.close()
+
+
+def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, caplog):
+    address, _ = live()
+    caplog.set_level("CRITICAL")
+    step = Running.step
+
+    def failing(running):
+        raise MemoryError("a secret detail")
+
+    monkeypatch.setattr(Running, "step", failing)
+    status, answer = ask(address, {"class": 1})
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert "secret" not in json.dumps(answer)
+    monkeypatch.setattr(Running, "step", step)
+    assert ask(address, {"class": 1, "steps": 2})[0] == 200
+
+
+def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
+    address, house = live()
+    caplog.set_level("CRITICAL")
+    inner, broken = house.studio.tokenizer._tokenizer, object()
+    house.studio.tokenizer._tokenizer = broken
+    assert ask(address, {"class": 1, "steps": 2})[0] == 500
+    house.studio.tokenizer._tokenizer = inner
+    assert ask(address, {"class": 1, "steps": 2})[0] == 200
+
+
+def test_requests_at_the_same_time_get_what_they_get_alone(live):
+    address, _ = live(max_wait_ms=100)
+    bodies = [{"class": i % 5, "seed": i, "steps": 3 + i % 4, "num": 1 + i % 2} for i in range(12)]
+    alone = [ask(address, body)[1]["images"] for body in bodies]
+    found = [None] * len(bodies)
+
+    def run(i):
+        found[i] = ask(address, bodies[i])[1]["images"]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == alone
+
+
+def test_sigterm_finishes_what_is_inside(folder, tmp_path):
+    """A real process: the stream that is running ends well, new work gets a 503, then it is gone."""
+    command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ARPG_API_KEYS": ""}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stderr.readline()
+            assert "serving model at http://127.0.0.1:" in line
+            address = line.split()[3]
+            assert until(lambda: ask(address, path="/readyz")[0] == 200)
+            body = {"class": 1, "size": [32, 32], "way": "windows", "steps": 16, "stream": True}
+            connection = send(address, body, "/v1/arpg/expand", ["connection: close"])
+            stream = connection.makefile("rb")
+            while not (line := stream.readline()).startswith(b"event: step"):
+                assert line
+            process.send_signal(signal.SIGTERM)
+            assert until(lambda: ask(address, path="/readyz")[0] == 503)
+            status, answer = ask(address, {"class": 1})
+            assert (status, answer["error"]["code"]) == (503, "draining")
+            rest = stream.read()
+            assert b"event: done" in rest
+            connection.close()
+            assert process.wait(60) == 0
+            logged = process.stderr.read()
+            entries = [json.loads(line) for line in logged.splitlines()]
+            (done,) = [entry for entry in entries if entry.get("route") == "/v1/arpg/expand"]
+            assert (done["status"], done["method"]) == (200, "POST")
+            assert done["id"].startswith("req_")
+            assert "draining" in [entry["message"] for entry in entries]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "give --keys-file"),
+        (["--host", "::"], "give --keys-file"),
+        (["--host", "example.org"], "give --keys-file"),
+        (["--keys-file", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--keys-file", "empty.txt"], "no key in it"),
+        (["--keys-file", "short.txt"], "at least 16"),
+        (["--max-batch", "0"], "max_batch is 0"),
+        (["--model", "nowhere"], "'nowhere' is neither"),
+        (["--host", "203.0.113.7", "--insecure"], "cannot listen on 203.0.113.7"),
+    ],
+)
+def test_the_command_refuses_what_is_not_safe(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ARPG_API_KEYS", raising=False)
+    Path("empty.txt").write_text("# none\n\n")
+    Path("short.txt").write_text("hunter2\n")
+    monkeypatch.setattr(sys, "argv", ["arpg", "serve", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert "hunter2" not in message
+
+
+def test_without_the_extra_it_says_which_one(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("arpg.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delattr("arpg.serve.server", raising=False)
+    monkeypatch.setattr(sys, "argv", ["arpg", "serve"])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 2
+    assert "pip install 'arpg[serve]'" in capsys.readouterr().err
+
+
+def test_keys_come_from_a_file_and_the_environment(tmp_path):
+    from arpg.serve.keys import read_keys
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\nthe-first-key-of-the-file\n\n  the-second-key-of-the-file  \n")
+    keys = read_keys(file, "a-key-of-the-environment,and-another-one-of-it")
+    assert len(keys) == 4
+    assert "the-second-key-of-the-file" in keys
+    assert "and-another-one-of-it" in keys
+    assert "the-third-key-of-the-file" not in keys
+    assert len(read_keys(None, None)) == 0

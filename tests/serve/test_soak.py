@@ -1,0 +1,17 @@
+"""A short soak: good requests among faults of every kind are all answered, and nothing is left over."""
+
+from soak import soak
+
+
+def test_nothing_is_lost_and_nothing_is_left():
+    report = soak(requests=120, clients=12, seed=3, share=0.02)
+    assert report["wrong"] == []
+    assert report["faults_injected"] >= 1
+    assert report["server_stopped"]
+    assert {"good", "stream", "bad", "drop"} <= set(report["kinds"])
+    for left in report["left_after_each_quarter"]:
+        assert (left["inside"], left["rows_running"], left["rows_waiting"]) == (0, 0, 0)
+    first, *_, last = report["left_after_each_quarter"]
+    assert last["threads"] <= first["threads"] + 4
+    assert last["files"] <= first["files"] + 8
+    assert last["tensors"] <= first["tensors"] + 20

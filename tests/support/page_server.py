@@ -1,0 +1,319 @@
+"""A stand-in for `arpg serve`: the same routes, pictures cut from the thumbnails, and failures on demand.
+
+Run it to look at the page without a model: python tests/page_server.py [PORT]
+"""
+
+import base64
+import io
+import json
+import random
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from PIL import Image, PngImagePlugin
+
+from arpg.settings import SamplingDefaults
+from support.paths import ROOT
+
+PACKAGE = ROOT / "src" / "arpg"
+STATIC = PACKAGE / "serve" / "static"
+SPRITE = PACKAGE / "assets" / "garden" / "thumbnails.webp"
+NAMES = (PACKAGE / "assets" / "garden" / "classes.txt").read_text().splitlines()
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+CSP = (
+    "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'"
+)
+SIDE, GRID, STRIDE = 96, 12, 8
+
+
+def about(**lines):
+    return [{"name": name.replace("_", "-"), "about": line} for name, line in lines.items()]
+
+
+INFO = {
+    "model": "garden",
+    "version": "0.1.0",
+    "classes": len(NAMES),
+    "takes": "class",
+    "prompt_tokens": None,
+    "control": None,
+    "image_size": [SIDE, SIDE],
+    "grid": [GRID, GRID],
+    "stride": STRIDE,
+    "defaults": {
+        "steps": 24,
+        "guidance": 3.0,
+        "guidance_schedule": "linear",
+        "order": "random",
+        "schedule": "arccos",
+        "attention": "block",
+        "decode": "steps",
+        "draft": 8,
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": 1.0,
+    },
+    "guidance_by_steps": [[12, 4.0], [24, 3.0]],
+    "choices": {
+        "order": about(
+            random="Anywhere next, decided by the seed.",
+            raster="Row by row.",
+            spiral_in="From the border to the middle.",
+            spiral_out="From the middle to the border.",
+            halton="Spread out evenly, always far from the last.",
+            local="Close to what is there, but not crowded.",
+        ),
+        "schedule": about(
+            arccos="Few tokens at first, many at the end.",
+            cosine="Gentle start, quick end.",
+            linear="The same number of tokens in every step.",
+        ),
+        "guidance_schedule": about(
+            linear="Grows with the tokens that are known.",
+            constant="The same in every step.",
+            none="No guidance at all.",
+        ),
+        "attention": about(
+            block="Tokens of a step see each other in the steps after it.",
+            causal="Tokens see only what came before them.",
+        ),
+        "decode": about(
+            steps="Several tokens at once, as the schedule says.",
+            exact="The picture of one token at a time, in fewer calls.",
+            speculative="As likely as one token at a time, in fewer calls.",
+        ),
+        "way": about(
+            windows="Overlapping windows over a larger grid.", positions="One grid with positions in between."
+        ),
+    },
+    "limits": {
+        "images": 16,
+        "steps": 1024,
+        "pixels": 4194304,
+        "bytes": 16777216,
+        "side": 768,
+        "best_of": 8,
+        "prompt": 2000,
+    },
+}
+
+DEFAULTS = SamplingDefaults(guidance_by_steps=((12, 4.0), (24, 3.0)))
+
+
+class Fake:
+    """What the stand-in does: how long a step takes, how it fails, and what it was asked."""
+
+    def __init__(self):
+        self.pause = 0.01
+        self.key = None
+        self.takes = "class"
+        self.control = None  # what info says of condition images
+        self.failures = []  # (status, error, headers), each used once, before any job
+        self.late = False  # errors come as an event, after the stream has begun
+        self.break_after = None  # a stream breaks off after this many steps
+        self.asked = []
+        self.cancelled = threading.Event()
+
+    def start(self, port=0):
+        fake = self
+        handler = type("Bound", (Handler,), {"fake": fake})
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    fake: Fake
+    protocol_version = "HTTP/1.0"  # one connection for each request, so that a stopped server is really gone
+
+    def log_message(self, *args):
+        pass
+
+    def send(self, status, body, kind="application/json", headers=()):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Security-Policy", CSP)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def allowed(self):
+        if self.fake.key in (None, self.headers.get("Authorization", "").removeprefix("Bearer ")):
+            return True
+        error = {"message": "This server needs a key.", "type": "authentication_error", "param": None, "code": None}
+        self.send(401, {"error": error})
+        return False
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if path in ("/healthz", "/readyz"):
+            return self.send(200, {"status": "ok"})
+        file = STATIC / ("index.html" if path == "/" else path.removeprefix("/static/"))
+        if (path == "/" or path.startswith("/static/")) and file.is_file():
+            return self.send(200, file.read_bytes(), TYPES[file.suffix], [("Cache-Control", "no-store")])
+        if path.startswith("/v1/") and not self.allowed():
+            return None
+        if path == "/v1/arpg/info":
+            tokens = 64 if self.fake.takes == "text" else None
+            return self.send(
+                200, {**INFO, "takes": self.fake.takes, "prompt_tokens": tokens, "control": self.fake.control}
+            )
+        if path == "/v1/arpg/classes":
+            thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
+            classes = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
+            return self.send(200, {"classes": classes, "thumbnails": thumbnails})
+        if path == "/v1/arpg/thumbnails.webp":
+            return self.send(200, SPRITE.read_bytes(), "image/webp")
+        return self.send(404, {"error": {"message": f"There is no {path}.", "type": "invalid_request_error"}})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        task = self.path.rsplit("/", 1)[-1]
+        if not self.allowed():
+            return
+        self.fake.asked.append((task, body))
+        if self.fake.failures:
+            status, error, headers = self.fake.failures.pop(0)
+            return self.send(status, {"error": error}, headers=headers)
+        if task == "condition":  # what is bright
+            with Image.open(io.BytesIO(base64.b64decode(body["image"]))) as image:
+                made = image.convert("L").resize(body["size"]).point(lambda v: 255 * (v > 127))
+            size = dict(zip(("width", "height"), body["size"], strict=True))
+            return self.send(200, {"png": png(made), "kind": body["kind"], **size})
+        named = body.get("class")
+        if named is not None and named not in NAMES:
+            near = [name for name in NAMES if name[:3].lower() == str(named)[:3].lower()][:4]
+            message = f"class {named!r} is unknown; nearest: {', '.join(near)}"
+            error = {"message": message, "type": "invalid_request_error", "param": "class", "code": "unknown_class"}
+            if not self.fake.late:
+                return self.send(400, {"error": {**error, "nearest": near}})
+            event = f"event: error\ndata: {json.dumps({'error': {**error, 'nearest': near}})}\n\n"
+            return self.send(200, event.encode(), "text/event-stream")
+        if not body.get("stream"):
+            return self.send(200, list(self.job(task, body))[-1][1])
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        try:
+            for count, (event, data) in enumerate(self.job(task, body)):
+                if self.fake.break_after is not None and count > self.fake.break_after:
+                    return None
+                self.wfile.write(f"event: {event}\ndata: {json.dumps(data)}\n\n".encode())
+                self.wfile.flush()
+                time.sleep(self.fake.pause)
+        except (BrokenPipeError, ConnectionResetError):
+            self.fake.cancelled.set()
+        return None
+
+    def job(self, task, body):
+        """The events of a job: tokens in the asked order, shown as they come."""
+        began = time.perf_counter()
+        yield "queued", {"id": "req_1", "position": 1}
+        num, seed = body.get("num", 1), body.get("seed", 0)
+        steps = body.get("steps") or 24
+        finished, todo = zip(*[compose(task, body, seed + i) for i in range(num)], strict=True)
+        columns, rows = (-(-side // STRIDE) for side in finished[0].size)
+        orders = []
+        for i in range(num):
+            order = sorted(todo[i])
+            if body.get("order", "random") == "random":
+                random.Random(seed + i).shuffle(order)
+            orders.append(order)
+        steps = min(steps, max(1, len(orders[0])))
+        for step in range(steps):
+            maps, previews = [], []
+            for image, order in zip(finished, orders, strict=True):
+                decoded = [-2] * (rows * columns)
+                preview = image.copy()
+                for place, position in enumerate(order):
+                    at = int(steps * (place / len(order)) ** 0.6)
+                    decoded[position] = at if at <= step else -1
+                    if at > step:
+                        row, column = divmod(position, columns)
+                        box = (column * STRIDE, row * STRIDE, (column + 1) * STRIDE, (row + 1) * STRIDE)
+                        preview.paste((224, 224, 224), box)
+                maps.append(decoded)
+                previews.append(png(preview))
+            told = steps if body.get("decode", "steps") == "steps" else None
+            event = {"step": step + 1, "steps": told, "window": 0, "windows": 1}
+            yield "step", {**event, "previews": previews, "grid": [rows, columns], "decoded_at": maps}
+        given = {name: body[name] for name in INFO["defaults"] if name in body}
+        settings = {**INFO["defaults"], "guidance": DEFAULTS.guidance_for(body.get("steps") or 24), **given}
+        images = []
+        for i, image in enumerate(finished):
+            asked = {name: body[name] for name in ("class", "prompt", "negative") if name in body}
+            text = json.dumps({"model": "garden", "task": task, **asked, "seed": seed + i, **settings})
+            images.append({"png": png(image, text), "seed": seed + i, "width": image.width, "height": image.height})
+        seconds = time.perf_counter() - began
+        yield "done", {"id": "req_1", "created": 0, "seconds": seconds, "settings": settings, "images": images}
+
+
+def compose(task, body, seed):
+    """The finished picture, and the raster positions of the tokens that are new in it."""
+    named = body.get("class")
+    label = NAMES.index(named) if named in NAMES else random.Random(seed).randrange(len(NAMES))
+    drawn = thumbnail(label, seed)
+    if task == "generate":
+        return drawn, range(GRID * GRID)
+    if task == "expand":
+        image = drawn.resize(body["size"])
+        return image, range(-(-image.width // STRIDE) * -(-image.height // STRIDE))
+    given = Image.open(io.BytesIO(base64.b64decode(body["image"]))).convert("RGB")
+    if task == "outpaint":
+        left, top = body.get("left", 0), body.get("top", 0)
+        size = (given.width + left + body.get("right", 0), given.height + top + body.get("bottom", 0))
+        image, mask = drawn.resize(size), Image.new("L", size, 255)
+        image.paste(given, (left, top))
+        mask.paste(0, (left, top, left + given.width, top + given.height))
+    else:
+        if task == "edit":
+            mask = Image.new("L", given.size)
+            mask.paste(255, tuple(body["box"]))
+        else:
+            mask = Image.open(io.BytesIO(base64.b64decode(body["mask"]))).convert("L")
+        image = given.copy()
+        image.paste(drawn.resize(given.size), (0, 0), mask)
+    columns, rows = (-(-side // STRIDE) for side in image.size)
+    patches = (
+        (r, c, (c * STRIDE, r * STRIDE, (c + 1) * STRIDE, (r + 1) * STRIDE))
+        for r in range(rows)
+        for c in range(columns)
+    )
+    return image, [r * columns + c for r, c, box in patches if mask.crop(box).getextrema()[1] >= 128]
+
+
+def thumbnail(label, seed):
+    row, column = divmod(label, 17)
+    with Image.open(SPRITE) as sprite:
+        cut = sprite.convert("RGB").crop((column * 48, row * 48, column * 48 + 48, row * 48 + 48))
+    return cut.resize((SIDE, SIDE), Image.Resampling.BICUBIC).rotate(seed % 4 * 90)
+
+
+def png(image, text=""):
+    info = PngImagePlugin.PngInfo()
+    if text:
+        info.add_text("arpg", text)
+    buffer = io.BytesIO()
+    image.save(buffer, "png", pnginfo=info)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+if __name__ == "__main__":
+    served = Fake()
+    served.pause = 0.06
+    sys.stderr.write(served.start(int(sys.argv[1]) if len(sys.argv) > 1 else 8000) + "\n")
+    threading.Event().wait()

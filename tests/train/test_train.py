@@ -1,0 +1,422 @@
+"""Training runs: they learn, continue exactly where they were stopped, and do not depend on the number of processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from arpg import InputError, Pipeline, load_model
+from arpg.checkpoint import FolderConfig, write_folder
+from arpg.data.tokens import TokenWriter
+from arpg.train import update
+from arpg.train.distributed import start, stop
+from arpg.train.model import ModelTraining, train_model
+from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
+from arpg.train.tokenizer import TokenizerTraining, train_tokenizer
+from support.small import small_tokenizer
+
+RECIPE = """
+label_drop = 0.2
+seed = 3
+[model]
+width = 32
+num_heads = 2
+pass1_layers = 2
+pass2_layers = 2
+vocab_size = 24
+num_classes = 5
+grid = [4, 4]
+dropout = 0.1
+[data]
+train = "{tokens}"
+validation = "{tokens}"
+[optim]
+lr = 1e-2
+warmup = 0.1
+ema = 0.9
+[run]
+steps = 12
+batch_size = 8
+precision = "float32"
+log_every = 1
+validate_every = 6
+sample_every = 12
+save_every = 4
+[sampling]
+steps = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe file, and tokens in which each class repeats one code."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(20) % 5
+    ids = np.where(rng.random((20, 2, 16)) < 0.9, labels[:, None, None], rng.integers(24, size=(20, 2, 16)))
+    writer = TokenWriter(tmp_path / "tokens", grid=(4, 4), vocab_size=24, classes=tuple("abcde"), views=2)
+    writer.add(ids.astype(np.uint16), labels)
+    writer.close()
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(tokens=tmp_path / "tokens"))
+    return path
+
+
+def metrics(folder, key="loss"):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return {entry["step"]: entry[key] for entry in lines if key in entry}
+
+
+def train(recipe, folder, *overrides, resume=False):
+    return train_model(read_recipe(recipe, ModelRecipe, overrides), Path(folder), resume=resume, device="cpu")
+
+
+def process(recipe, folder, *overrides, count=1, resume=False, script="arpg.cli"):
+    """`arpg train` in processes of its own; under torchrun when there are several."""
+    command = [sys.executable]
+    if count > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={count}", f"--master-port={port}"]
+    command += ["-m", script, "train", str(recipe), "-o", str(folder), "--device", "cpu"]
+    command += [part for override in overrides for part in ("--set", override)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command + (["--resume"] if resume else []),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def finish(started, code=0):
+    out, _ = started.communicate(timeout=170)
+    assert started.returncode == code, out
+    return out
+
+
+def test_it_learns_and_leaves_a_model(recipe, tmp_path):
+    tokenizer = small_tokenizer()
+    write_folder(tmp_path / "tok", FolderConfig(tokenizer=tokenizer.config), tokenizer=tokenizer.state_dict())
+    folder = train(recipe, tmp_path / "run", "run.steps=120", f"tokenizer={tmp_path / 'tok'}", "run.sample_every=120")
+    losses = metrics(tmp_path / "run")
+    assert losses[1] == pytest.approx(np.log(24), abs=0.01)  # a head of zeros
+    assert losses[120] < 1.5
+    validation = metrics(tmp_path / "run", "validation loss")
+    assert validation[120] < validation[6] < np.log(24)
+    pipe = Pipeline.from_pretrained(folder, device="cpu")
+    assert pipe.classes.lines == ("a", "b", "c", "d", "e")
+    assert pipe.generate("c", steps=4)[0].size == (8, 8)
+    for made in ("loss.png", "samples-0000120.png", "tensorboard"):
+        assert (tmp_path / "run" / made).exists(), made
+    # It draws what it was shown: class c is code 2 almost everywhere.
+    step = list(pipe.steps(pipe.generate_task("c", num_images=8, steps=16, guidance=1.0)))[-1]
+    assert (step.ids_BN == 2).float().mean() > 0.4
+
+
+def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
+    world = start("cpu")
+    training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
+    for step in range(6):
+        training.step(step)
+    averages = {name.removeprefix("model."): t.clone() for name, t in training.ema.state_dict().items()}
+    live = {name: t.clone() for name, t in training.objective.model.state_dict().items()}
+    exported = load_model(training.export()).state_dict()
+    with_average = training.validate()["validation loss"]
+    with training.ema.swapped_in():  # swaps the live weights into the average's place
+        with_live = training.validate()["validation loss"]
+    training.snapshots.finish()
+    stop()
+    assert all(torch.equal(exported[key], averages[key]) for key in exported)
+    assert not torch.equal(exported["head.weight"], live["head.weight"])
+    assert with_average != pytest.approx(with_live, abs=1e-4)
+
+
+def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path):
+    """`optim.ema = 0`: no copy is kept, none is saved, and an interrupted run continues."""
+    options = ("optim.ema=0", "optim.schedule=constant", "optim.warmup=0")
+    train(recipe, tmp_path / "run", *options, "run.steps=4")
+    train(recipe, tmp_path / "run", *options, resume=True)
+    train(recipe, tmp_path / "through", *options)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
+    world = start("cpu")
+    training = ModelTraining(read_recipe(recipe, ModelRecipe, options), tmp_path / "run", world)
+    assert training.restore() == 12
+    stop()
+    assert training.state()["ema"] == {}
+    exported, live = load_model(tmp_path / "run" / "model").state_dict(), training.objective.model.state_dict()
+    assert all(torch.equal(exported[key], live[key]) for key in exported)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off; tests/test_graphed.py does it")
+def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, monkeypatch):
+    """Its losses are torch's, and its snapshots hold all that it needs."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from arpg.kernels import adamw
+
+    monkeypatch.setattr(adamw, "_BLOCK", 2**14)  # few programs: the interpreter takes them one by one
+    options = ("optim.schedule=constant", "optim.warmup=0", "run.save_every=3", "run.validate_every=99")
+    train(recipe, tmp_path / "plain", *options, "run.steps=6")
+    monkeypatch.setattr(update, "fusible", lambda x: True)
+    options = (*options, "optim.one_pass=true")
+    train(recipe, tmp_path / "through", *options, "run.steps=6")
+    train(recipe, tmp_path / "run", *options, "run.steps=3")
+    train(recipe, tmp_path / "run", *options, "run.steps=6", resume=True)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
+    assert metrics(tmp_path / "through") == pytest.approx(metrics(tmp_path / "plain"), rel=1e-4)
+    assert metrics(tmp_path / "through") != metrics(tmp_path / "plain")  # another rounding: it was not torch's
+
+
+def test_validation_is_causal_and_without_dropout(recipe, tmp_path):
+    """The same number twice, and the plain teacher-forced loss of the averaged model in eval mode."""
+    from arpg.model import class_condition
+
+    world = start("cpu")
+    training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
+    for step in range(3):
+        training.step(step)
+    first, second = training.validate(), training.validate()
+    model = load_model(training.export())
+    batches = training._batches(training.validation, label_drop=0.0)
+    expected = []
+    with torch.no_grad():
+        for step in range(2):
+            batch = batches.batch(step, 0)
+            logits = model(batch.ids_BN, batch.order_BN, class_condition(model, batch.labels_B))
+            targets = batch.ids_BN.gather(1, batch.order_BN)
+            expected.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    stop()
+    assert first == second
+    assert first["validation loss"] == pytest.approx(float(torch.stack(expected).mean()), abs=1e-5)
+
+
+def test_accumulation_changes_nothing(recipe, tmp_path):
+    train(recipe, tmp_path / "one")
+    train(recipe, tmp_path / "four", "run.accumulate=4")
+    a, b = metrics(tmp_path / "one"), metrics(tmp_path / "four")
+    assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-4)
+
+
+def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch):
+    """Killed between two saves (nothing is flushed, no handler runs), then resumed: loss for loss the same."""
+    train(recipe, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    step = ModelTraining.step
+
+    def dies(self, number):
+        if number == 6:  # after the snapshot of step 4
+            self.snapshots.finish()
+            raise Killed
+        return step(self, number)
+
+    monkeypatch.setattr(ModelTraining, "step", dies)
+    with pytest.raises(Killed):
+        train(recipe, tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="continue it with --resume"):
+        train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "run", resume=True)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert metrics(tmp_path / "run", "validation loss") == metrics(tmp_path / "whole", "validation loss")
+    a, b = (load_model(tmp_path / name / "model").state_dict() for name in ("run", "whole"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signals(recipe, tmp_path, number):
+    """A real process, signalled in the middle of the run; resumed, it ends as if nothing had happened."""
+    options = ("run.steps=150", "run.save_every=10", "run.validate_every=150", "run.sample_every=150")
+    started = process(recipe, tmp_path / "run", *options)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run").glob("snapshots/step-*0")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(started.pid, number)
+    out, _ = started.communicate(timeout=100)
+    if number == signal.SIGTERM:
+        assert started.returncode == 2
+        assert "everything is saved, continue with --resume" in out
+    else:
+        assert started.returncode == -signal.SIGKILL
+    assert max(metrics(tmp_path / "run")) < 150
+    train(recipe, tmp_path / "run", *options, resume=True)
+    train(recipe, tmp_path / "whole", *options)
+    a, b = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
+    assert a.keys() == b.keys()
+    assert list(a.values()) == pytest.approx(list(b.values()), abs=2e-3)  # the first process ran on one thread
+    assert a[150] == pytest.approx(b[150], abs=2e-3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_give_the_losses_of_one(recipe, tmp_path, strategy):
+    """Permutations, label drop and dropout belong to the sample, so splitting the batch changes nothing."""
+    two = process(recipe, tmp_path / "two", f"run.parallel={strategy}", "run.accumulate=2", count=2)
+    train(recipe, tmp_path / "one")
+    finish(two)
+    for key in ("loss", "validation loss"):
+        a, b = metrics(tmp_path / "one", key), metrics(tmp_path / "two", key)
+        assert a.keys() == b.keys()
+        assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-4)
+    a, b = (load_model(tmp_path / name / "model").state_dict() for name in ("one", "two"))
+    assert all(torch.allclose(a[key], b[key], atol=1e-3) for key in a)
+
+
+def test_two_processes_stop_together_and_one_goes_on(recipe, tmp_path):
+    """Sharded snapshots of two processes are continued by one."""
+    options = ("run.steps=120", "run.save_every=10", "run.validate_every=120", "run.sample_every=120", "optim.lr=3e-4")
+    started = process(recipe, tmp_path / "run", *options, "run.parallel=fsdp", count=2)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run").glob("snapshots/step-*0")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=100)
+    reached = max(metrics(tmp_path / "run"))
+    assert 10 <= reached < 120
+    train(recipe, tmp_path / "run", *options, resume=True)
+    train(recipe, tmp_path / "whole", *options)
+    a, b = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
+    assert a.keys() == b.keys()
+    assert list(a.values()) == pytest.approx(list(b.values()), abs=5e-3)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
+    loss = ModelTraining.loss
+
+    def poisoned(self, batch):
+        value = loss(self, batch)
+        self.count = getattr(self, "count", 0) + 1
+        return value * float("nan") if self.count == 6 else value
+
+    monkeypatch.setattr(ModelTraining, "loss", poisoned)
+    with pytest.raises(
+        InputError, match=r"the loss of step 5 is not finite; its batch is the images \d+, .* of .*tokens"
+    ):
+        train(recipe, tmp_path / "run", "run.log_every=4", "run.validate_every=12")
+    monkeypatch.undo()
+    # The snapshot of step 4 is good, so the run can go on.
+    train(recipe, tmp_path / "run", resume=True)
+    assert np.isfinite(list(metrics(tmp_path / "run").values())).all()
+
+
+def test_a_truncated_snapshot_is_reported_and_the_one_before_it_used(recipe, tmp_path, caplog):
+    train(recipe, tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "snapshots").glob("step-*"))[-1]
+    largest = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    before = metrics(tmp_path / "run")
+    train(recipe, tmp_path / "run", resume=True)
+    assert largest.name in caplog.text
+    assert metrics(tmp_path / "run") == before
+
+
+def test_data_that_does_not_fit_is_named(recipe, tmp_path):
+    for override, message in (
+        ("model.num_classes=4", "5 classes; model.num_classes is 4"),
+        ("model.grid=[4, 5]", "4x4 grid; model.grid is 4x5"),
+        ("model.vocab_size=30", "vocab|codes"),
+        ("data.train=nowhere", "nowhere"),
+        ("run.parallel=ddp", None),
+    ):
+        if message is None:
+            train(recipe, tmp_path / "run", override)  # ddp with one process is fine
+            continue
+        with pytest.raises(InputError, match=message):
+            train(recipe, tmp_path / "bad", override)
+
+
+TOKENIZER = """
+[tokenizer]
+channels = 32
+multipliers = [1, 1]
+res_blocks = 1
+z_channels = 8
+codebook_size = 32
+codebook_dim = 4
+[data]
+size = 32
+sources = [{{ path = "{images}" }}]
+validation = [{{ path = "{images}" }}]
+[loss]
+lpips_weights = "{lpips}"
+adversarial = 0.1
+adversarial_start = 0.5
+restart_every = 3
+[optim]
+lr = 2e-3
+warmup = 0.1
+ema = 0.9
+[run]
+steps = 8
+batch_size = 4
+precision = "float32"
+log_every = 1
+validate_every = 4
+sample_every = 8
+save_every = 4
+"""
+
+
+@pytest.fixture
+def tokenizer_recipe(tmp_path):
+    from PIL import Image
+    from safetensors.torch import save_file
+
+    from arpg.tokenizer.losses import LPIPS
+
+    torch.manual_seed(0)
+    save_file(LPIPS((4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8)).state_dict(), tmp_path / "lpips.safetensors")
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            flat = np.full((40, 40, 3), rng.integers(255, size=3), np.uint8)
+            Image.fromarray(flat).save(tmp_path / "images" / name / f"{i}.png")
+    path = tmp_path / "tokenizer.toml"
+    path.write_text(TOKENIZER.format(images=tmp_path / "images", lpips=tmp_path / "lpips.safetensors"))
+    return path
+
+
+def test_tokenizer_learns_with_all_its_terms(tokenizer_recipe, tmp_path):
+    recipe = read_recipe(tokenizer_recipe, TokenizerRecipe, ["run.steps=40", "run.validate_every=10"])
+    folder = train_tokenizer(recipe, tmp_path / "run", device="cpu")
+    mse = metrics(tmp_path / "run", "mse")
+    assert mse[40] < 0.75 * mse[1]
+    assert metrics(tmp_path / "run", "images psnr")[20] > metrics(tmp_path / "run", "images psnr")[10]
+    assert min(metrics(tmp_path / "run", "discriminator")) == 21
+    assert (tmp_path / "run" / "samples-0000040.png").exists()
+    assert (folder / "tokenizer.safetensors").is_file()
+
+
+def test_tokenizer_runs_continue_exactly(tokenizer_recipe, tmp_path, monkeypatch):
+    recipe = read_recipe(tokenizer_recipe, TokenizerRecipe)
+    train_tokenizer(recipe, tmp_path / "whole", device="cpu")
+
+    class Killed(BaseException):
+        pass
+
+    step = TokenizerTraining.step
+
+    def dies(self, number):
+        if number == 5:
+            self.snapshots.finish()
+            raise Killed
+        return step(self, number)
+
+    monkeypatch.setattr(TokenizerTraining, "step", dies)
+    with pytest.raises(Killed):
+        train_tokenizer(recipe, tmp_path / "run", device="cpu")
+    monkeypatch.undo()
+    train_tokenizer(recipe, tmp_path / "run", resume=True, device="cpu")
+    for key in ("loss", "mse", "discriminator", "images psnr"):
+        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(tmp_path / "whole", key), abs=1e-5), key

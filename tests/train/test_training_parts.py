@@ -1,0 +1,277 @@
+"""The parts of training: schedule, average, fused loss, keyed dropout, batches, warm starts, 8-bit storage."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from arpg import ARPG, InputError, ModelConfig, Pipeline
+from arpg.checkpoint import FolderConfig, load_model, write_folder
+from arpg.data.tokens import TokenWriter, open_tokens
+from arpg.model import class_condition
+from arpg.model.copies import copies_of
+from arpg.model.dropout import Dropout, fold, fold_each
+from arpg.quantization.storage import pack, unpack
+from arpg.train.batches import TokenBatches
+from arpg.train.cross_entropy import linear_cross_entropy
+from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
+from arpg.train.recipe import OptimRecipe
+from arpg.train.warm_start import warm_start
+from support.small import SMALL, small_model
+
+OPTIM = OptimRecipe(lr=1.0, min_lr=0.1, warmup=0.25)
+
+
+def test_learning_rates():
+    def rates(**change):
+        recipe = dataclasses.replace(OPTIM, **change)
+        return [learning_rate(recipe, step, 100) for step in range(100)]
+
+    cosine = rates()
+    assert cosine[:25] == pytest.approx([(i + 1) / 25 for i in range(25)])
+    assert cosine[25] == 1.0
+    assert cosine[-1] == pytest.approx(0.1)
+    assert cosine[62] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 37 / 74)))
+    linear = rates(schedule="linear")
+    assert linear[25:] == pytest.approx(np.linspace(1.0, 0.1, 75))
+    assert rates(schedule="constant")[25:] == [1.0] * 75
+    # The paper's 512 px fine-tune: a ramp over the whole run.
+    assert rates(schedule="linear", warmup=1.0) == pytest.approx([(i + 1) / 100 for i in range(100)])
+    assert rates(warmup=0.0)[0] == 1.0
+
+
+def test_weight_decay_is_for_matrices_and_embeddings():
+    optimizer = make_adamw(small_model(), OPTIM)
+    decay, none = optimizer.param_groups
+    assert (decay["weight_decay"], none["weight_decay"]) == (0.05, 0.0)
+    assert all(p.dim() >= 2 for p in decay["params"])
+    assert all(p.dim() < 2 for p in none["params"])
+    assert sum(p.numel() for g in optimizer.param_groups for p in g["params"]) == sum(
+        p.numel() for p in small_model().parameters()
+    )
+
+
+@pytest.mark.parametrize("most", [0.1, 1e6])
+def test_clipping_is_left_to_the_optimizer(most):
+    """The weights that `clip_grad_norm_` before a plain step gives, step by step."""
+    ours, theirs = small_model(), small_model()
+    optimizers = [make_adamw(model, OptimRecipe(lr=1e-3)) for model in (ours, theirs)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn(a.shape, generator=generator) * 1e-3
+            b.grad = a.grad.clone()
+        clip_gradients(optimizers[0], most)
+        nn.utils.clip_grad_norm_(theirs.parameters(), most)
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
+    for a, b in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], atol=1e-9, rtol=1e-4)  # scaled, not merely a ratio
+
+
+def test_the_average_is_the_recursion_and_can_be_swapped_in():
+    module = nn.Linear(3, 2)
+    ema = EMA(module, 0.9)
+    expected = module.weight.detach().clone()
+    for step in range(200):
+        with torch.no_grad():
+            module.weight += 0.1
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * module.weight.detach()
+    assert torch.allclose(ema.state_dict()["weight"], expected, atol=1e-5)
+    live = module.weight.detach().clone()
+    with ema.swapped_in():
+        assert torch.allclose(module.weight, expected, atol=1e-5)
+    assert torch.equal(module.weight, live)
+    assert torch.allclose(ema.state_dict()["weight"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1000])
+def test_fused_cross_entropy(chunk):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 16, generator=generator, requires_grad=True)
+    target = torch.randint(50, (64,), generator=generator)
+    (3 * linear_cross_entropy(x, weight, target, chunk=chunk)).backward()
+    fused = x.grad.clone(), weight.grad.clone()
+    x.grad = weight.grad = None
+    loss = F.cross_entropy(x @ weight.T, target)
+    (3 * loss).backward()
+    assert torch.allclose(linear_cross_entropy(x, weight, target, chunk=chunk), loss, atol=1e-6)
+    assert torch.allclose(fused[0], x.grad, atol=1e-6)
+    assert torch.allclose(fused[1], weight.grad, atol=1e-6)
+
+
+def hidden(model, rows, keys):
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(24, (4, 16), generator=generator)[rows]
+    order = torch.stack([torch.randperm(16, generator=generator) for _ in range(4)])[rows]
+    condition = class_condition(model, torch.tensor([0, 1, 2, 3])[rows])
+    with torch.no_grad():
+        return model.hidden(ids, order, condition, dropout_key_B=keys[rows])
+
+
+def test_dropout_depends_on_the_sample_not_on_the_batch():
+    model = small_model().train()
+    keys = torch.tensor([11, -22, 33, 44], dtype=torch.int32)
+    whole = hidden(model, [0, 1, 2, 3], keys)
+    for rows in ([0], [3, 1], [2, 3]):
+        assert torch.allclose(hidden(model, rows, keys), whole[rows], atol=1e-5)
+    assert not torch.allclose(hidden(model, [0], keys + 1), whole[[0]], atol=1e-2)
+    assert torch.allclose(hidden(model.eval(), [0], keys), hidden(model, [0], keys + 1))
+
+
+def test_dropout_has_the_right_rate_and_is_independent_between_sites():
+    key = torch.arange(64, dtype=torch.int32) * 7919
+    ones = torch.ones(64, 100, 32)
+    masks = [
+        Dropout(0.1, site).train()(ones, fold(key, layer)) == 0 for layer, site in ((0, 0), (0, 1), (1, 0), (5, 1))
+    ]
+    for mask in masks:
+        assert mask.float().mean().item() == pytest.approx(0.1, abs=0.002)
+        assert mask.float().mean((0, 1)).std().item() < 0.01
+        halves = mask.chunk(2, dim=-1)  # they share random words
+        assert (halves[0] & halves[1]).float().mean().item() == pytest.approx(0.01, abs=0.001)
+    for i, a in enumerate(masks):
+        for b in masks[i + 1 :]:
+            assert (a & b).float().mean().item() == pytest.approx(0.01, abs=0.001)
+    assert Dropout(0.1, 0).train()(ones, key).mean().item() == pytest.approx(1.0, abs=0.01)
+
+
+def test_keys_of_all_layers_at_once():
+    key = torch.arange(-8, 8, dtype=torch.int32) * 123456789
+    for number, folded in enumerate(fold_each(key, 50)):
+        assert torch.equal(folded, fold(key, number))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_copies_are_summed_at_once(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(6, 5, generator=generator).to(dtype) for _ in range(13))
+    x.requires_grad_()
+    copies = copies_of(x, 12)
+    assert all(torch.equal(copy, x) for copy in copies)
+    sum((copy * weight).sum().float() for copy, weight in zip(copies, weights, strict=True)).backward()
+    assert x.grad.dtype == dtype
+    torch.testing.assert_close(x.grad, sum(w.double() for w in weights).to(dtype))
+    x.grad = None
+    copies_of(x, 3)[1].sum().backward()  # readers that give no gradient
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    rng = np.random.default_rng(0)
+    writer = TokenWriter(tmp_path / "tokens", grid=(4, 4), vocab_size=24, classes=tuple("abcde"), views=3)
+    writer.add(rng.integers(24, size=(20, 3, 16)).astype(np.uint16), np.arange(20) % 5)
+    writer.close()
+    return open_tokens(tmp_path / "tokens")
+
+
+def batches(tokens, parts, **change):
+    options = {"batch_size": 8, "num_classes": 5, "label_drop": 0.3, "seed": 1, "device": torch.device("cpu"), **change}
+    return TokenBatches(tokens, parts=parts, **options)
+
+
+def test_a_batch_does_not_depend_on_how_it_is_cut(tokens):
+    for step in (0, 3, 1000):
+        whole = batches(tokens, 1).batch(step, 0)
+        for parts in (2, 4):
+            cut = [batches(tokens, parts).batch(step, part) for part in range(parts)]
+            for name in ("ids_BN", "labels_B", "order_BN", "dropout_key_B"):
+                assert torch.equal(torch.cat([getattr(b, name) for b in cut]), getattr(whole, name)), name
+    with pytest.raises(InputError, match="8 cannot be cut into 3"):
+        batches(tokens, 3)
+
+
+def test_an_epoch_sees_every_image_once(tokens):
+    source = batches(tokens, 1)
+    indices = np.concatenate([source.indices(step, 0) for step in range(10)])  # 80 samples: 4 epochs of 20
+    for epoch in range(4):
+        assert sorted(indices[20 * epoch : 20 * epoch + 20]) == list(range(20))
+    assert indices[:20].tolist() != indices[20:40].tolist()
+
+
+def test_batches_hold_what_they_should(tokens):
+    source = batches(tokens, 1, batch_size=1000, label_drop=0.25)
+    batch, index = source.batch(0, 0), source.indices(0, 0)
+    dropped = batch.labels_B == 5
+    assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.05)
+    assert torch.equal(batch.labels_B[~dropped], torch.from_numpy(tokens.labels[index].astype(np.int64))[~dropped])
+    assert torch.equal(batch.order_BN.sort().values, torch.arange(16).expand(1000, 16))
+    assert batch.order_BN.unique(dim=0).shape[0] == 1000
+    views = torch.stack([torch.from_numpy(tokens.gather(index, np.full(1000, v))) for v in range(3)])
+    match = (views == batch.ids_BN).all(-1)
+    assert match.any(0).all()
+    assert match.float().mean(1).min() > 0.25
+    # The same sample in another epoch has another order.
+    assert not torch.equal(source.batch(1, 0).order_BN, batch.order_BN)
+
+
+def test_warm_start_takes_what_fits(tmp_path):
+    other = small_model(seed=3)
+    write_folder(tmp_path, FolderConfig(model=SMALL), model=other.state_dict())
+    # Another grid: everything fits.
+    model = ARPG(dataclasses.replace(SMALL, grid=(8, 8))).init_weights(seed=0)
+    lines = warm_start(model, str(tmp_path))
+    assert len(lines) == 1
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    # Other classes: codes, [MASK] and the null class are taken, the class rows are new.
+    config = dataclasses.replace(SMALL, num_classes=9, pass2_layers=3)
+    model = ARPG(config).init_weights(seed=0)
+    fresh = model.embedding.weight.detach().clone()
+    lines = warm_start(model, str(tmp_path))
+    assert any("class rows" in line for line in lines)
+    assert any("pass2.2.attn.q.weight" in line for line in lines)
+    new, old = model.embedding.weight, other.embedding.weight
+    assert torch.equal(new[: config.mask_id + 1], old[: SMALL.mask_id + 1])
+    assert torch.equal(new[config.null_class_id], old[SMALL.null_class_id])
+    assert torch.equal(
+        new[config.first_class_id : config.null_class_id], fresh[config.first_class_id : config.null_class_id]
+    )
+    assert torch.equal(model.pass2[1].ffn.down.weight, other.pass2[1].ffn.down.weight)
+
+
+def test_eight_bit_storage(tmp_path):
+    model = ARPG(
+        ModelConfig(width=64, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=32, num_classes=3, grid=(4, 4))
+    )
+    model.init_weights(seed=0)
+    nn.init.normal_(model.head.weight, std=0.1)
+    model.eval()
+    state = model.state_dict()
+    packed = pack(state, "int8")
+    assert sum(t.numel() * t.element_size() for t in packed.values()) < 0.3 * sum(4 * t.numel() for t in state.values())
+    plain = unpack(packed, where="x")
+    assert plain.keys() == state.keys()
+    for key, tensor in state.items():
+        step = tensor.abs().amax(1, keepdim=True) / 127 if tensor.dim() > 1 else tensor.abs() * 2**-11
+        assert ((plain[key].float() - tensor).abs() <= step / 2 + 1e-7).all(), key
+    write_folder(tmp_path, FolderConfig(model=model.config), model=packed)
+    loaded = load_model(tmp_path, dtype=torch.float32)
+    ids, order = torch.zeros(2, 16, dtype=torch.long), torch.arange(16).expand(2, 16)
+    with torch.no_grad():
+        a = model(ids, order, class_condition(model, torch.tensor([0, 1])))
+        b = loaded(ids, order, class_condition(loaded, torch.tensor([0, 1])))
+    assert (a - b).norm() / a.norm() < 0.02
+    del packed["head.weight.scale"]
+    with pytest.raises(InputError, match=r"head\.weight is stored in 8 bits without a scale"):
+        unpack(packed, where="x")
+
+
+def test_packed_pipelines_load(pipeline, tmp_path):
+    config = FolderConfig(model=pipeline.model.config, tokenizer=pipeline.tokenizer.config)
+    write_folder(
+        tmp_path,
+        config,
+        model=pack(pipeline.model.state_dict(), "int8"),
+        tokenizer=pack(pipeline.tokenizer.state_dict(), "float16"),
+    )
+    assert Pipeline.from_pretrained(tmp_path, device="cpu").generate(1, steps=3)[0].size == (8, 8)

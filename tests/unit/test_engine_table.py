@@ -1,0 +1,108 @@
+"""The table of the engine: its rows measured small, written one by one, kept, failed and rendered."""
+
+import json
+import subprocess
+import sys
+
+import engine as table
+import marks
+import pytest
+
+from arpg.bench.roofline import Limits
+from support.paths import ROOT
+
+
+def measured(**values):
+    rows = {name.replace("_", " "): {"value": value} for name, value in values.items()}
+    return {"where": {"device": "NVIDIA H200", "torch": "2.13"}, "rows": rows}
+
+
+def test_all_rows_small(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(table, "device_limits", lambda *_: Limits(1e9, 1e9))
+    out, page = tmp_path / "small.json", tmp_path / "page.md"
+    page.write_text("# Speed\n<!-- engine: begin -->\nold\n<!-- engine: end -->\nrest\n")
+    options = ["--device", "cpu", "--like", str(folder), "--repeats", "1", "--out", str(out)]
+    table.main([*options, "--rows", "L, 32 steps", "VQ-16"])
+    first = json.loads(out.read_text())
+    assert set(first["rows"]) == {"L, 32 steps", "L, 32 steps, to pixels", "L, 32 steps, fp8", "VQ-16 decode, 256 px"}
+    table.main([*options, "--write", "--page", str(page)])
+    found = json.loads(out.read_text())
+    assert list(found["rows"]) != [row.name for row in table.ROWS]  # in the order in which they were measured
+    assert {row.name for row in table.ROWS} == set(found["rows"])
+    assert found["rows"]["L, 32 steps"] == first["rows"]["L, 32 steps"]  # not measured again
+    for row in table.ROWS:
+        each = found["rows"][row.name]
+        assert each["value"] > 0, each
+        assert (each["bar"], each["goal"]) == (row.bar, row.goal)
+    assert found["rows"]["XL, 512 px, 64 steps"]["settings"]["tokens"] == 64  # twice the side of the others
+    assert "L, 32 steps: there already" in capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith("# Speed\n<!-- engine: begin -->\nCPU, torch")
+    assert text.endswith("<!-- engine: end -->\nrest\n")
+    assert text.count("\n| ") == 1 + len(table.ROWS)
+
+
+def test_a_row_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
+    path, rows = tmp_path / "a.json", table.ROWS[:3]
+    bench = table.Bench("cpu", 1)
+    asked = []
+
+    def measure(row):
+        asked.append(row.name)
+        if row == rows[1] and len(asked) == 2:
+            raise RuntimeError("CUDA error: out of something\nand a lot more")
+        return {"value": 2.0}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    table.run(rows, bench, path, minutes=1, again=False)
+    found = json.loads(path.read_text())["rows"]
+    assert found[rows[1].name]["error"] == "RuntimeError: CUDA error: out of something"
+    assert "CUDA error: out of something | 600" in table.table({"rows": found})
+    table.run(rows, bench, path, minutes=1, again=False)
+    assert asked == [row.name for row in (*rows, rows[1])]
+    table.run(rows, bench, path, minutes=-1, again=True)
+    assert len(asked) == 4
+
+
+def test_what_is_reached():
+    lines = table.table(measured(**{"L, 32 steps": 1250.0, "L, batch 64: peak memory": 3.0})).splitlines()
+    assert lines[2] == "| L, 32 steps | **1,250** images/s | 1000 | 125% | 1500 | 83% |  |"
+    assert "| L, batch 64: peak memory | 3 GiB | 2.7 | 90% | 2.5 | 83% |  |" in lines
+    assert "| XXL, 32 steps | not measured | 300 |  | 420 |  |  |" in lines
+    found = {"roofline token images/s": 2721.0, "roofline pixel images/s": 3126.0}
+    to_pixels = next(row for row in table.ROWS if row.pixels)
+    assert table._roofline(to_pixels, found) == pytest.approx(1455, abs=1)
+
+
+def test_another_machine_gets_another_file(tmp_path):
+    table.write(tmp_path / "a.json", measured(**{"L, 32 steps": 1.0}))
+    with pytest.raises(SystemExit, match="is from NVIDIA H200, this is CPU"):
+        table.run(table.ROWS, table.Bench("cpu", 1), tmp_path / "a.json", minutes=1, again=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--device", "cpu"], ["--rows", "M, 3 steps"], ["--device", "cpu", "--like", "x"]]
+)
+def test_bad_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as exited:
+        table.main(arguments)
+    assert exited.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_page_has_a_place_for_it():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    record = table.read(table.RESULTS)
+    assert marks.fill(page, {"engine": table.page_part(record)}) == page, "run benchmarks/engine.py --table --write"
+
+
+def test_it_needs_little():
+    """torch, numpy, Pillow and safetensors are enough: nothing of the command line, nothing that draws."""
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'matplotlib', 'huggingface_hub', 'cv2', 'scipy', 'transformers', 'fastapi'):\n"
+        "    sys.modules[name] = None\n"
+        "import engine, pixels, precision\n"
+    )
+    folders = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {folders}\n{code}"], check=True)

@@ -1,0 +1,246 @@
+"""The classifier learns and counts; PSNR, code usage and LPIPS searches against brute force."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from arpg.errors import InputError
+from arpg.evaluation.classifier import Classifier, ClassifierConfig, accuracy, augment, predict, train_classifier
+from arpg.evaluation.diversity import mean_pairwise_lpips, nearest_lpips
+from arpg.evaluation.reconstruction import reconstruction_report
+from arpg.image import to_images, to_uint8
+from arpg.tokenizer.losses import LPIPS
+from support.lpips import CHANNELS
+from support.small import small_tokenizer
+
+COLOURS = np.array([[220, 40, 40], [40, 200, 40], [40, 40, 220], [220, 210, 40]])
+
+
+def squares(n, seed):
+    """Grey noise with one square; its colour is the class."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 4, n)
+    pixels = rng.integers(90, 160, (n, 64, 64, 3))
+    for image, label in zip(pixels, labels, strict=True):
+        x, y = rng.integers(0, 36, 2)
+        image[y : y + 28, x : x + 28] = COLOURS[label] + rng.integers(-20, 20, 3)
+    return pixels.clip(0, 255).astype(np.uint8), labels
+
+
+@pytest.fixture(scope="module")
+def lpips():
+    torch.manual_seed(2)
+    module = LPIPS(CHANNELS)
+    with torch.no_grad():
+        for weight in module.lin.parameters():
+            weight.abs_()
+    return module
+
+
+@pytest.fixture(scope="module")
+def textures():
+    """Twenty images in three classes; the last class has one."""
+    rng = np.random.default_rng(4)
+    return rng.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8), np.array([0] * 7 + [5] * 12 + [9])
+
+
+@pytest.fixture(scope="module")
+def trained():
+    calls = []
+    pixels, labels = squares(200, seed=0)
+    settings = {"num_classes": 4, "width": 8, "batch_size": 16, "device": "cpu"}
+    classifier = train_classifier(pixels, labels, steps=60, progress=lambda *c: calls.append(c), **settings)
+    return classifier, calls
+
+
+def one(lpips, a, b):
+    with torch.no_grad():
+        return lpips(to_images(a[None]), to_images(b[None])).item()
+
+
+def test_classifier_learns_coloured_squares(trained):
+    classifier, calls = trained
+    assert [step for step, _ in calls] == [50, 60]
+    pixels, labels = squares(200, seed=1)
+    found = accuracy(classifier, pixels, labels)
+    assert found["top1"] > 0.95
+    assert found["per_class"].min() > 0.9
+    assert found["n"] == 200
+    assert not classifier.training
+
+
+def test_training_is_a_function_of_the_seed_and_weights_choose_images():
+    pixels, labels = squares(24, seed=0)
+    before = torch.random.get_rng_state()
+    settings = {"num_classes": 4, "width": 8, "batch_size": 4, "device": "cpu", "steps": 2}
+
+    def head(**more):
+        return train_classifier(pixels, labels, **settings, **more).head.weight.detach()
+
+    assert torch.equal(head(), head())
+    assert not torch.equal(head(), head(seed=1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    # Images with weight 0 are never seen, so what they show makes no difference.
+    weights = np.where(np.arange(24) < 12, 1.0, 0.0)
+    seen = head(weights=weights)
+    pixels[12:] = 0
+    assert torch.equal(head(weights=weights), seen)
+    assert not torch.equal(head(), seen)
+
+
+def test_classifier_saves_and_loads_exactly(trained, tmp_path):
+    classifier, _ = trained
+    classifier.save(tmp_path / "folder")
+    again = Classifier.load(tmp_path / "folder")
+    images = to_images(squares(5, seed=2)[0])
+    assert again.config == classifier.config
+    with torch.no_grad():
+        assert torch.equal(again(images), classifier(images))
+    with pytest.raises(InputError, match="holds no classifier"):
+        Classifier.load(tmp_path)
+    (tmp_path / "folder" / "classifier.json").write_text('{"num_classes": 5, "width": 8}')
+    with pytest.raises(InputError, match=r"head\.weight is \[4, 64\], not \[5, 64\]"):
+        Classifier.load(tmp_path / "folder")
+
+
+def test_accuracy_is_counted(trained):
+    classifier, _ = trained
+    pixels, _ = squares(7, seed=3)
+    guesses = predict(classifier, pixels, batch_size=3)
+    labels = guesses.copy()
+    labels[:2] = (labels[:2] + 1) % 4
+    found = accuracy(classifier, pixels, labels, batch_size=2)
+    assert found["top1"] == pytest.approx(5 / 7)
+    for label in range(4):
+        rows = [g == y for g, y in zip(guesses, labels, strict=True) if y == label]
+        expected = sum(rows) / len(rows) if rows else math.nan
+        assert found["per_class"][label] == pytest.approx(expected, nan_ok=True)
+
+
+def test_classifier_has_the_intended_size_and_takes_other_image_sizes():
+    config = ClassifierConfig(num_classes=136)
+    with torch.device("meta"):
+        assert 2e6 < sum(p.numel() for p in Classifier(config).parameters()) < 3e6
+    small = Classifier(ClassifierConfig(num_classes=3, width=8))
+    assert small(torch.zeros(1, 3, 64, 100)).shape == (1, 3)
+    with pytest.raises(InputError, match="64 or more"):
+        small(torch.zeros(1, 3, 32, 100))
+
+
+def test_augment_crops_and_flips():
+    images = to_images(squares(2, seed=5)[0])
+    # No draw moves or recolours: whole image (scale 1), no flip, factors in the middle of their ranges.
+    still = torch.tensor([[1.0, 0.5, 0.5, 0.9, 0.5, 0.5, 0.5]]).expand(2, -1).clone()
+    torch.testing.assert_close(augment(images, still), images, rtol=0, atol=1e-4)
+    still[:, 3] = 0.1
+    torch.testing.assert_close(augment(images, still), images.flip(3), rtol=0, atol=1e-4)
+    corner = torch.tensor([[0.0, 0.0, 0.0, 0.9, 0.5, 0.5, 0.5]]).expand(2, -1)
+    ramp = torch.linspace(-1, 1, 65)[:-1].expand(2, 3, 64, 64) + 1 / 64
+    seen = augment(ramp, corner)  # the left 70 %
+    torch.testing.assert_close(seen[0, 0, 0, [0, -1]], torch.tensor([-0.989, 0.389]), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": np.array([0, 1, 4])}, "labels run from 0 to 4; expected 0 to 3"),
+        ({"labels": np.array([0, 1])}, r"expected whole numbers \[3\]"),
+        ({"pixels": np.zeros((3, 64, 64), np.uint8)}, r"uint8 \[3, 64, 64\]; expected"),
+        ({"weights": np.zeros(3)}, "weights must be 3 numbers"),
+        ({"steps": 0}, "steps is 0"),
+    ],
+)
+def test_bad_training_input_is_named(change, message):
+    pixels, labels = np.zeros((3, 64, 64, 3), np.uint8), np.zeros(3, np.int64)
+    arguments = {"pixels": pixels, "labels": labels, "num_classes": 4, "steps": 1, "device": "cpu", "width": 8}
+    with pytest.raises(InputError, match=message):
+        train_classifier(**{**arguments, **change})
+
+
+def test_pixels_survive_the_way_to_images_and_back():
+    pixels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, axis=3)
+    pixels.flags.writeable = False
+    assert np.array_equal(to_uint8(to_images(pixels)).numpy(), pixels)
+
+
+def test_reconstruction_against_numpy(textures, lpips):
+    tokenizer, pixels = small_tokenizer(), textures[0][:7]
+    report = reconstruction_report(tokenizer, pixels, lpips, batch_size=3)
+    with torch.no_grad():
+        ids = tokenizer.encode(to_images(pixels))
+        again = to_uint8(tokenizer.decode(ids, (16, 16))).numpy()
+    error = np.mean((pixels / 255 - again / 255) ** 2)
+    assert report["psnr"] == pytest.approx(10 * np.log10(1 / error))
+    distances = [one(lpips, a, b) for a, b in zip(pixels, again, strict=True)]
+    assert report["lpips"] == pytest.approx(np.mean(distances), rel=1e-4)
+    shares = np.array([np.mean(ids.numpy() == code) for code in range(24)])
+    assert report["usage"] == np.mean(shares > 0)
+    shares = shares[shares > 0]
+    assert report["perplexity"] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+    assert report["n"] == 7
+    assert reconstruction_report(tokenizer, pixels, lpips, batch_size=7) == pytest.approx(report, rel=1e-4)
+
+
+def test_pairwise_lpips_over_all_pairs(textures, lpips):
+    pixels, labels = textures
+    found = mean_pairwise_lpips(pixels, labels, lpips, pairs_per_class=100, seed=0, batch_size=16)
+    expected = {}
+    for label in (0, 5):
+        members = pixels[labels == label]
+        expected[label] = np.mean([one(lpips, a, b) for a, b in itertools.combinations(members, 2)])
+    assert found["per_class"] == pytest.approx(expected, rel=1e-4)
+    assert found["mean"] == pytest.approx(np.mean(list(expected.values())), rel=1e-4)
+
+
+def test_pairwise_lpips_of_drawn_pairs(textures, lpips):
+    pixels, labels = textures
+    settings = {"pairs_per_class": 4, "seed": 1}
+    found = mean_pairwise_lpips(pixels, labels, lpips, **settings)
+    assert found == mean_pairwise_lpips(pixels, labels, lpips, **settings)
+    alone = mean_pairwise_lpips(pixels[labels == 5], labels[labels == 5], lpips, **settings)
+    assert alone["per_class"][5] == pytest.approx(found["per_class"][5], rel=1e-4)
+    possible = [one(lpips, a, b) for a, b in itertools.combinations(pixels[labels == 0], 2)]
+    single = mean_pairwise_lpips(pixels, labels, lpips, pairs_per_class=1, seed=1)["per_class"][0]
+    assert np.min(np.abs(np.array(possible) - single)) < 1e-6
+    copies = mean_pairwise_lpips(pixels[[3, 3, 3]], labels[:3], lpips, **settings)
+    assert copies["mean"] == 0
+    with pytest.raises(InputError, match="no class has two images"):
+        mean_pairwise_lpips(pixels[-1:], labels[-1:], lpips, **settings)
+
+
+def test_nearest_lpips_against_brute_force(textures, lpips):
+    references, labels_r = textures
+    rng = np.random.default_rng(8)
+    queries = rng.integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    queries[2] = references[10]  # class 5: a copy of a reference of its class
+    queries[3] = references[10]  # class 0: a copy, but of another class
+    labels_q = np.array([5, 0, 5, 0, 9])
+    by_class = {"labels_q": labels_q, "labels_r": labels_r}
+    found = nearest_lpips(queries, references, lpips, **by_class, candidates=50, batch_size=7)
+    table = np.array([[one(lpips, q, r) for r in references] for q in queries])
+    expected = np.where(labels_q[:, None] == labels_r, table, np.inf).min(1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+    assert found[2] == 0
+    assert found[3] > 0
+
+    # With two candidates: LPIPS of the two nearest as thumbnails (16x16: the mean of 2x2 pixels here).
+    small_q, small_r = (x.reshape(len(x), 16, 2, 16, 2, 3).mean((2, 4)) for x in (queries / 255, references / 255))
+    apart = ((small_q[:, None] - small_r) ** 2).sum((2, 3, 4))
+    apart[labels_q[:, None] != labels_r] = np.inf
+    two = np.argsort(apart, axis=1)[:, :2]
+    two[4] = 19  # its class has only this one
+    found = nearest_lpips(queries, references, lpips, **by_class, candidates=2)
+    np.testing.assert_allclose(found, np.take_along_axis(table, two, 1).min(1), rtol=1e-4, atol=1e-7)
+
+
+def test_nearest_lpips_names_what_is_wrong(textures, lpips):
+    pixels, labels = textures
+    with pytest.raises(InputError, match="no reference image has class 9"):
+        nearest_lpips(pixels, pixels[:5], lpips, labels_q=labels, labels_r=np.array([0, 0, 0, 5, 5]))
+    with pytest.raises(InputError, match="resize them to one size"):
+        nearest_lpips(pixels, pixels[:, :16], lpips, labels_q=labels, labels_r=labels)
+    with pytest.raises(InputError, match=r"labels_q are int64 \[19\]"):
+        nearest_lpips(pixels, pixels, lpips, labels_q=labels[1:], labels_r=labels)

@@ -1,0 +1,146 @@
+"""Plans: schedules, guidance and orders, for any grid and mask."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arpg import InputError, Plan, SamplingSettings, make_plan
+from arpg.decode import SamplePlan
+from arpg.decode.order import make_order, order_words
+from arpg.decode.plan import plan_sample
+from arpg.decode.schedule import guidance_scales, step_sizes
+from arpg.figures import draw_plans
+from arpg.settings import ORDERS, SCHEDULES
+
+GRIDS = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 1200), st.integers(1, 1500))
+@settings(max_examples=300, deadline=None)
+def test_steps_are_never_empty_and_fill_everything(schedule, tokens, steps):
+    sizes = step_sizes(schedule, tokens, steps)
+    assert min(sizes) >= 1
+    assert sum(sizes) == tokens
+    assert len(sizes) == min(steps, tokens)
+
+
+def test_linear_steps_are_equal():
+    for tokens, steps in ((256, 32), (144, 24), (10, 4)):
+        sizes = step_sizes("linear", tokens, steps)
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_explicit_steps():
+    assert step_sizes((1, 5, 10), 16, 3) == (1, 5, 10)
+    with pytest.raises(InputError, match=r"\[1, 5\] fills 6 tokens; there are 16"):
+        step_sizes((1, 5), 16, 2)
+
+
+def test_guidance():
+    assert guidance_scales("linear", 5.0, (4, 4, 8)) == (2.0, 3.0, 5.0)
+    assert guidance_scales("constant", 5.0, (4, 12)) == (5.0, 5.0)
+    assert guidance_scales("none", 5.0, (4, 12)) == (1.0, 1.0)
+    # It ramps over the tokens to be filled, however many are known.
+    plan = plan_sample((4, 4), [True] * 12 + [False] * 4, 0, SamplingSettings(steps=2, schedule="linear", guidance=3.0))
+    assert plan.scales == (2.0, 3.0)
+
+
+@given(st.sampled_from(ORDERS), GRIDS, st.integers(0, 2**64 - 1), st.data())
+@settings(max_examples=300, deadline=None)
+def test_an_order_visits_each_open_position_once(order, grid, seed, data):
+    num_tokens = grid[0] * grid[1]
+    known = data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens))
+    steps = data.draw(st.integers(1, 20))
+    plan = plan_sample(grid, known, seed, SamplingSettings(steps=steps, order=order))
+    assert sorted(plan.order) == [i for i, k in enumerate(known) if not k]
+    assert plan == plan_sample(grid, known, seed, SamplingSettings(steps=steps, order=order))
+
+
+def full(order, grid, seed=0, steps=1):
+    num_tokens = grid[0] * grid[1]
+    sizes = step_sizes("linear", num_tokens, steps)
+    return make_order(order, grid, np.arange(num_tokens), sizes=sizes, words=order_words(grid, [seed])[0]).tolist()
+
+
+def test_the_fixed_orders():
+    grid = (3, 4)
+    assert full("raster", grid) == list(range(12))
+    assert full("alternate", grid) == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11]
+    assert full("spiral-in", grid) == [0, 1, 2, 3, 7, 11, 10, 9, 8, 4, 5, 6]
+    assert full("spiral-out", grid) == full("spiral-in", grid)[::-1]
+    assert full("z-curve", grid) == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 10, 11]
+    # On a power-of-two square the Z-curve is the usual one.
+    assert full("z-curve", (4, 4)) == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+
+def nearest(positions, width):
+    """The mean distance of each position to its nearest neighbour among them."""
+    points = np.array([divmod(p, width) for p in positions], dtype=float)
+    distance = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    return np.where(np.eye(len(points), dtype=bool), np.inf, distance).min(1).mean()
+
+
+@pytest.mark.parametrize("grid", [(16, 16), (12, 12), (9, 20)])
+def test_halton_and_local_spread_a_step_apart(grid):
+    """In the first steps of 12 tokens, neighbours are clearly farther apart than in random orders."""
+    steps = grid[0] * grid[1] // 12
+    random = np.mean([nearest(full("random", grid, seed, steps)[:12], grid[1]) for seed in range(20)])
+    for order in ("halton", "local"):
+        spread = np.mean([nearest(full(order, grid, seed, steps)[:12], grid[1]) for seed in range(5)])
+        assert spread > 1.2 * random, order
+
+
+def test_local_stays_close_to_what_is_known():
+    """With the left half known, the right half is filled from the left, unlike with random."""
+    grid = (12, 12)
+    fill = np.array([p for p in range(144) if p % 12 >= 6])
+    sizes = step_sizes("linear", 72, 12)
+    order = make_order("local", grid, fill, sizes=sizes, words=order_words(grid, [0])[0])
+    assert max(p % 12 for p in order[:12]) <= 8
+    assert min(p % 12 for p in order[-6:]) >= 9
+
+
+def test_seeds_matter_only_to_the_orders_that_have_one():
+    for order in ORDERS:
+        same = full(order, (8, 8), 1, 8) == full(order, (8, 8), 2, 8)
+        assert same == (order not in ("random", "halton", "local")), order
+
+
+def test_random_orders_are_uniform():
+    """Each of the 6 orders of 3 positions about equally often."""
+    counts = {}
+    for seed in range(6000):
+        key = tuple(full("random", (1, 3), seed))
+        counts[key] = counts.get(key, 0) + 1
+    assert len(counts) == 6
+    assert sum((c - 1000) ** 2 / 1000 for c in counts.values()) < 30
+
+
+def test_each_sample_has_its_own_order_and_mask():
+    known = torch.zeros(3, 16, dtype=torch.bool)
+    known[2, :10] = True
+    plan = make_plan((4, 4), known, (1, 2, 3), SamplingSettings(steps=4, guidance=1.0))
+    assert plan.samples[0].order != plan.samples[1].order
+    assert len(plan.samples[2].order) == 6
+    assert plan.num_steps == 4
+    assert not plan.guided
+
+
+def test_plans_are_checked():
+    with pytest.raises(InputError, match="do not fit 3 positions"):
+        SamplePlan((0, 1, 2), (1, 1), (1.0, 1.0))
+    with pytest.raises(InputError, match="twice"):
+        SamplePlan((0, 1, 1), (3,), (1.0,))
+    assert Plan((SamplePlan((), (), ()),)).num_steps == 0
+
+
+def test_the_picture_shows_every_order():
+    image = np.asarray(draw_plans((4, 6), SamplingSettings(steps=24), seed=0)).astype(int)
+    colours = {tuple(c) for c in image.reshape(-1, 3)}
+    assert (38, 22, 74) in colours
+    assert (252, 244, 190) in colours
+    assert math.prod(image.shape[:2]) > 10_000
