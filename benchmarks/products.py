@@ -28,7 +28,7 @@ from arpg.bench.agreement import agreement, generate, on_context
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.throughput import Effort, measure
 from arpg.decode import decode
-from arpg.kernels import FLOAT8, fusible
+from arpg.kernels.dispatch import FLOAT8, fusible
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import become
 from arpg.quantization.precision import Fp8Linear, to_float8, to_precision
@@ -197,8 +197,9 @@ def check(device: torch.device) -> None:
         say(f"check: {2 * rows} rows, a layer off by {told} from its twin, {off(made(x), F.linear(x.float(), weight))}")
     if not fusible(x):
         return
-    from arpg.kernels.attention import attend
     from arpg.kernels.residual import residual_norm, residual_norm_float8
+
+    from arpg.kernels.attention import attend
     from arpg.kernels.swiglu import swiglu, swiglu_float8
 
     norm, key = torch.ones(1024, device=device, dtype=x.dtype), torch.empty(0, dtype=torch.int32, device=device)

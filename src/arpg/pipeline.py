@@ -15,15 +15,15 @@ from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, r
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import EXPAND_METHODS
 from arpg.decode import Engine, Request, Step, make_plan
+from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
 from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import to_rgb
-from arpg.likelihood import picture_bits
 from arpg.model import ARPG
 from arpg.quantization.precision import Precision, to_precision
 from arpg.settings import SamplingDefaults, SamplingSettings
-from arpg.tasks import Label, Prompt, stages
+from arpg.tasks import Label, Prompt, condition, stages
 from arpg.tasks.canvas import Box, Canvas, box_mask
 from arpg.tasks.control_input import ControlInput, Controls, checked
 from arpg.tasks.task import ImageTask, TaskSpec
@@ -88,7 +88,7 @@ class Pipeline:
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
         bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch type; `dtype` is its old name.
-        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
+        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.engine`).
         The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
         """
         folder = resolve(name)
@@ -381,8 +381,8 @@ class Pipeline:
 
         The image is brought to the model's size by a centre crop. No class or prompt: the unconditional likelihood.
         """
-        labels = [self._label(class_, prompt, None)]
-        found = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
+        labels = condition(self.model, [self._label(class_, prompt, None)])
+        found = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
         bits: NDArray[np.float32] = found[0]
         return bits
 
@@ -391,8 +391,8 @@ class Pipeline:
         require(
             self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
         )
-        labels = range(self.model.config.num_classes)
-        bits = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
+        labels = condition(self.model, range(self.model.config.num_classes))
+        bits = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
 

@@ -63,7 +63,7 @@ def fill(
     ids_N: Tensor,
     known_N: Tensor,
     grid: tuple[int, int] | None = None,
-    place_N2: Tensor | None = None,
+    pos_N2: Tensor | None = None,
     control: Sequence[ControlMap] = (),
 ) -> Request:
     """The unknown tokens of an image, once for each seed. Label, tokens and mask are one for all or one for each.
@@ -80,7 +80,7 @@ def fill(
         ids_N.cpu().expand(len(seeds), -1),
         known_N.cpu().expand(len(seeds), -1),
         tuple(seeds),
-        place_N2,
+        pos_N2,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from arpg.config import EXPAND_METHODS
 from arpg.errors import one_of, require
 from arpg.image import MAX_PIXELS, Pixels
-from arpg.model.rope import grid_places
+from arpg.model.rope import grid_positions
 from arpg.tasks.canvas import Canvas, Mask
 from arpg.tasks.control_input import WHOLE, Part
 from arpg.tasks.windows import plan_windows
@@ -37,13 +37,13 @@ class Stage:
     see: Callable[[Image.Image], Pixels] | None = None  # what the tokenizer is shown of a picture; None: nothing
     give: Callable[[Image.Image], Image.Image] = lambda made: made  # what becomes of the pixels that were drawn
     stand_M: Tensor | None = None  # where the picture's tokens stand on the grid; None: one for each place
-    place_N2: Tensor | None = None  # as in a request; only where one window is everything
+    pos_N2: Tensor | None = None  # as in a request; only where one window is everything
     part: Part | None = None  # of a condition image, which the grid covers; None: the middle that has its shape
 
     def __post_init__(self) -> None:
         check_tokens(self.grid)
         assert self.known_hw.shape == self.grid
-        assert self.place_N2 is None or self.window == self.grid
+        assert self.pos_N2 is None or self.window == self.grid
 
 
 def check_tokens(grid: Grid) -> None:
@@ -120,7 +120,7 @@ def expand(picture: tuple[int, int], size: tuple[int, int], *, window: Grid, str
         see=lambda image: np.asarray(_resized(image, (seen[1] * stride, seen[0] * stride))),
         give=lambda made: _resized(made, size),
         stand_M=stand,
-        place_N2=grid_places(high, wide) * scale if at_once else None,
+        pos_N2=grid_positions(high, wide) * scale if at_once else None,
     )
 
 

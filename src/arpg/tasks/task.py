@@ -21,7 +21,7 @@ from torch import Tensor
 
 from arpg import tasks
 from arpg.decode import Request, Step
-from arpg.decode.score import fill_bits
+from arpg.decode.likelihood import fill_bits
 from arpg.errors import require
 from arpg.image import sheet, to_images, to_pil
 from arpg.model import ARPG
@@ -153,7 +153,7 @@ class ImageTask:
             ids_N=self._ids_Chw[part.rows, *view].flatten(1),
             known_N=self._known_Chw[part.rows, *view].flatten(1),
             grid=stage.window,
-            place_N2=stage.place_N2,
+            pos_N2=stage.pos_N2,
             control=self._control(part),
         )
         return self._request
