@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from arpg.errors import InputError, one_of, require
-from arpg.settings import SamplingDefaults
+from arpg.settings import CONTROL_KINDS, SamplingDefaults
+from arpg.settings import EXPAND_METHODS as EXPAND_METHODS
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 ENGINES = ("auto", "eager", "compiled", "graph")  # see decode/execution.py
-EXPAND_METHODS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
 POSITIONS = ("rope", "cosine")
-CONTROLS = ("canny", "soft", "depth")  # kinds of condition images
+CONTROLS = CONTROL_KINDS
 
 T = TypeVar("T")
 
@@ -54,10 +54,10 @@ class ControlConfig:
     def __post_init__(self) -> None:
         require(
             len(self.kinds) >= 1 and len(set(self.kinds)) == len(self.kinds),
-            f"kinds are {list(self.kinds)}; expected different ones of {', '.join(CONTROLS)}",
+            f"kinds are {list(self.kinds)}; expected different ones of {', '.join(CONTROL_KINDS)}",
         )
         for kind in self.kinds:
-            one_of("kinds", kind, CONTROLS)
+            one_of("kinds", kind, CONTROL_KINDS)
         require(bool(self.encoder), "encoder is empty; expected patches, a hub id or a folder")
         for name in ("patch", "width", "num_heads", "layers"):
             value = getattr(self, name)

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from arpg.config import CONTROLS
 from arpg.errors import InputError, one_of, require
 from arpg.hub import home
 from arpg.image import Pixels, to_rgb
+from arpg.settings import CONTROL_KINDS
 
 FILE = "fastdepth.onnx"  # MIT; docs/control-score.md has the sha256 of the one tested
 METRIC = ("depth_pro", "glpn", "zoedepth")  # these say how far, where others say how near
@@ -26,7 +26,6 @@ METRIC = ("depth_pro", "glpn", "zoedepth")  # these say how far, where others sa
 # From an RGB picture to how near each of its pixels is, on any scale: [H, W], larger is nearer.
 DepthModel = Callable[[Image.Image], NDArray[np.float32]]
 
-KINDS = CONTROLS
 LOW, HIGH = 100, 200  # Canny's thresholds, as the paper has them
 SCALES = (1, 2, 4)  # pixels, of the blurs before the gradients of soft edges
 STEP = 0.2  # the gradient of a sharp step of half the range, whatever the scale: this much is white
@@ -37,7 +36,7 @@ def extract(kind: str, image: Image.Image, *, depth: DepthModel | str | Path | N
 
     `depth` says by what depth is estimated: see `open_depth`. A ready-made condition needs only `ready_made`.
     """
-    one_of("kind", kind, KINDS)
+    one_of("kind", kind, CONTROL_KINDS)
     rgb = to_rgb(image)
     if kind == "canny":
         return Image.fromarray(canny(np.asarray(rgb)))

@@ -13,7 +13,6 @@ from PIL import Image
 
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import EXPAND_METHODS
 from arpg.decode import Engine, Request, Step, make_plan
 from arpg.device import choose_device as choose_device
 from arpg.errors import require
@@ -22,7 +21,7 @@ from arpg.image import to_rgb
 from arpg.likelihood import picture_bits
 from arpg.model import ARPG
 from arpg.quantization.precision import Precision, to_precision
-from arpg.settings import SamplingDefaults, SamplingSettings
+from arpg.settings import EXPAND_METHODS, SamplingDefaults, SamplingSettings
 from arpg.tasks import Label, Prompt, stages
 from arpg.tasks.canvas import Box, Canvas, box_mask
 from arpg.tasks.control_input import ControlInput, Controls, checked

@@ -1,7 +1,8 @@
-"""Sampling settings: one table of name, type, default, limits and help.
+"""Settings of sampling and of image tasks: name, type, default, limits, choices and help of each, written once.
 
-The checks of `SamplingSettings`, the CLI options, the HTTP schema, `/v1/arpg/info`, the axes of a sweep and the
-controls of the page are made from `SETTINGS`.
+`SETTINGS` describes how tokens are sampled, `TASK_SETTINGS` what else an image task takes. The checks of
+`SamplingSettings`, the CLI options, the HTTP schema, `/v1/arpg/info`, the axes of a sweep and the controls of the page
+are made from them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from arpg.errors import one_of, require
 
 @dataclass(frozen=True)
 class Setting:
-    """One sampling setting as every surface presents it."""
+    """One setting as every surface presents it."""
 
     name: str
     kind: type[int] | type[float] | type[str]
@@ -30,7 +31,7 @@ class Setting:
     maximum: float | None = None  # the most that a server accepts; the library itself has no upper limit but top_p's
     above_minimum: bool = False  # the minimum itself is not allowed
     hint: str = ""  # what an error adds
-    aliases: tuple[str, ...] = ()  # names that Python callers may use instead, as in diffusers
+    aliases: tuple[str, ...] = ()  # other accepted names: those of diffusers, and former ones
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,12 +176,108 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
     }
 )
 
+TASK_SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        setting.name: setting
+        for setting in (
+            Setting(
+                "num_images",
+                int,
+                1,
+                "Number of images.",
+                minimum=1,
+                aliases=("num_images_per_prompt",),
+            ),
+            Setting(
+                "seed",
+                int,
+                0,
+                "Random seed; image i has seed SEED + i.",
+                minimum=0,
+                maximum=2**64 - 1,
+                aliases=("generator",),
+            ),
+            Setting(
+                "best_of",
+                int,
+                1,
+                "Candidates sampled for each image, of which the most likely is kept.",
+                minimum=1,
+                hint=" candidates for each image",
+            ),
+            Setting(
+                "batch_size",
+                int,
+                32,
+                "Images decoded together; does not change them.",
+                minimum=1,
+            ),
+            Setting(
+                "feather",
+                int,
+                0,
+                "Blend this many pixels inside the mask with the original image.",
+                minimum=0,
+                hint=" pixels",
+            ),
+            Setting(
+                "method",
+                str,
+                "checkerboard",
+                "How an image is enlarged.",
+                {
+                    "checkerboard": "Keep every other token of the resized image, sample the rest in one grid.",
+                    "positions": "Spread the image's own tokens over the larger grid, sample those between them.",
+                    "windows": "Keep every other token of the resized image, sample the rest window by window.",
+                },
+                aliases=("way",),
+            ),
+            Setting(
+                "kind",
+                str,
+                "canny",
+                "Kind of the condition image.",
+                {
+                    "canny": "Thin edges, white on black.",
+                    "soft": "Soft edges, brighter where they are stronger.",
+                    "depth": "Depth: near is white, far is black.",
+                },
+            ),
+            Setting(
+                "strength",
+                float,
+                1.0,
+                "Weight of the condition image: 0 ignores it, 1 is as trained.",
+                minimum=0,
+                hint=" (0 ignores the condition image, 1 is as trained)",
+            ),
+        )
+    }
+)
+
 ORDERS = SETTINGS["order"].names
 SCHEDULES = SETTINGS["schedule"].names
 GUIDANCE_SCHEDULES = SETTINGS["guidance_schedule"].names
 ATTENTIONS = SETTINGS["attention"].names
 DECODES = SETTINGS["decode"].names
-ALIASES = {alias: setting.name for setting in SETTINGS.values() for alias in setting.aliases}
+EXPAND_METHODS = TASK_SETTINGS["method"].names
+CONTROL_KINDS = TASK_SETTINGS["kind"].names
+ALIASES = {
+    alias: setting.name
+    for table in (SETTINGS, TASK_SETTINGS)
+    for setting in table.values()
+    for alias in setting.aliases
+}
+
+
+def canonical_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` with aliases replaced by the names of the settings; naming one setting twice is an error."""
+    named: dict[str, Any] = {}
+    for given, value in options.items():
+        name = ALIASES.get(given, given)
+        require(name not in named, f"{given} is another name of {name}, which is given too; leave one of them out")
+        named[name] = value
+    return named
 
 
 @dataclass(frozen=True)
@@ -257,7 +354,7 @@ class SamplingDefaults:
         Guidance follows the number of steps. Exact and speculative decoding are causal, and guided like the largest
         number of steps.
         """
-        given = {ALIASES.get(name, name): value for name, value in overrides.items() if value is not None}
+        given = canonical_names({name: value for name, value in overrides.items() if value is not None})
         unknown = sorted(set(given) - set(SETTINGS))
         require(not unknown, f"unknown sampling setting {', '.join(unknown)}; known: {', '.join(sorted(SETTINGS))}")
         schedule = given.get("schedule", self.schedule)

@@ -10,13 +10,12 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Request, cli, make_plan
-from arpg.config import EXPAND_METHODS
 from arpg.decode.score import fill_bits, make_orders, token_bits
 from arpg.figures import HOLD, PACE, Frames, save_gif
 from arpg.image import to_images, to_pil
 from arpg.model import Condition, class_condition
 from arpg.model.rope import grid_places
-from arpg.settings import ORDERS, SCHEDULES
+from arpg.settings import EXPAND_METHODS, ORDERS, SCHEDULES
 from arpg.tasks.stages import MAX_TOKENS, expand
 from support.small import noise
 

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from arpg.config import CONTROLS, ControlConfig
+from arpg.config import ControlConfig
 from arpg.errors import one_of, present, require
 from arpg.extractors import extract, ready_made
 from arpg.image import adm_crop, to_rgb
+from arpg.settings import CONTROL_KINDS
 
 Part = tuple[float, float, float, float]  # left, top, right, bottom as shares of the whole
 WHOLE: Part = (0.0, 0.0, 1.0, 1.0)
@@ -32,7 +33,7 @@ class ControlInput:
     strength: float = 1.0
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, CONTROLS)
+        one_of("kind", self.kind, CONTROL_KINDS)
         require(
             math.isfinite(self.strength) and self.strength >= 0,
             f"strength is {self.strength}; expected 0 (no control) or more (1 is what the model was trained with)",
@@ -52,7 +53,7 @@ class ControlInput:
 
         `depth`: what estimates it, see `open_depth`.
         """
-        one_of("kind", kind, CONTROLS)
+        one_of("kind", kind, CONTROL_KINDS)
         rgb = to_rgb(picture)
         if size is not None:  # a square is cut as the training images were
             rgb = adm_crop(rgb, size[0]) if size[0] == size[1] else ImageOps.fit(rgb, size)

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from arpg.config import EXPAND_METHODS
 from arpg.errors import one_of, require
 from arpg.image import MAX_PIXELS, Pixels
 from arpg.model.rope import grid_places
+from arpg.settings import EXPAND_METHODS
 from arpg.tasks.canvas import Canvas, Mask
 from arpg.tasks.control_input import WHOLE, Part
 from arpg.tasks.windows import plan_windows
