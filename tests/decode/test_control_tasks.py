@@ -10,7 +10,7 @@ from PIL import Image
 
 from arpg import ControlInput, InputError, Pipeline, cli
 from arpg.tasks import control_input as picture
-from arpg.tasks.control_input import WHOLE, depth_map
+from arpg.tasks.control_input import WHOLE
 from arpg.tasks.task import ImageTask
 from support.small import controlled_model, noise, small_tokenizer
 
@@ -183,10 +183,6 @@ def test_from_an_image(pipe, extractor):
     taken = pipe.control(picture, 1, kind="depth", from_image=True, **STEPS)
     assert same(taken, pipe.control(seen.image, 1, kind="depth", **STEPS))
     assert not same(taken, pipe.control(picture, 1, kind="depth", **STEPS))
-
-
-def test_depth_maps_are_white_where_it_is_near():
-    assert depth_map(np.array([[0.0, 0.5, 1.0, 2.0]], np.float32)).tolist() == [[255, 128, 0, 0]]
 
 
 def test_bad_input(pipe, pipeline):

@@ -9,7 +9,6 @@ from PIL import Image
 
 from arpg import InputError
 from arpg.extractors import (
-    KINDS,
     FastDepth,
     TransformersDepth,
     depth_map,
@@ -19,6 +18,7 @@ from arpg.extractors import (
     soft_edges,
     stretched,
 )
+from arpg.settings import CONTROL_KINDS
 from support.small import noise
 
 # ONNX is protobuf: a tag (field number and type), then the value. Enough of it for one node.
@@ -85,7 +85,7 @@ def test_soft_edges_are_ridges_that_follow_the_contrast():
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (37, 5), (96, 96)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONTROL_KINDS)
 def test_the_size_stays(kind, size, tmp_path):
     depth = tiny_onnx(tmp_path / "tiny.onnx")
     for picture in (noise(*size), noise(*size).convert("L"), noise(*size).convert("RGBA")):
@@ -166,9 +166,13 @@ def test_grey_from_depth():
     assert (stretched(np.full((2, 2), 7.0)) == 128).all()
     with pytest.raises(InputError, match="not numbers"):
         stretched(np.array([[np.nan]]))
-    assert depth_map(np.array([[0.0, 1.0, 0.2]])).tolist() == [[255, 0, 204]]
-    with pytest.raises(InputError, match="outside of 0 to 1"):
-        depth_map(np.array([[1.5]]))
+
+
+def test_known_depth_is_white_where_it_is_near():
+    assert depth_map(np.array([[0.0, 0.5, 1.0]], np.float32)).tolist() == [[255, 128, 0]]
+    for wrong in (-0.1, 1.5, np.nan):
+        with pytest.raises(InputError, match="outside of 0 to 1"):
+            depth_map(np.array([[0.5, wrong]], np.float32))
 
 
 def test_ready_made_conditions_stay():

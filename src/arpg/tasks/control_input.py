@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from arpg.config import ControlConfig
@@ -86,12 +85,6 @@ def checked(control: Controls, config: ControlConfig | None) -> tuple[ControlInp
     for each in controls:
         takes.kind_id(each.kind)
     return controls
-
-
-def depth_map(depth_HW: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Depth from 0 (near) to 1 (far) as a condition image: near is white, far is black."""
-    grey: NDArray[np.uint8] = np.round(255 * (1 - np.clip(depth_HW, 0, 1))).astype(np.uint8)
-    return grey
 
 
 def _middle(size: tuple[int, int], shape: tuple[int, int]) -> Part:
