@@ -14,7 +14,7 @@ from arpg.errors import one_of, require
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG
 from arpg.settings import ORDERS
-from arpg.tasks import Label, condition
+from arpg.tasks import Label, label_condition
 from arpg.tokenizer import VQTokenizer
 
 
@@ -42,6 +42,6 @@ def picture_bits(
     parts = []
     for i in range(0, len(pairs), batch_size):
         chosen, ks = (list(part) for part in zip(*pairs[i : i + batch_size], strict=True))
-        parts.append(token_bits(model, ids_N.expand(len(ks), -1), condition(model, chosen), order_KN[ks]).cpu())
+        parts.append(token_bits(model, ids_N.expand(len(ks), -1), label_condition(model, chosen), order_KN[ks]).cpu())
     bits: NDArray[np.float32] = torch.cat(parts).numpy().reshape(len(labels), orders, *grid)
     return bits

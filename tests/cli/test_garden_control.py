@@ -101,14 +101,14 @@ def test_odd_conditions(pipe, kind):
         OUTLINES[1].resize((640, 64)),
         Image.new("L", (1, 1), 255),
     ]
-    drawing = pipe.generate_task(
+    task = pipe.generate_task(
         ["Banana"] * len(odd), control=[ControlInput(image, kind) for image in odd], steps=2, seed=0
     )
-    queries = drawing.next_request().condition.query_BND
+    queries = task.next_request().condition.query_BND
     usual = pipe.generate_task("Banana", control=ControlInput(OUTLINES[0], kind)).next_request().condition.query_BND
     assert queries.isfinite().all()
     assert queries.norm(dim=-1).mean(1).max() < 3 * usual.norm(dim=-1).mean()
-    images = pipe.finish(drawing)
+    images = task.run()
     assert [image.size for image in images] == [(96, 96)] * len(odd)
 
 

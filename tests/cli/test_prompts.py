@@ -58,11 +58,11 @@ def test_prompts_and_negative_prompts_matter(pipe):
 
 
 def test_each_image_may_have_its_own_seed(pipe):
-    drawing = pipe.generate_task(prompt=["apple", "pear"], seed=[70, 3], steps=3, best_of=2)
-    images = pipe.finish(drawing)
-    assert drawing.seeds[0] in (70, 71)
-    assert drawing.seeds[1] in (3, 4)
-    again = pipe.generate(prompt="pear", seed=drawing.seeds[1], steps=3)
+    task = pipe.generate_task(prompt=["apple", "pear"], seed=[70, 3], steps=3, best_of=2)
+    images = task.run()
+    assert task.seeds[0] in (70, 71)
+    assert task.seeds[1] in (3, 4)
+    again = pipe.generate(prompt="pear", seed=task.seeds[1], steps=3)
     assert again[0].tobytes() == images[1].tobytes()
     with pytest.raises(InputError, match="2 seeds for 1 images"):
         pipe.generate(prompt="apple", seed=[1, 2], steps=3)
@@ -107,7 +107,7 @@ def test_the_other_kind_of_model_is_named(pipe, pipeline):
         (lambda: pipe.generate(), "no prompt is given"),
         (lambda: pipe.generate(prompt=[]), "no prompt is given"),
         (lambda: pipe.edit(picture, (0, 0, 4, 4)), "give a prompt"),
-        (lambda: pipe.expand(size=(16, 16)), "neither a picture nor a prompt"),
+        (lambda: pipe.expand(size=(16, 16)), "neither an image nor a prompt"),
         (lambda: pipe.classify(picture), "takes prompts, so it has no classes"),
         (lambda: pipe.generate(prompt=["a", "b"], negative=["c"]), "1 negative prompts for 2"),
         (lambda: pipeline.generate(prompt="apple"), "prompt is 'apple', but the model takes classes"),

@@ -14,7 +14,7 @@ from PIL import Image, ImageFile
 from arpg import InputError, cli
 from arpg.image import open_image
 from arpg.tasks.canvas import Canvas, box_mask
-from arpg.tasks.windows import plan_windows
+from arpg.tasks.stages import plan_windows
 
 
 def noise(width, height, seed=0):
@@ -141,7 +141,7 @@ def test_bad_calls(pipeline):
         pipeline.inpaint(image, Image.new("L", (8, 8), 255), 1, feather=-1)
     with pytest.raises(InputError, match="'tiger' is unknown"):
         pipeline.inpaint(image, Image.new("L", (8, 8), 255), "tiger")
-    with pytest.raises(InputError, match="number of images is 0"):
+    with pytest.raises(InputError, match="num_images is 0"):
         pipeline.inpaint(image, Image.new("L", (8, 8), 255), 1, num_images=0)
 
 
@@ -293,7 +293,7 @@ def test_outpainting_draws_each_window_anew(pipeline):
 
 @pytest.mark.parametrize("sides", [{}, {"left": -1}, {"left": 4, "right": -2}, {"right": 10**9}])
 def test_bad_sides(pipeline, sides):
-    with pytest.raises(InputError, match=r"expected 0 or more|ask for less"):
+    with pytest.raises(InputError, match=r"expected 0 or more|choose fewer"):
         pipeline.outpaint(noise(8, 8), 1, **sides)
 
 

@@ -11,11 +11,11 @@ from support.small import small_tokenizer
 def test_settings_come_from_the_model(model):
     defaults = SamplingDefaults(steps=6, guidance_by_steps=((4, 2.0), (16, 4.0)), order="halton", top_k=7)
     pipe = Pipeline(model, small_tokenizer(), sampling=defaults)
-    settings = pipe.generate_task([0]).wanted.settings
+    settings = pipe.generate_task([0]).spec.settings
     assert (settings.steps, settings.order, settings.top_k) == (6, "halton", 7)
-    settings = pipe.generate_task([0], steps=16, order="raster").wanted.settings
+    settings = pipe.generate_task([0], steps=16, order="raster").spec.settings
     assert (settings.steps, settings.guidance, settings.order) == (16, 4.0, "raster")
-    settings = pipe.generate_task([0], steps=16, guidance=1.5).wanted.settings
+    settings = pipe.generate_task([0], steps=16, guidance=1.5).spec.settings
     assert settings.guidance == 1.5
 
 
@@ -35,8 +35,8 @@ def test_previews_end_in_the_images(pipeline):
     for a, b in zip(previews[-1], final, strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
     # Each preview shows exactly the known patches (2 x 2 pixels here); the others are grey.
-    drawing = pipeline.generate_task([1, 2], num_images=2, seed=3, steps=5)
-    for step, images in zip(list(pipeline.steps(drawing))[:-1], previews[:-1], strict=True):
+    task = pipeline.generate_task([1, 2], num_images=2, seed=3, steps=5)
+    for step, images in zip(list(task.steps())[:-1], previews[:-1], strict=True):
         for known, image in zip(step.known_BN, images, strict=True):
             patches = np.asarray(image).reshape(4, 2, 4, 2, 3).transpose(0, 2, 1, 3, 4).reshape(16, -1)
             assert (patches[~known.numpy()] == 223).all()

@@ -42,7 +42,7 @@ def control(
     sampling = sampling.asked(prompts=prompt is not None, control=True)
     pipe = sampling.load()
     if picture is not None and from_image:
-        given = pipe.condition_of(picture, output.kind, output.strength, depth=depth_model)
+        given = pipe.extract_control(picture, output.kind, output.strength, depth=depth_model)
     elif picture is not None:
         given = ControlInput(picture, output.kind, output.strength)
     drawing = pipe.generate_task(

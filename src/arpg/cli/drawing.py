@@ -49,7 +49,7 @@ class Output:
         require(bool(wanted.controls) or not self.beside, "--beside needs a condition image; give --condition")
 
         def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
-            return drawing.beside(rows, images) if self.beside else images
+            return drawing.beside_conditions(rows, images) if self.beside else images
 
         with _progress(len(drawing)) as tick:
 
@@ -58,7 +58,7 @@ class Output:
                 if self.gif is not None:
                     frames.add(drawing.rows, shown(drawing.rows, drawing.preview(step)))
 
-            images = pipe.finish(drawing, on_step)
+            images = drawing.run(on_step)
         images = shown(drawing.kept, images)
         about = {"model": sampling.model, **about, **to_dict(wanted.settings)}
         if wanted.best_of > 1:

@@ -9,13 +9,12 @@ from typing import Annotated, Any
 import typer
 from PIL import Image
 
-from arpg import config as configs
 from arpg import settings as settings_table
 from arpg.cli.console import GridOption, ScheduleOption, out, parse_grid, parse_schedule
 from arpg.cli.drawing import Output, draws
 from arpg.cli.prompts import Line, read_prompts
 from arpg.cli.sampling import Sampling
-from arpg.errors import one_of, present, require
+from arpg.errors import present, require
 from arpg.image import check_output, open_image, save
 
 PromptOption = Annotated[str | None, typer.Option("--prompt", "-p", help="Instead of a class, where a model takes it.")]
@@ -144,17 +143,17 @@ def expand(
     class_: ClassOption = None,
     prompt: PromptOption = None,
     negative: NegativeOption = None,
-    way: Annotated[
-        str, typer.Option(help=f"{', '.join(configs.EXPAND_METHODS)}; see docs/gallery.md.")
-    ] = configs.EXPAND_METHODS[0],
+    method: Annotated[
+        str, typer.Option("--method", "--way", help=f"{', '.join(settings_table.EXPAND_METHODS)}; see docs/gallery.md.")
+    ] = settings_table.EXPAND_METHODS[0],
     num: NumOption = 1,
     *,
     output: Output,
     sampling: Sampling,
 ) -> None:
     """Make a picture larger, with detail that is new."""
-    one_of("way", way, configs.EXPAND_METHODS)
-    details = {"class_": class_, "prompt": prompt, "negative": negative, "size": _size(size), "way": way}
+    settings_table.TASK_SETTINGS["method"].check(method)
+    details = {"class_": class_, "prompt": prompt, "negative": negative, "size": _size(size), "way": method}
     given = None if image is None else open_image(image)
     _redraw("expand", image, (given,), details, num=num, output=output, sampling=sampling)
 
