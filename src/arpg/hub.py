@@ -1,4 +1,4 @@
-"""Where models come from: the box, a folder, a published name (fetched, converted, kept) or a Hugging Face hub id."""
+"""Find models by name: bundled, in a folder, published (fetched, converted and cached) or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a hub repository."""
+    """A file in a hub repository."""
 
     repo: str
     file: str
@@ -29,7 +29,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Published:
-    """A published model: where its files are and what must be in them."""
+    """A published model: where its files are and which configuration they must have."""
 
     model_source: Source
     tokenizer_source: Source
@@ -58,7 +58,7 @@ PUBLISHED = {
 
 
 def home() -> Path:
-    """Where fetched models are kept: $ARPG_HOME, else the user's cache folder."""
+    """Return the folder of fetched models: $ARPG_HOME, or else one in the user's cache folder."""
     if value := os.environ.get("ARPG_HOME"):
         return Path(value)
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -66,7 +66,7 @@ def home() -> Path:
 
 
 def resolve(name: str | Path) -> Path:
-    """The folder of a model: a shipped name, an existing folder, a published name, or `user/repository` on the hub."""
+    """Return the folder of a model: a bundled name, a folder, a published name, or `user/repository` on the hub."""
     folder, text = Path(name), str(name)
     if text in BUNDLED:
         return bundled_folder(text)
@@ -77,13 +77,13 @@ def resolve(name: str | Path) -> Path:
     if text.count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/"):
         return _snapshot(text)
     raise InputError(
-        f"model {text!r} is neither in the box ({', '.join(BUNDLED)}), a folder, a published name "
+        f"model {text!r} is neither bundled ({', '.join(BUNDLED)}), a folder, a published name "
         f"({', '.join(PUBLISHED)}) nor a hub id (user/repository)"
     )
 
 
 def pull(name: str, *, force: bool = False) -> Path:
-    """Fetch a published model and its tokenizer, convert them, and return the folder they are kept in."""
+    """Fetch and convert a published model with its tokenizer, and return its folder; `force` does so again."""
     require(name in PUBLISHED, f"model {name!r} is not published; expected one of {', '.join(PUBLISHED)}")
     published = PUBLISHED[name]
     folder = home() / "models" / name
@@ -113,7 +113,7 @@ def pull(name: str, *, force: bool = False) -> Path:
 
 
 def _fetch(name: str, published: Published, source: Source) -> Path:
-    """A file put there by hand, or fetched from the hub."""
+    """Return a file that the user put into the downloads folder, or else fetch it from the hub."""
     by_hand = home() / "downloads" / source.file
     if by_hand.is_file():
         return by_hand
@@ -133,7 +133,7 @@ def _fetch(name: str, published: Published, source: Source) -> Path:
 
 
 def _snapshot(repo: str) -> Path:
-    """The files of a model folder that somebody put on the hub."""
+    """Fetch the files of a model folder on the hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 

@@ -99,19 +99,20 @@ class Pipeline:
         dtype: Precision | None = None,
         engine: str = "auto",
     ) -> Pipeline:
-        """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
+        """Load a bundled model (`garden`, `garden-text`, `garden-control`), a folder, a published model (`arpg-l`,
+        `arpg-xl`, `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
-        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch type; `dtype` is its old name.
+        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `dtype` is its old name.
         `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
-        The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
+        The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
         precision = precision if dtype is None else dtype
-        model = to_precision(load_model(folder), precision, on)
-        tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
+        model = to_precision(load_model(folder, config=config), precision, on)
+        tokenizer = load_tokenizer(folder, config=config, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
         prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
@@ -126,6 +127,7 @@ class Pipeline:
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
+        """Write a model folder that `from_pretrained` loads."""
         config = FolderConfig(
             model=self.model.config,
             tokenizer=self.tokenizer.config,
@@ -377,9 +379,10 @@ class Pipeline:
         order: str = "random",
         seed: int = 0,
     ) -> NDArray[np.float32]:
-        """`[orders, h, w]`: the bits of each token of an image under each order; their mean is the bits per token.
+        """Return the bits of each token of an image under each of several orders, `[orders, h, w]`.
 
-        The image is brought to the model's size by a centre crop. No class or prompt: the unconditional likelihood.
+        Their mean is the bits per token. The image is centre-cropped to the model's size. Without a class or prompt it
+        is the unconditional likelihood.
         """
         labels = [self._label(class_, prompt, None)]
         found = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
@@ -387,7 +390,7 @@ class Pipeline:
         return bits
 
     def classify(self, image: Image.Image, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
-        """`[classes]`: bits per token of an image under each class, over the same random orders; the least is best."""
+        """Return the bits per token of an image under each class, `[classes]`; fewest bits: the most likely class."""
         require(
             self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
         )
