@@ -108,7 +108,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
                 "schedule",
                 str,
                 "arccos",
-                "How many tokens each step decodes: a name, or the number of tokens of each step.",
+                "How many tokens each step decodes; also a list with the number for each step, like 16,48,80.",
                 {
                     "arccos": "Few tokens at first, many at the end; the paper's choice.",
                     "cosine": "Very few at first, very many at the end.",
