@@ -69,7 +69,7 @@ def test_every_task_previews_each_step_and_ends_in_its_images(pipeline, name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_picture_depends_on_its_seed_alone(pipeline, name):
+def test_an_image_depends_on_its_seed_alone(pipeline, name):
     second = begin(pipeline, name, seed=5)
     images = second.run()
     assert second.seeds == [5, 6]
@@ -232,7 +232,7 @@ def test_any_size_of_the_same_shape(pipeline, method, own, size):
             assert stage.pos_N2.max() < 4
 
 
-def test_a_generated_picture_is_expanded_like_a_given_one(pipeline):
+def test_a_generated_image_is_expanded_like_a_given_one(pipeline):
     (small,) = pipeline.generate(2, seed=9, steps=3)
     task = pipeline.expand_task(None, 2, size=(16, 16), method="positions", seed=9, steps=3)
     *_, last = task.steps()
@@ -357,7 +357,7 @@ def test_command_line(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_previews_show_what_is_not_there_yet_in_grey(pipeline):
-    """In the second window of an outpainting the first one is drawn, the next is not."""
+    """In the second window of an outpainting the first one is sampled, the next is not."""
     task = pipeline.outpaint_task(Image.new("RGB", (8, 8), "black"), 2, right=16, steps=2)
     assert len(task) > 1
     grey = np.asarray(to_pil(torch.full((1, 3, 1, 1), 0.75))[0])[0, 0]
