@@ -151,7 +151,7 @@ def image(model: ARPG, to: tuple[bool, bool], name: str) -> Tensor:
         torch.cuda.synchronize()
         waits[every].append(1e3 * (time.perf_counter() - began))
         tokens.append(step.ids_BN)
-    recording = next(iter(engine.recordings.values()))
+    recording = next(iter(engine.graphs.captured.values()))
     began = time.perf_counter()
     for _ in range(5):
         for graph, _, _ in recording.steps:

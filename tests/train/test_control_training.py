@@ -258,9 +258,9 @@ def test_a_fine_tune_starts_from_the_base_and_learns_to_follow(recipe, tmp_path)
     assert pipe.classes.lines == tuple("abcde")
     maps = np.random.default_rng(9).random((4, 4)) < 0.5
     drawing = pipe.generate_task(2, control=_control(maps), num_images=4, steps=16, guidance=1.0)
-    step = list(pipe.steps(drawing))[-1]
+    step = list(drawing.steps())[-1]
     assert (step.ids_BN.cpu().numpy() == maps.ravel()).mean() > 0.9
-    plain = list(pipe.steps(pipe.generate_task(2, num_images=4, steps=16, guidance=1.0)))[-1]
+    plain = list(pipe.generate_task(2, num_images=4, steps=16, guidance=1.0).steps())[-1]
     assert (plain.ids_BN.cpu().numpy() == maps.ravel()).mean() < 0.8
 
 

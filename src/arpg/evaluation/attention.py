@@ -183,7 +183,7 @@ def image_attention(
     label = config.num_classes if class_ is None else pipe.classes.find(class_)
     if image is None:
         require(class_ is not None, "there is neither a picture nor a class; give one of them")
-        for step in pipe.steps(pipe.generate_task(label, seed=seed, **settings)):
+        for step in pipe.generate_task(label, seed=seed, **settings).steps():
             ids_N = step.ids_BN[0]
     else:
         require(config.grid[0] == config.grid[1], f"the model's grid is {config.grid}; pictures need a square one")
