@@ -8,7 +8,7 @@ from typing import Any
 
 from ablation_lines import ORDER_STEPS, SEARCH, STEPS, Measured, comparable, final, matching, of_order
 
-from arpg.evaluation.results import Line
+from arpg.evaluation.sweep import Line
 from arpg.files import write_whole
 from arpg.settings import ORDERS
 

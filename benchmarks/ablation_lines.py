@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arpg.evaluation.results import Line, read_about, read_lines
+from arpg.evaluation.sweep import Line, read_about, read_lines
 
 BASELINES, SPEED, BITS = "baselines.json", "speed.json", "order-bits.json"
 FINAL, SEARCH = 5000, 2000  # images of a measurement, and of one in the search for the guidance

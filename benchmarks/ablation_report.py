@@ -33,10 +33,10 @@ from ablation_lines import (
 from ablation_verdicts import differences, gap, verdicts
 from marks import fill
 
-from arpg.evaluation.results import Line, markdown
-from arpg.evaluation.sweep import NUMBERS, number
+from arpg.evaluation.sweep import NUMBERS, Line, format_number
 from arpg.files import write_whole
 from arpg.settings import ORDERS, SCHEDULES
+from arpg.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations"
@@ -87,7 +87,7 @@ def _baselines(measured: Measured) -> str:
             name = f"samples, all defaults ({defaults['steps']} steps, guidance {defaults['guidance']:g})"
             rows.append([name, FINAL, *_numbers(line)])
             break
-    return markdown(["images", "number", *TITLES], rows) if rows else NOTHING
+    return markdown_table(["images", "number", *TITLES], rows) if rows else NOTHING
 
 
 def _steps(measured: Measured) -> str:
@@ -103,7 +103,7 @@ def _steps(measured: Measured) -> str:
     if comparable(measured.lines):
         speed = [("FID over images per second", "speed")] if measured.speed["lines"] else []
         figures = [("FID over steps", "steps"), *speed, *figures]
-    return markdown(header, rows) + "".join(_figure(*each) for each in figures) if rows else NOTHING
+    return markdown_table(header, rows) + "".join(_figure(*each) for each in figures) if rows else NOTHING
 
 
 def _bits(measured: Measured) -> str:
@@ -115,7 +115,7 @@ def _bits(measured: Measured) -> str:
         cost = None if order == "random" else f"{above:+.3f} ± {apart:.3f}"
         rows.append([order, f"{found['bits']:.3f}", cost, thirds])
     header = ["order", "bits per token", "above random", "first / middle / last third"]
-    return markdown(header, rows) + f"\n{measured.bits['images']} images.\n" if rows else NOTHING
+    return markdown_table(header, rows) + f"\n{measured.bits['images']} images.\n" if rows else NOTHING
 
 
 def _orders(measured: Measured) -> str:
@@ -125,15 +125,15 @@ def _orders(measured: Measured) -> str:
         cells = []
         for steps in sorted(ORDER_STEPS):
             line = of_order(measured.lines, order, steps)
-            rest = () if line is None else (number(line, name) for name in ("precision", "recall", "accuracy"))
+            rest = () if line is None else (format_number(line, name) for name in ("precision", "recall", "accuracy"))
             shown = " / ".join(text for text in rest if text)
-            cells.append(None if line is None else f"{number(line, 'fid', interval=True)} ({shown})")
+            cells.append(None if line is None else f"{format_number(line, 'fid', interval=True)} ({shown})")
         if any(cells):
             rate = _rate(measured, {**PLAIN, "order": order, "steps": SPEED_STEPS})
             rows.append([order, *cells, rate])
     header = ["order", *(f"{steps} steps" for steps in sorted(ORDER_STEPS)), f"images/s, {SPEED_STEPS} steps"]
     figure = _figure("FID by order", "orders") if len(rows) > 1 else ""
-    return markdown(header, rows) + figure if rows else NOTHING
+    return markdown_table(header, rows) + figure if rows else NOTHING
 
 
 def _rows(measured: Measured, axis: str, values: Sequence[str]) -> str:
@@ -148,7 +148,7 @@ def _rows(measured: Measured, axis: str, values: Sequence[str]) -> str:
                 scale = f"{line['settings']['guidance']:g}"
                 rows.append([value, steps, scale, *_numbers(line), _rate(measured, line["settings"])])
     header = [axis.replace("_", " "), "steps", "best guidance", *TITLES, "images/s"]
-    return markdown(header, rows) if rows else NOTHING
+    return markdown_table(header, rows) if rows else NOTHING
 
 
 def _rate(measured: Measured, settings: dict[str, Any]) -> str | None:
@@ -161,7 +161,7 @@ def _figure(title: str, name: str) -> str:
 
 
 def _numbers(line: Line) -> list[str | None]:
-    return [number(line, name, interval=name == "fid") for name in SHOWN]
+    return [format_number(line, name, interval=name == "fid") for name in SHOWN]
 
 
 def main() -> None:

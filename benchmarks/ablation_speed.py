@@ -20,8 +20,7 @@ import torch
 from ablation_lines import SPEED, SPEED_STEPS, STEPS, read_speed
 
 from arpg import Pipeline
-from arpg.evaluation.results import plain
-from arpg.evaluation.sampling import PixelBatches, balanced_labels, fingerprint
+from arpg.evaluation.sample import PixelBatches, balanced_labels, fingerprint, json_settings
 from arpg.files import write_whole
 from arpg.settings import SCHEDULES, SamplingSettings
 
@@ -58,14 +57,14 @@ def measure_speed(pipe: Pipeline, folder: Path, *, batch_size: int, repeats: int
     }
     found = read_speed(folder)
     lines: list[dict[str, Any]] = found["lines"] if found["about"] == about else []
-    todo = [s for s in speed_settings(pipe) if plain(s) not in [line["settings"] for line in lines]]
+    todo = [s for s in speed_settings(pipe) if json_settings(s) not in [line["settings"] for line in lines]]
     for settings in todo:
         if time.monotonic() > deadline:
             return False
         _time(pipe, settings, batch_size, 2)
         batches = _time(pipe, settings, batch_size, 1 + repeats)
         timed = [round(images / seconds, 1) for images, seconds in batches.times[1:]]
-        lines.append({"settings": plain(settings), "images/s": round(batches.rate, 1), "batches": timed})
+        lines.append({"settings": json_settings(settings), "images/s": round(batches.rate, 1), "batches": timed})
         text = json.dumps({"about": about, "lines": lines}, indent=1) + "\n"
         write_whole(path, lambda temporary, text=text: temporary.write_text(text))  # type: ignore[misc]
         name = f"{settings.steps} steps, {settings.attention}, {settings.order}, {settings.schedule}"

@@ -7,8 +7,9 @@ from typing import Any
 
 from ablation_lines import FEW_STEPS, ORDER_STEPS, SEARCH, STEPS, final, matching, noise, of_order, unguided
 
-from arpg.evaluation.results import Line, markdown
+from arpg.evaluation.sweep import Line
 from arpg.settings import ORDERS, SCHEDULES
+from arpg.tables import markdown_table
 
 PAPER_ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alternate")
 
@@ -56,7 +57,7 @@ def verdicts(lines: Sequence[Line]) -> str:
         rows.append([f"No order is better than random ({many} steps)", text, first])
         rows.append([f"Spirals are worst ({many} steps)", text, set(ranked[-2:]) == {"spiral-in", "spiral-out"}])
     header = ["the paper", "here", "agrees"]
-    return markdown(header, [[*row[:2], "yes" if row[2] else "no"] for row in rows]) if rows else ""
+    return markdown_table(header, [[*row[:2], "yes" if row[2] else "no"] for row in rows]) if rows else ""
 
 
 def gap(lines: Sequence[Line]) -> str:
@@ -78,8 +79,8 @@ def gap(lines: Sequence[Line]) -> str:
         return ""
     header = ["steps", "FID, causal less block-wise", "of block-wise", f"block-wise, less that of {max(STEPS)} steps"]
     if not pairs:
-        return markdown(header, rows)
-    return markdown(header, rows) + (
+        return markdown_table(header, rows)
+    return markdown_table(header, rows) + (
         f"\nIn the search ({SEARCH:,} images; the same scale, fewer than {max(STEPS)} steps) causal is higher in "
         f"{sum(apart > 0 for apart in pairs)} of {len(pairs)} pairs, by {sum(pairs) / len(pairs):.2f} on average.\n"
     )
@@ -103,7 +104,7 @@ def differences(lines: Sequence[Line]) -> str:
         cells = [_difference(of.get(steps), plain[steps]) for steps in columns]
         if any(cells):
             rows.append([name, *cells])
-    return markdown(["FID, changed less plain", *(f"{steps} steps" for steps in columns)], rows) if rows else ""
+    return markdown_table(["FID, changed less plain", *(f"{steps} steps" for steps in columns)], rows) if rows else ""
 
 
 def _difference(line: Line | None, plain: Line | None) -> str | None:

@@ -39,12 +39,10 @@ from arpg import Pipeline
 from arpg.data.images import concatenate, open_images
 from arpg.data.pixels import eval_pixels
 from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
-from arpg.evaluation.features import Features, collect
-from arpg.evaluation.image_source import from_array
+from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.measure import CHUNK, Judge, Sampled, generate_features, measure, quick_fid
-from arpg.evaluation.results import Line, Results, plain
-from arpg.evaluation.sampling import fingerprint, labels_like
+from arpg.evaluation.sample import fingerprint, json_settings, labels_like
+from arpg.evaluation.sweep import Line, Results, SampleStats, Scorers, fid_only, generate_features, measure
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop, to_images, to_uint8
 from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
@@ -66,7 +64,7 @@ class Bench:
     """Measures settings that were not measured yet, until the time is over."""
 
     pipe: Pipeline
-    judge: Judge
+    judge: Scorers
     results: Results
     counts: Any  # of each class in the training split
     batch_size: int
@@ -85,7 +83,7 @@ class Bench:
         began = time.monotonic()
         labels = labels_like(self.counts, max(8, round(self.share * num)))
         sampled = generate_features(self.pipe, settings, self.judge, labels=labels, batch_size=self.batch_size)
-        line = measure(sampled, self.judge) if num == FINAL else {"fid": round(quick_fid(sampled, self.judge), 4)}
+        line = measure(sampled, self.judge) if num == FINAL else {"fid": round(fid_only(sampled, self.judge), 4)}
         line.pop("images/s", None)  # judges, and perhaps other processes, were at work meanwhile
         seconds = time.monotonic() - began
         self.took[num] = max((seconds, settings.steps), self.took.get(num, (0.0, 0)))
@@ -161,7 +159,7 @@ def read_split(data: Path, split: str, limit: int | None) -> tuple[Pixels, Any]:
 
 
 def measure_baselines(
-    judge: Judge, pipe: Pipeline, train: Pixels, test: Pixels, *, labels: tuple[Any, Any], num: int
+    judge: Scorers, pipe: Pipeline, train: Pixels, test: Pixels, *, labels: tuple[Any, Any], num: int
 ) -> dict[str, Any]:
     """What is possible: real images that the model has not seen, and training images through the tokenizer.
 
@@ -177,7 +175,7 @@ def measure_baselines(
     ):
         features = collect(judge.inception, from_array(pixels).batches(CHUNK))
         seen = None if judge.classifier is None else accuracy(judge.classifier, pixels, classes)["top1"]
-        line = measure(Sampled(features, seen, 0.0), judge)
+        line = measure(SampleStats(features, seen, 0.0), judge)
         found[name] = {"num": len(pixels), **{key: value for key, value in line.items() if key != "images/s"}}
         log.info("%s: %s", name, found[name])
     return found
@@ -239,12 +237,12 @@ def measure_quality(pipe: Pipeline, options: argparse.Namespace, *, deadline: fl
         judged_by, train, train_labels, num_classes=num_classes, steps=options.classifier_steps, device=device
     )
     name = f"reference-{len(train)}-{inception.identity[:12]}.npz"
-    judge = Judge(inception, _reference(inception, train, options.work / name), classifier)
+    judge = Scorers(inception, _reference(inception, train, options.work / name), classifier)
     about = {
         "benchmark": "ablations",
         "model": options.model,
         "weights": fingerprint(pipe),
-        "defaults": plain(pipe.sampling.settings()),
+        "defaults": json_settings(pipe.sampling.settings()),
         "inception": inception.source,
         "reference": f"training split, {len(train)} images",
         "seed": 0,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from arpg import Pipeline, Plan, SamplingSettings, decode, make_plan, tasks
 from arpg.evaluation.classifier import Classifier, accuracy
-from arpg.evaluation.sampling import balanced_labels
+from arpg.evaluation.sample import balanced_labels
 from arpg.image import to_uint8
 
 PARTS = 6  # of an order, for the acceptance by place

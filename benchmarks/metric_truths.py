@@ -22,13 +22,12 @@ import torch
 from PIL import Image, ImageFilter
 
 from arpg.data.images import ImageSet, concatenate, open_images
-from arpg.evaluation.features import Features, collect
-from arpg.evaluation.image_source import from_array
+from arpg.evaluation.features import Features, collect, from_array
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.report import evaluate
-from arpg.evaluation.results import markdown
+from arpg.evaluation.metric_report import evaluate
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop
+from arpg.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "metric-truths.json"
@@ -102,7 +101,7 @@ def table(result: dict[str, Any]) -> str:
         kid = 1000 * line["kid"]
         numbers = [f"{line['fid']:.1f}", f"{kid:.1f}", f"{line['precision']:.2f}", f"{line['recall']:.2f}"]
         rows.append([names[line["change"]].format(line["level"]), *numbers])
-    return markdown(["samples", *TITLES.values()], rows)
+    return markdown_table(["samples", *TITLES.values()], rows)
 
 
 def fill(page: str, text: str) -> str:

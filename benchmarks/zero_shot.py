@@ -33,7 +33,7 @@ from arpg.data.pixels import eval_pixels
 from arpg.decode.score import make_orders, token_bits
 from arpg.evaluation.classifier import Classifier, accuracy, predict, train_classifier
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.kernel import KernelDistance, kernel_distance
+from arpg.evaluation.metrics import KernelDistance, kernel_distance
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
 from arpg.model import class_condition

@@ -19,7 +19,8 @@ from ablation_lines import Measured
 from PIL import Image
 
 from arpg import Pipeline
-from arpg.evaluation.results import plain, read_lines
+from arpg.evaluation.sample import json_settings
+from arpg.evaluation.sweep import read_lines
 from arpg.settings import ORDERS, SamplingDefaults
 from support.features import Eye
 from support.small import noise, small_model, small_tokenizer, write_zip
@@ -47,7 +48,7 @@ def fake_lines():
     def add(num, fid, **settings):
         chosen = SamplingDefaults().settings(**settings)
         more = {"fid interval": [fid - 0.5, fid + 0.5], "kid": 0.01, "precision": 0.6, "recall": 0.5, "accuracy": 0.9}
-        line = {"num": num, "settings": plain(chosen), "fid": fid}
+        line = {"num": num, "settings": json_settings(chosen), "fid": fid}
         lines.append(line | (more if num == ablation_lines.FINAL else {}))
 
     for steps in (12, 24):
@@ -64,7 +65,7 @@ def fake_lines():
 def fake_speed():
     """Another guidance than the lines have: it costs the same. The spiral was not timed."""
     lines = [
-        {"settings": plain(SamplingDefaults().settings(steps=s, guidance=1.5)), "images/s": 1000.0 / s}
+        {"settings": json_settings(SamplingDefaults().settings(steps=s, guidance=1.5)), "images/s": 1000.0 / s}
         for s in (12, 24)
     ]
     about = {"device": "abacus", "torch": "2", "precision": "float32", "batches timed": 2, "batch size": 5}
@@ -164,7 +165,7 @@ def test_verdicts(monkeypatch):
     ):
         settings = SamplingDefaults().settings(steps=24, order=order, guidance=3.0)
         interval = [fid - 0.5, fid + 0.5]
-        lines.append({"num": 5000, "settings": plain(settings), "fid": fid, "fid interval": interval})
+        lines.append({"num": 5000, "settings": json_settings(settings), "fid": fid, "fid interval": interval})
     ranked = "z-curve 8.50, random 9.00, raster 9.50, alternate 10.00, spiral-out 13.00, spiral-in 14.00"
     assert ablation_report.tables(Measured(lines))["verdicts"].splitlines()[7:] == [
         f"| No order is better than random (24 steps) | {ranked} | yes |",
@@ -198,7 +199,7 @@ def distance(best, scale):
 def test_guidance_is_walked_downhill():
     class Asked(ablations.Bench):
         def line(self, settings, num):
-            line = {"num": num, "settings": plain(settings), "fid": fid(settings.guidance)}
+            line = {"num": num, "settings": json_settings(settings), "fid": fid(settings.guidance)}
             self.results.lines.append(line)
             return line
 
@@ -220,8 +221,8 @@ def test_guidance_is_walked_downhill():
     fid = partial(distance, 0.0)
     assert walk(2.5)[0] == 1.0
     # What another process found, elsewhere, and what is of other settings.
-    better = {"num": 2000, "settings": plain(dataclasses.replace(settings, guidance=8.0)), "fid": 0.5}
-    other = {"num": 2000, "settings": plain(dataclasses.replace(settings, guidance=6.0, steps=6)), "fid": 0.1}
+    better = {"num": 2000, "settings": json_settings(dataclasses.replace(settings, guidance=8.0)), "fid": 0.5}
+    other = {"num": 2000, "settings": json_settings(dataclasses.replace(settings, guidance=6.0, steps=6)), "fid": 0.1}
     assert walk(2.5, [better, other])[0] == 8.0
 
 

@@ -152,7 +152,7 @@ def test_rows_have_fid_where_there_is_a_reference(classes):
     pixels = shapes(6)
     features = torch.randn(6, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     from arpg.evaluation.features import Features
-    from arpg.evaluation.frechet import statistics
+    from arpg.evaluation.metrics import statistics
 
     real = Features(statistics(features), None, features.half(), None, "net")
     with pytest.MonkeyPatch.context() as patch:
@@ -330,7 +330,7 @@ def test_evaluate_control(run, drawer, classes, sets, tmp_path):
 
 def test_fid_against_some_of_the_training_images(run, drawer, classes, tmp_path, monkeypatch):
     """Chosen as the test images are, so that classes are as frequent in both; 0: all; never more than there are."""
-    from arpg.evaluation import measure
+    from arpg.evaluation import features
     from arpg.evaluation.inception import Inception
 
     seen = []
@@ -339,7 +339,7 @@ def test_fid_against_some_of_the_training_images(run, drawer, classes, tmp_path,
     def reference(network, images, size, **kept):
         seen.append(images.labels)
 
-    monkeypatch.setattr(measure, "reference_features", reference)
+    monkeypatch.setattr(features, "reference_features", reference)
     arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
     arguments += ["--test", classes[1], "--train", classes[0], "-n", 2]
     for number in (2, 0, 5000):

@@ -21,9 +21,7 @@ from arpg.cli import (
     generate,
     likelihood,
     models,
-    sample,
     serve,
-    sweep,
     text_score,
     train,
 )
@@ -44,8 +42,8 @@ app.command()(generate.plan)
 app.command()(likelihood.score)
 app.command()(likelihood.classify)
 app.command()(attention.attention)
-app.command()(sample.sample)
-app.command()(sweep.sweep)
+app.command()(evaluate.sample)
+app.command()(evaluate.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command("evaluate-text")(text_score.evaluate_text)

@@ -41,13 +41,14 @@ def attention(
     picture = None if image is None else open_image(image)
     # The weights are computed a second time from queries and keys: in full precision, and not by a fused kernel.
     pipe = dataclasses.replace(sampling, dtype="float32", engine="eager").load()
-    from arpg.evaluation.attention import image_attention, summarize
-    from arpg.evaluation.attention_picture import (
+    from arpg.evaluation.attention_maps import (
         choose_columns,
         default_queries,
         draw_matrices,
         draw_on_image,
+        image_attention,
         stack,
+        summarize,
     )
 
     positions = [_position(text, pipe.model.config.grid) for text in query or ()]

@@ -105,10 +105,10 @@ def evaluate_control(
     from arpg.evaluation.control_score import Judges, compare, depth_score, edge_score, follows_nothing, table
     from arpg.evaluation.depth_judge import DepthJudge
     from arpg.evaluation.depth_training import depth_error, draw_depth_scenes
+    from arpg.evaluation.features import reference_features
     from arpg.evaluation.inception import Inception
-    from arpg.evaluation.measure import reference_features
-    from arpg.evaluation.results import claim
-    from arpg.evaluation.sampling import fingerprint
+    from arpg.evaluation.sample import fingerprint
+    from arpg.evaluation.sweep import claim_folder
     from arpg.files import write_whole
 
     images = concatenate([open_images(path) for path in test]) if test else None
@@ -121,7 +121,7 @@ def evaluate_control(
     about: dict[str, Any] = {"model": fingerprint(pipe), "seed": sampling.seed, "settings": settings}
     about |= {"test": test, "images": num, "train": train, "base": base}
     about |= {"fruits": fruits, "emoji": emoji, "scenes": scenes, "train_fruits": train_fruits}
-    claim(folder, about)
+    claim_folder(folder, about)
     generate = steered(pipe, settings)
     report: dict[str, Any] = {}
     with progress_bar() as bar:

@@ -17,7 +17,7 @@ from PIL import Image
 from arpg.data.images import ImageSet
 from arpg.errors import require
 from arpg.evaluation.edges import Edges, nearest
-from arpg.evaluation.image_source import from_images
+from arpg.evaluation.features import from_images
 from arpg.image import Pixels, adm_crop, save
 
 NO_CLASS = -1

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from arpg.data.images import ImageSet
-from arpg.evaluation.bootstrap import bootstrap, wilson
 from arpg.evaluation.classifier import Classifier, predict
 from arpg.evaluation.control_images import (
     CHUNK,
@@ -38,10 +37,10 @@ from arpg.evaluation.depth_judge import DepthJudge, rmse
 from arpg.evaluation.depth_training import DepthScenes, to_depth
 from arpg.evaluation.detector_scenes import tokenized
 from arpg.evaluation.edges import Edges, agreement, edge_maps
-from arpg.evaluation.features import Features, collect
-from arpg.evaluation.image_source import from_array
+from arpg.evaluation.features import Features, collect, from_array
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.report import evaluate
+from arpg.evaluation.metric_report import evaluate
+from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.image import Pixels
 from arpg.tokenizer import VQTokenizer
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block
-from arpg.evaluation.judge_folder import load_judge, save_judge
+from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.image import Pixels, check_pixels, to_images
 
 Depth = NDArray[np.float32]
@@ -83,12 +82,12 @@ class DepthJudge(nn.Module):
         return np.concatenate([self(to_images(part, self.device)).float().sigmoid().cpu().numpy() for part in parts])
 
     def save(self, folder: Path) -> None:
-        save_judge(self, folder, name="depth", config=self.config)
+        save_scorer(self, folder, name="depth", config=self.config)
 
     @staticmethod
     def load(folder: Path, *, device: torch.device | str = "cpu") -> DepthJudge:
         hint = "; `arpg train-depth` makes one"
-        return load_judge(DepthJudge, folder, name="depth", config=DepthJudgeConfig, device=device, hint=hint)
+        return load_scorer(DepthJudge, folder, name="depth", config=DepthJudgeConfig, device=device, hint=hint)
 
 
 def rmse(depth_nHW: Depth, other_nHW: Depth) -> NDArray[np.float64]:

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from arpg.data.composer import SIZE, Scene
 from arpg.errors import require
-from arpg.evaluation.bootstrap import bootstrap
+from arpg.evaluation.classifier import Progress, autocast_bf16, fit, seeded
 from arpg.evaluation.depth_judge import Depth, DepthJudge, DepthJudgeConfig, rmse
 from arpg.evaluation.detector_scenes import draw_parts
 from arpg.evaluation.detector_training import spoil
-from arpg.evaluation.judge_training import Progress, fit, in_half, seeded
+from arpg.evaluation.metrics import bootstrap
 from arpg.extractors import depth_map
 from arpg.image import Pixels, to_images
 
@@ -97,7 +97,7 @@ def train_depth_judge(
         image = torch.where(flip[:, None], image.flip(3), image)
         depth = torch.where(flip, depth.flip(2), depth)
         image = spoil(image, generator).contiguous(memory_format=torch.channels_last)
-        with in_half(device):
+        with autocast_bf16(device):
             logits = judge(image)
         return F.binary_cross_entropy_with_logits(logits.float(), depth)
 

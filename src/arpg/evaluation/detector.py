@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block
-from arpg.evaluation.judge_folder import load_judge, save_judge
+from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.image import Pixels, check_pixels, to_images
 
 STRIDE = 4  # pixels per cell
@@ -136,11 +135,11 @@ class Detector(nn.Module):
         return found
 
     def save(self, folder: Path) -> None:
-        save_judge(self, folder, name="detector", config=self.config)
+        save_scorer(self, folder, name="detector", config=self.config)
 
     @staticmethod
     def load(folder: Path, *, device: torch.device | str = "cpu") -> Detector:
-        return load_judge(
+        return load_scorer(
             Detector,
             folder,
             name="detector",

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from arpg.data.composer import Scene
 from arpg.errors import require
+from arpg.evaluation.classifier import Progress, autocast_bf16, fit, seeded
 from arpg.evaluation.detector import STRIDE, Detector, DetectorConfig, Maps
-from arpg.evaluation.judge_training import Progress, fit, in_half, seeded
 from arpg.image import to_images
 
 MOST = 4  # objects of a scene
@@ -72,7 +72,7 @@ def train_detector(
     def loss(step: int) -> Tensor:
         pick = torch.randint(len(scenes), (batch_size,), generator=generator, device=device)
         image, boxes = _augment(to_images(pixels[pick]), box[pick], generator)
-        with in_half(device):
+        with autocast_bf16(device):
             maps = detector(image.contiguous(memory_format=torch.channels_last))
         return detection_loss(Maps(*(m.float() for m in maps)), kind[pick], colour[pick], boxes)
 

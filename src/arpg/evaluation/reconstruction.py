@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.errors import require
-from arpg.evaluation.features import Collector
-from arpg.evaluation.frechet import frechet_distance
-from arpg.evaluation.image_source import ImageSource, from_array
+from arpg.evaluation.features import Collector, ImageSource, from_array
 from arpg.evaluation.inception import Inception
+from arpg.evaluation.metrics import frechet_distance
 from arpg.image import Pixels, to_images, to_uint8
 from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import LPIPS

@@ -16,9 +16,9 @@ from arpg.data.captions import plain_caption
 from arpg.data.catalogue import GROUNDS, KINDS, TINTS, held_out
 from arpg.data.composer import Composer
 from arpg.errors import require
-from arpg.evaluation.bootstrap import wilson
 from arpg.evaluation.detector import Detector
 from arpg.evaluation.geneval import TASKS, Entry, Task, is_right, prepare_folder
+from arpg.evaluation.metrics import wilson
 from arpg.image import Pixels, save
 from arpg.pipeline import Pipeline
 

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from arpg.errors import InputError, one_of, require
-from arpg.evaluation.bootstrap import bootstrap, wilson
 from arpg.evaluation.features import Features
-from arpg.evaluation.frechet import Statistics, frechet_distance, frechet_influence, statistics
-from arpg.evaluation.inception import WITH_LOGITS
-from arpg.evaluation.inception_network import POOL
-from arpg.evaluation.inception_score import inception_score
-from arpg.evaluation.kernel import kernel_distance
-from arpg.evaluation.manifold import NEIGHBOURS, precision_recall
+from arpg.evaluation.inception import POOL, WITH_LOGITS
+from arpg.evaluation.metrics import (
+    NEIGHBOURS,
+    Statistics,
+    bootstrap,
+    frechet_distance,
+    frechet_influence,
+    inception_score,
+    kernel_distance,
+    precision_recall,
+    statistics,
+    wilson,
+)
+from arpg.tables import text_table
 
 METRICS = ("fid", "sfid", "is", "precision", "recall", "kid")
 USUAL = 10_000  # below this the bias of FID is large enough to be reported
@@ -35,7 +42,7 @@ def evaluate(
 ) -> Report:
     """`{metric: {"value", "samples", "reference", "interval", ...}, "skipped": {metric: why}, "warnings": [...]}`.
 
-    Without `metrics`, all that the features allow; a metric that is asked for and cannot be had is an error.
+    Without `metrics`, all that the features allow; a metric that is requested and cannot be computed is an error.
     """
     require(
         samples.network == reference.network or "" in (samples.network, reference.network),
@@ -150,18 +157,16 @@ def _warnings(samples: Features, reference: Features) -> list[str]:
 
 
 def table(report: Report) -> str:
-    """One line per metric: the value, how sure it is, and of how many images."""
-    lines = [f"{'':10} {'value':>9}  {'95% interval':19} {'samples':>9} {'reference':>9}  notes"]
+    """Return one line per metric: the value, how sure it is, and of how many images."""
+    rows = []
     for metric, title in zip(METRICS, ("FID", "sFID", "IS", "precision", "recall", "KID x 1000"), strict=True):
         if (entry := report.get(metric)) is None:
             continue
         scale, digits = (1000, 3) if metric == "kid" else (1, 4 if metric in ("precision", "recall") else 3)
-        interval = " to ".join(f"{end * scale:.{digits}f}" for end in entry.get("interval", ())) or "-"
-        against = entry.get("reference", "-")
-        lines.append(
-            f"{title:10} {entry['value'] * scale:9.{digits}f}  {interval:19} {entry['samples']:>9} {against:>9}  "
-            f"{_notes(metric, entry)}".rstrip()
-        )
+        interval = " to ".join(f"{end * scale:.{digits}f}" for end in entry.get("interval", ())) or None
+        value = f"{entry['value'] * scale:.{digits}f}"
+        rows.append([title, value, interval, entry["samples"], entry.get("reference"), _notes(metric, entry)])
+    lines = [text_table(["", "value", "95% interval", "samples", "reference", "notes"], rows, align="lrlrrl")]
     lines += [f"{metric}: skipped: {why}" for metric, why in report["skipped"].items()]
     lines += [f"note: {warning}" for warning in report["warnings"]]
     return "\n".join(lines)

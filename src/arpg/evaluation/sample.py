@@ -29,8 +29,7 @@ from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
 from arpg.decode.pipelined import flow
 from arpg.errors import InputError, require
-from arpg.evaluation.results import plain
-from arpg.files import write_whole
+from arpg.files import hash_tensors, write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
@@ -48,7 +47,7 @@ Progress = Callable[[int, int], None]
 def balanced_labels(num: int, num_classes: int) -> Labels:
     """Every class equally often, one after the other; what does not divide goes to classes at even distances."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
-    require(num_classes >= 1, "the model has no classes: it takes prompts; see `arpg evaluate-text`")
+    require(num_classes >= 1, "the model has no classes: it takes prompts; expected one with classes")
     each, rest = divmod(num, num_classes)
     classes = np.arange(num_classes)
     return interleave(each + (classes * rest % num_classes < rest).astype(np.int64))
@@ -193,7 +192,7 @@ def sample_images(
 
 
 def _about(pipe: Pipeline, labels: Labels, seed: int, settings: SamplingSettings) -> dict[str, Any]:
-    """All that decides the images."""
+    """Return all that determines the images."""
     return {
         "format": FORMAT,
         "model": fingerprint(pipe),
@@ -204,16 +203,19 @@ def _about(pipe: Pipeline, labels: Labels, seed: int, settings: SamplingSettings
     }
 
 
+def json_settings(settings: SamplingSettings) -> dict[str, Any]:
+    """Return settings as they come back from JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(to_dict(settings)))
+    return found
+
+
 def fingerprint(pipe: Pipeline) -> str:
-    """Of the weights, of network and tokenizer, as they are in memory."""
+    """Return a hash of the weights of network and tokenizer, as they are in memory."""
     digest = hashlib.sha256()
     if (precision := precision_of(pipe.model)) in ("fp8", "int8"):  # weights that look alike compute something else
         digest.update(precision.encode())
-    for module in (pipe.model, pipe.tokenizer):
-        for name, tensor in sorted(module.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
+    hash_tensors(pipe.model.state_dict(), digest)
+    return hash_tensors(pipe.tokenizer.state_dict(), digest)[:32]
 
 
 def _check_same(wanted: dict[str, Any], text: str, *, where: Path) -> None:
@@ -226,7 +228,7 @@ def _check_same(wanted: dict[str, Any], text: str, *, where: Path) -> None:
         f"{where} is there already and was not made here; choose another --out",
     )
     now = json.loads(json.dumps(wanted))
-    found = plain(SamplingSettings()) | found  # a setting that did not exist yet had its default
+    found = json_settings(SamplingSettings()) | found  # a setting that did not exist yet had its default
     other = [f"{key} {found.get(key)}, not {now[key]}" for key in now if found.get(key) != now[key]]
     require(
         not other,
