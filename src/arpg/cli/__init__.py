@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 import typer.exceptions
@@ -15,14 +16,12 @@ from arpg.cli import (
     bench,
     captions,
     control,
-    control_score,
     convert,
     evaluate,
     generate,
     likelihood,
     models,
     serve,
-    text_score,
     train,
 )
 from arpg.cli.console import err
@@ -46,18 +45,29 @@ app.command()(evaluate.sample)
 app.command()(evaluate.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
-app.command("evaluate-text")(text_score.evaluate_text)
-app.command("train-detector")(text_score.train_detector)
-app.command("evaluate-control")(control_score.evaluate_control)
-app.command("train-depth")(control_score.train_depth)
 app.command()(train.tokenize)
-app.command()(captions.compose)
 app.command()(captions.embed)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
 app.command()(serve.serve)
 app.add_typer(convert.app, name="convert")
 app.add_typer(bench.app, name="bench")
+
+
+def _moved(verb: str) -> Callable[[], None]:
+    def run() -> None:
+        raise InputError(f"arpg {verb} moved to `python -m experiments.garden {verb}` in the repository")
+
+    return run
+
+
+for _verb in ("compose", "train-detector", "evaluate-text", "train-depth", "evaluate-control"):
+    app.command(
+        _verb,
+        hidden=True,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_moved(_verb))
 
 
 def main() -> None:
