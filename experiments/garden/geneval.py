@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,9 @@ from experiments.garden.scene_spec import MAX_OBJECTS, SIZES, Group, SceneSpec, 
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 METADATA, SAMPLES = "metadata.jsonl", "samples"
+# The settings of the official scorer.
+THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9  # confidence that a detection must exceed
+MAX_PER_CLASS = 16  # detections of a class that count
 POSITION_THRESHOLD = 0.1  # the share of both sizes that an offset must exceed
 
 Entry = dict[str, Any]
@@ -88,34 +92,41 @@ def prepare_folder(folder: Path, number: int, prompt: GenEvalPrompt) -> Path:
 
 
 def is_correct(prompt: GenEvalPrompt, found: Sequence[Detection]) -> bool:
-    """Return whether the detections of an image (best first) match: counts, colours and positions."""
+    """Return whether the detections of an image (best first) match the prompt: counts, colours and positions.
+
+    The rules are those of `evaluate` in GenEval's evaluate_images.py.
+    """
+    least = COUNTING_THRESHOLD if prompt.tag == "counting" else THRESHOLD
+    of_class: dict[str, list[Detection]] = defaultdict(list)
+    for detection in found:
+        if detection.score > least and len(of_class[detection.kind]) < MAX_PER_CLASS:
+            of_class[detection.kind].append(detection)
     matched: list[list[Detection] | None] = []
     for entry in prompt.include:
-        here = [f for f in found if f.kind == entry["class"]]
-        if "color" in entry:
-            here = [f for f in here[: entry["count"]] if f.colour == entry["color"]]
-        here = here[: entry["count"]]
+        here = of_class[entry["class"]][: entry["count"]]
         good = len(here) == entry["count"]
+        if good and "color" in entry:
+            good = all(f.colour == entry["color"] for f in here)
         if good and "position" in entry:
             relation, other = entry["position"]
             others = matched[other]
             good = others is not None and all(relation in relations(a, b) for a in here for b in others)
         matched.append(here if good else None)
-    too_many = any(sum(f.kind == e["class"] for f in found) >= e["count"] for e in prompt.exclude)
+    too_many = any(len(of_class[entry["class"]]) >= entry["count"] for entry in prompt.exclude)
     return None not in matched and not too_many
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """Return the relations of `a` to `b`, by the offset of their centres less a share of their sizes."""
-    offsets = []
+    """Return the relations of `a` to `b`: the offset of their centres, less a share of their sizes, over its norm."""
+    offsets, clear = [], []
     for low in (0, 1):
         offset = (a.box[low] + a.box[low + 2] - b.box[low] - b.box[low + 2]) / 2
         slack = POSITION_THRESHOLD * (a.box[low + 2] - a.box[low] + b.box[low + 2] - b.box[low])
-        offsets.append(math.copysign(max(abs(offset) - slack, 0.0), offset))
-    far = math.hypot(*offsets)
-    if far == 0:
+        offsets.append(offset)
+        clear.append(math.copysign(max(abs(offset) - slack, 0.0), offset))
+    if max(map(abs, clear)) < 1e-3:
         return set()
-    x, y = (offset / far for offset in offsets)
+    x, y = (part / math.hypot(*offsets) for part in clear)
     names = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
     return {name for name, holds in names.items() if holds}
 
@@ -202,7 +213,7 @@ def ceiling(
 
 def score(prompts: Sequence[GenEvalPrompt], pixels: Pixels, detector: Detector, *, images: int) -> dict[str, Any]:
     """Return the accuracy of each task, and their mean; `pixels` has `images` images of each prompt in turn."""
-    found = detector.detect(pixels)
+    found = detector.detect(pixels, threshold=THRESHOLD)
     correct = np.array([is_correct(prompts[i // images], f) for i, f in enumerate(found)])
     tags = np.repeat([prompt.tag for prompt in prompts], images)
     report: dict[str, Any] = {}

@@ -128,6 +128,33 @@ def test_relations_need_a_distance():
     assert relations(found("a", x=80, y=52), found("b", x=20, y=50)) == {"right of"}
 
 
+def test_offsets_are_divided_by_the_distance_of_the_centres():
+    """As in the official scorer: by the norm of the offset itself, not of what is left after the threshold."""
+    # The offset is (10, 7), the threshold 0.1 * (20 + 20): (6, 3) is left, and 6 / hypot(10, 7) is below one half.
+    assert relations(found("a", x=60, y=57), found("b", x=50, y=50)) == set()
+    # Of an offset of (14, 7), (10, 3) is left: 10 / hypot(14, 7) is above it.
+    assert relations(found("a", x=64, y=57), found("b", x=50, y=50)) == {"right of"}
+
+
+def test_counting_needs_sure_detections():
+    """0.9 in the counting task and 0.3 in the others; the threshold itself is not enough."""
+    two = ({"class": "cat", "count": 2},)
+    counting = GenEvalPrompt("counting", "two cats", two, ({"class": "cat", "count": 3},))
+    sure, unsure = found("cat", score=0.95), found("cat", score=0.9)
+    assert is_correct(counting, [sure, sure])
+    assert is_correct(counting, [sure, sure, unsure])
+    assert not is_correct(counting, [sure, unsure])
+    other = GenEvalPrompt("two_object", "two cats", two)
+    assert is_correct(other, [found("cat", score=0.4)] * 2)
+    assert not is_correct(other, [found("cat", score=0.3)] * 2)
+
+
+def test_at_most_sixteen_objects_of_a_class_count():
+    many = [found("cat", score=0.99)] * 20
+    assert is_correct(GenEvalPrompt("counting", "sixteen cats", ({"class": "cat", "count": 16},)), many)
+    assert not is_correct(GenEvalPrompt("counting", "seventeen cats", ({"class": "cat", "count": 17},)), many)
+
+
 def perfect(scene):
     """What a detector that never errs would find."""
     placed = sorted(scene.objects, key=lambda o: o.order)
