@@ -203,7 +203,7 @@ def test_command(folder, tmp_path, monkeypatch, capsys):
         (["-c", "1", "--query", "5,1"], "expected a row from 1 to 4"),
         (["-c", "1", "--layers", "x"], "layers is 'x'"),
         (["-c", "1", "--heads", "7"], "head 7 does not exist"),
-        ([], "neither a picture nor a --class"),
+        ([], "neither an image nor a --class"),
     ):
         code, said = run(*arguments, "-o", str(target))
         assert code == 2

@@ -82,15 +82,15 @@ def evaluate(
     json_: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """FID, sFID, Inception Score, precision, recall and KID of samples against a reference."""
+    """Compute FID, sFID, Inception Score, precision, recall and KID of samples against a reference."""
     from arpg.evaluation.features import Features, has_features, read_features
     from arpg.evaluation.inception import Inception
     from arpg.evaluation.metric_report import METRICS, table
     from arpg.evaluation.metric_report import evaluate as run
     from arpg.pipeline import choose_device
 
-    wanted = None if metrics is None else metrics.split(",")
-    for metric in wanted or ():
+    names = None if metrics is None else metrics.split(",")
+    for metric in names or ():
         one_of("--metrics", metric, METRICS)
     _check_json(json_)
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
@@ -113,7 +113,7 @@ def evaluate(
 
     theirs, ours = read(reference, keep=True), read(samples, keep=False)
     with err.status("comparing"):
-        report = run(ours, theirs, metrics=wanted, device=chosen, seed=seed)
+        report = run(ours, theirs, metrics=names, device=chosen, seed=seed)
     out.print(table(report), markup=False)
     about = {"samples": str(samples), "reference": str(reference), "seed": seed, "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
@@ -132,7 +132,7 @@ def evaluate_tokenizer(
     json_: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """PSNR, SSIM, LPIPS, rFID, codebook usage and perplexity of a tokenizer."""
+    """Compute PSNR, SSIM, LPIPS, rFID, codebook usage and perplexity of a tokenizer."""
     import torch
 
     from arpg.checkpoint import load_tokenizer
@@ -301,7 +301,7 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def _image_progress(what: str, *, active: bool = True) -> Iterator[Any]:
-    """`progress(done, total)` moves a bar with the time left and images per second."""
+    """Yield `progress(done, total)`, which moves a bar with the time left and images per second."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Rate())
     hidden = not active or not err.is_terminal
     with Progress(*columns, console=err, transient=True, disable=hidden, speed_estimate_period=300) as bar:
@@ -319,7 +319,7 @@ def _image_progress(what: str, *, active: bool = True) -> Iterator[Any]:
 
 
 def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Callable[[int, int], None]:
-    """One bar over the images of all combinations that are left to do."""
+    """Return a progress function over the images of all combinations."""
     finished = 0
 
     def on_progress(done: int, total: int) -> None:

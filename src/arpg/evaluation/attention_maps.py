@@ -50,7 +50,7 @@ class AttentionMaps:
     grid: tuple[int, int]
 
     def on_grid(self, weights_T: Weights) -> Weights:
-        """`[h, w]`: the weights of slots at the places of their tokens; NaN where there is no token yet."""
+        """Return `[h, w]`: the weights of slots at the positions of their tokens; NaN where there is no token yet."""
         image_N = np.full(self.grid[0] * self.grid[1], np.nan, np.float32)
         tokens = len(weights_T) - self.num_prefix
         image_N[list(self.order[:tokens])] = weights_T[self.num_prefix :]
@@ -110,7 +110,7 @@ class AttentionCall:
     out: Tensor
 
     def weights(self) -> Tensor:
-        """`[B, H, S, T]`, in float32."""
+        """Return the weights `[B, H, S, T]` in float32."""
         score = self.query.float() @ self.key.float().transpose(-1, -2) / math.sqrt(self.query.shape[-1])
         if self.mask is not None:
             score = score.masked_fill(~self.mask, float("-inf"))
@@ -211,7 +211,7 @@ class LayerSummary:
 
 
 def summarize(maps: AttentionMaps) -> list[LayerSummary]:
-    """One line per layer: is attention spread, or does it fall on few tokens, and does it fall off with distance?"""
+    """Return for each layer the share of attention on the condition, how even the attention is, and how far it reaches."""
     row, column = np.divmod(np.array(maps.order), maps.grid[1])
     distance_NN = np.hypot(row[:, None] - row, column[:, None] - column)
     p = maps.num_prefix
@@ -247,7 +247,7 @@ NAMES = {"pass1": "Pass 1", "pass2": "Pass 2"}
 
 @dataclass(frozen=True)
 class Column:
-    """What one column of a sheet shows: a layer of a pass, and one of its heads or their mean (None)."""
+    """One column of a figure: a layer of a pass, and one of its heads or their mean (None)."""
 
     kind: str
     layer: int
@@ -261,9 +261,9 @@ class Column:
 def choose_columns(
     maps: AttentionMaps, *, layers: str | Sequence[int] = "all", heads: str | Sequence[int] = "mean"
 ) -> list[Column]:
-    """`layers`: "all", "last" or numbers; `heads`: "mean", "all" or numbers. Numbers count from 1, in each pass.
+    """Return the columns for `layers` ("all", "last" or numbers) and `heads` ("mean", "all" or numbers), from 1.
 
-    A pass that has fewer layers than asked for shows those it has.
+    A pass with fewer layers than requested has columns for those it has.
     """
     num_layers = {"pass1": len(maps.pass1_LHTT), "pass2": len(maps.pass2_LHNT)}
     num_heads = maps.pass1_LHTT.shape[1]
@@ -286,18 +286,18 @@ def _check(name: str, numbers: str | Sequence[int], most: int) -> None:
 
 
 def default_queries(maps: AttentionMaps) -> list[int]:
-    """Raster positions of three tokens: a quarter and half of the way, and the last one that Pass 1 takes in."""
+    """Return the raster positions of three tokens: at a quarter and half of the order, and the last one of Pass 1."""
     last = maps.pass1_LHTT.shape[-1] - maps.num_prefix - 1
-    return [maps.order[max(0, place)] for place in (last // 4, last // 2, last)]
+    return [maps.order[max(0, index)] for index in (last // 4, last // 2, last)]
 
 
 def draw_matrices(maps: AttentionMaps, columns: Sequence[Column]) -> Image.Image:
-    """One row of matrices per pass: a row is who looks, a column who is looked at, both in decoding order."""
+    """Return one row of matrices per pass: queries down, keys across, both in decoding order."""
     cell = max(1, round(1.25 * SIDE / max(maps.pass2_LHNT.shape[-2:])))
     rows = []
     for kind, what in (
-        ("pass1", "each slot (down) looks at the slots before it and those of its step (across)"),
-        ("pass2", "the query for each token (down) looks at the slots that are known (across)"),
+        ("pass1", "each slot (down) attends to the slots before it and those of its step (across)"),
+        ("pass2", "the query for each token (down) attends to the slots that are known (across)"),
     ):
         tiles = []
         for column in columns:
@@ -313,7 +313,7 @@ def draw_matrices(maps: AttentionMaps, columns: Sequence[Column]) -> Image.Image
 def draw_on_image(
     maps: AttentionMaps, image: Image.Image, columns: Sequence[Column], *, queries: Sequence[int]
 ) -> Image.Image:
-    """For each query position (raster) and pass: the image with the token marked, then what it looks at."""
+    """Return a row per query position (raster) and pass: the image with the token marked, then its attention."""
     bad = [q for q in queries if not 0 <= q < len(maps.order)]
     require(not bad, f"query position {bad[:1]} is outside the grid of {maps.grid[0]}x{maps.grid[1]} tokens")
     cell = max(4, SIDE // max(maps.grid))
@@ -365,7 +365,7 @@ def _weights(maps: AttentionMaps, column: Column) -> tuple[Weights, NDArray[np.b
 
 
 def _lift(weights_ST: Weights, seen_ST: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """From 0 (a 16th of an even share, or less) over 0.5 (an even share) to 1 (16 times as much, or more)."""
+    """Scale weights to 0 (a 16th of an even share, or less), 0.5 (an even share) and 1 (16 times as much, or more)."""
     even = np.log2(np.maximum(weights_ST * seen_ST.sum(1, keepdims=True), 1e-9))
     lift: NDArray[np.float32] = (0.5 + 0.5 * even / OCTAVES).clip(0, 1).astype(np.float32)
     return lift
@@ -378,7 +378,7 @@ def _colours(weights_ST: Weights, seen_ST: NDArray[np.bool_]) -> NDArray[np.uint
 
 
 def _mark(image: Image.Image, query: int, grid: tuple[int, int], cell: int) -> Image.Image:
-    """A frame around the token at a position."""
+    """Draw a frame around the token at a position."""
     marked = image.copy()
     x, y = query % grid[1] * cell, query // grid[1] * cell
     draw = ImageDraw.Draw(marked)
@@ -388,7 +388,7 @@ def _mark(image: Image.Image, query: int, grid: tuple[int, int], cell: int) -> I
 
 
 def _sheet(rows: Sequence[tuple[str, Sequence[tuple[str, Image.Image]]]]) -> Image.Image:
-    """Rows with a title, of tiles with a caption each; the scale of the colours at the top."""
+    """Return rows with a title, of tiles with a caption each, below the scale of the colours."""
     font, title_font = ImageFont.load_default(size=13), ImageFont.load_default(size=15)
     width = max(max(sum(t.width + MARGIN for _, t in tiles) for _, tiles in rows) + MARGIN, 640)
     heights = [2 * CAPTION + max(tile.height for _, tile in tiles) + MARGIN for _, tiles in rows]

@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Four levels of two blocks. GroupNorm, so that training and use compute the same."""
+    """Four levels of two residual blocks. GroupNorm computes the same in training and in evaluation."""
 
     def __init__(self, config: ClassifierConfig) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Classifier(nn.Module):
         return self.head.weight.device
 
     def forward(self, image_B3HW: Tensor) -> Tensor:
-        """Logits `[B, K]`, from images in [-1, 1]."""
+        """Return logits `[B, K]` of images in [-1, 1]."""
         height, width = image_B3HW.shape[2:]
         if min(height, width) < SMALLEST:
             raise InputError(f"images are {width}x{height} pixels; expected {SMALLEST} or more per side; enlarge them")
@@ -192,7 +192,7 @@ def train_classifier(
     compiled: bool = False,
     progress: Progress = None,
 ) -> Classifier:
-    """AdamW with a warm-up and a cosine, label smoothing 0.1, images drawn in proportion to `weights`.
+    """Train with label smoothing 0.1; images are sampled in proportion to `weights`.
 
     `progress(steps done, loss)` is called every 50 steps and at the end.
     """
@@ -206,7 +206,7 @@ def train_classifier(
     classifier = seeded(lambda: Classifier(ClassifierConfig(num_classes, width)), seed).to(device)
     forward = torch.compile(classifier) if compiled and device.type == "cuda" else classifier
 
-    # All draws are made before the loop and on the CPU, so a seed means the same on every device and nothing waits.
+    # Random numbers are made before the loop and on the CPU, so a seed means the same on every device.
     generator = torch.Generator().manual_seed(seed)
     chance = torch.ones(len(labels)) if weights is None else torch.from_numpy(np.array(weights, dtype=np.float32))
     picks = torch.multinomial(chance, steps * batch_size, replacement=True, generator=generator)
@@ -226,7 +226,7 @@ def train_classifier(
 
 
 def augment(image_B3HW: Tensor, random_BA: Tensor) -> Tensor:
-    """A crop of 70 to 100 % per side, a flip, and a little brightness, contrast and saturation; draws in [0, 1)."""
+    """Crop to 70 to 100 % per side, flip, and change brightness, contrast and saturation; `random_BA` is in [0, 1)."""
     scale, x, y, flip, brightness, contrast, saturation = random_BA.unbind(1)
     scale = 0.7 + 0.3 * scale
     mirror = torch.where(flip < 0.5, -scale, scale)
@@ -237,7 +237,7 @@ def augment(image_B3HW: Tensor, random_BA: Tensor) -> Tensor:
     image = F.grid_sample(image_B3HW, grid, padding_mode="border", align_corners=False)
     # Mild: the colour is all that tells some fruits apart.
     brightness, contrast, saturation = (
-        (0.3 * draw - 0.15).view(-1, 1, 1, 1) for draw in (brightness, contrast, saturation)
+        (0.3 * number - 0.15).view(-1, 1, 1, 1) for number in (brightness, contrast, saturation)
     )
     mean, grey = image.mean((1, 2, 3), keepdim=True), image.mean(1, keepdim=True)
     image = image + contrast * (image - mean) + saturation * (image - grey) + brightness
@@ -246,7 +246,7 @@ def augment(image_B3HW: Tensor, random_BA: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict(classifier: Classifier, pixels: Pixels, *, batch_size: int = 256) -> NDArray[np.int64]:
-    """The most likely class of each image."""
+    """Return the most likely class of each image."""
     check_pixels(pixels)
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     parts = [
@@ -257,7 +257,7 @@ def predict(classifier: Classifier, pixels: Pixels, *, batch_size: int = 256) ->
 
 
 def accuracy(classifier: Classifier, pixels: Pixels, labels: Labels, batch_size: int = 256) -> dict[str, Any]:
-    """`top1` over all images, `per_class` (an array; NaN where a class has no image) and `n`."""
+    """Return `top1` over all images, `per_class` (an array; NaN where a class has no image) and `n`."""
     num_classes = classifier.config.num_classes
     check_pixels(pixels)
     _check_labels(labels, len(pixels), num_classes)

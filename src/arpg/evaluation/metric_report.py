@@ -40,7 +40,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Report:
-    """`{metric: {"value", "samples", "reference", "interval", ...}, "skipped": {metric: why}, "warnings": [...]}`.
+    """Return `{metric: {"value", "samples", "reference", "interval", ...}, "skipped": {...}, "warnings": [...]}`.
 
     Without `metrics`, all that the features allow; a metric that is requested and cannot be computed is an error.
     """
@@ -109,7 +109,7 @@ def _fid(samples: Features, reference: Features, *, device: torch.device | str, 
 
 
 def _bias(value: float, samples: Features, reference: Statistics, *, device: torch.device | str) -> float:
-    """FID of n samples is too large by about c / n, so what halving the samples adds is what n of them still have."""
+    """Estimate the bias of FID: it is about c / n for n samples, so it equals what halving the samples adds."""
     rows_MF = _rows(samples).to(device)
     halves = [frechet_distance(statistics(rows_MF[i::2]), reference) for i in range(2)]
     return min(max(sum(halves) / 2 - value, 0.0), value)
@@ -128,7 +128,7 @@ def _manifold(
 
 
 def _missing(samples: Features, reference: Features) -> dict[str, str]:
-    """Metrics that these features do not allow, and why."""
+    """Return the metrics that these features do not allow, with the reason."""
     missing: dict[str, str] = {}
     if samples.spatial is None or reference.spatial is None:
         which = "samples" if samples.spatial is None else "reference"

@@ -105,7 +105,7 @@ def statistics(x_MF: Tensor) -> Statistics:
 
 
 def frechet_distance(a: Statistics, b: Statistics) -> float:
-    """|mean difference|^2 + tr(A + B - 2 sqrt(AB)), on the device of `a`.
+    """Return |mean difference|^2 + tr(A + B - 2 sqrt(AB)), on the device of `a`.
 
     tr sqrt(AB) is the sum of the roots of the eigenvalues of L'BL, where A = LL'. L spans the range of A only: other
     directions carry no distance, but the root of their rounding would. So A is the one with fewer samples.
@@ -122,7 +122,7 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
 
 
 def frechet_influence(samples: Statistics, reference: Statistics, x_MF: Tensor) -> Tensor:
-    """How much each sample moves the distance: d distance / d weight, of mean 0, in float64.
+    """Return how much each sample moves the distance: d distance / d weight, of mean 0, in float64.
 
     The first-order (jackknife) expansion in the weights of the samples. With C = LL' the samples' covariance, R the
     reference's, z = L^+ (x - mean) and T = L'RL, the term of x is, up to its mean,
@@ -153,7 +153,7 @@ def _like(a: Statistics, b: Statistics) -> Statistics:
 
 
 def _factor(s: Statistics) -> tuple[Tensor, Tensor]:
-    """Q with orthonormal columns that span the range, and a lower triangular C: the covariance is (QC)(QC)'.
+    """Return Q with orthonormal columns that span the range, and a lower triangular C: the covariance is (QC)(QC)'.
 
     By Cholesky, which takes a small part of the time of an eigendecomposition. n samples have rank n - 1 at most, and
     then random combinations of the columns span the range. What is singular beyond that needs the eigenvectors.
@@ -211,14 +211,14 @@ class RunningGains:
 
 
 def gains(logits_MK: Tensor) -> Tensor:
-    """KL divergence from each image's classes to those of all of them, in float64."""
+    """Return the KL divergence from each image's classes to those of all of them, in float64."""
     log_p_MK = logits_MK.double().log_softmax(1)
     log_mean_K = log_p_MK.logsumexp(0) - math.log(len(log_p_MK))
     return (log_p_MK.exp() * (log_p_MK - log_mean_K)).sum(1)
 
 
 def inception_score(gain_M: Tensor, *, split: int = SPLIT) -> InceptionScore:
-    """exp of the mean gain of each split, averaged."""
+    """Return exp of the mean gain of each split, averaged over splits."""
     require(gain_M.ndim == 1 and len(gain_M) > 0, f"gains are {list(gain_M.shape)}; expected one number per image")
     scores = torch.stack([part.mean().exp() for part in torch.split(gain_M, split)])
     return InceptionScore(scores.mean().item(), scores.std(correction=0).item(), len(scores))
@@ -263,7 +263,7 @@ def kernel_distance(
 
 
 def squared_mmd(a_SF: Tensor, b_SF: Tensor) -> Tensor:
-    """The unbiased estimate: a sample is not compared with itself, so it can be below 0."""
+    """Return the unbiased estimate: a sample is not compared with itself, so it can be below 0."""
     a_SF, b_SF = a_SF.double(), b_SF.double()
 
     def kernel(x_SF: Tensor, y_SF: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class PrecisionRecall(NamedTuple):
 
 
 def precision_recall(real_MF: Tensor, fake_MF: Tensor, *, k: int = NEIGHBOURS) -> PrecisionRecall:
-    """Precision: the share of fakes in the union of real balls; recall: the share of reals in that of fake balls.
+    """Return precision (share of fakes in the union of real balls) and recall (share of reals in that of fake balls).
 
     A ball reaches to the k-th nearest neighbour of its centre, itself not counted.
     """
@@ -316,7 +316,7 @@ def precision_recall(real_MF: Tensor, fake_MF: Tensor, *, k: int = NEIGHBOURS) -
 
 
 def _radii(x_MF: Tensor, k: int) -> Tensor:
-    """The squared distance to the k-th nearest neighbour."""
+    """Return the squared distance to the k-th nearest neighbour."""
     parts = []
     for start in range(0, len(x_MF), BLOCK):
         best_QK: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Many images for evaluation: any number of processes, any batch size, interrupted as often as you like; one npz.
+"""Images for an evaluation in one npz file, from any number of processes and batch sizes, resumed if interrupted.
 
 Image i has seed `seed + i` and the i-th label, whoever makes it. Finished batches lie in OUT.parts/ as
 FIRST-STOP.npy until all are there; then they become one npz with ADM's layout: `arr_0`, uint8 [N, H, W, 3], and
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 def balanced_labels(num: int, num_classes: int) -> Labels:
-    """Every class equally often, one after the other; what does not divide goes to classes at even distances."""
+    """Return every class equally often, in turn; the remainder goes to classes at even distances."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
     require(num_classes >= 1, "the model has no classes: it takes prompts; expected one with classes")
     each, rest = divmod(num, num_classes)
@@ -54,7 +54,7 @@ def balanced_labels(num: int, num_classes: int) -> Labels:
 
 
 def labels_like(counts_C: Sequence[int] | NDArray[np.int64], num: int) -> Labels:
-    """Classes as often as in a set with these counts: shares of `num`, rounded by the largest remainders."""
+    """Return classes as often as in a set with these counts: shares of `num`, rounded by the largest remainders."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
     counts = np.asarray(counts_C, dtype=np.int64)
     require(bool(counts.sum() > 0 and (counts >= 0).all()), "the set to follow has no image of any class")
@@ -64,7 +64,7 @@ def labels_like(counts_C: Sequence[int] | NDArray[np.int64], num: int) -> Labels
 
 
 def interleave(counts_C: NDArray[np.int64]) -> Labels:
-    """Each class spread evenly over the whole, so that any stretch of it (a split, a part) has about all shares."""
+    """Spread each class evenly over the whole, so that any part of it has about the same shares."""
     labels = np.repeat(np.arange(len(counts_C)), counts_C)
     turn = np.concatenate([np.arange(count) for count in counts_C])
     place = (turn + 0.5) / np.maximum(counts_C, 1)[labels]
@@ -72,7 +72,7 @@ def interleave(counts_C: NDArray[np.int64]) -> Labels:
 
 
 def count_classes(images: ImageSet, pipe: Pipeline) -> NDArray[np.int64]:
-    """How many images of each of the model's classes a set has; its folders are named like the classes."""
+    """Count the images of each of the model's classes in a set whose folders are named like the classes."""
     require(bool(images.classes), f"{images.where} has no class folders, so it does not say how often a class occurs")
     ids = np.array([pipe.classes.find(name) for name in images.classes])
     return np.bincount(ids[np.asarray(images.labels)], minlength=len(pipe.classes))
@@ -103,7 +103,7 @@ class PixelBatches:
 
     @property
     def rate(self) -> float:
-        """Images per second from labels to pixels; the first of several batches, which warms up, does not count."""
+        """Return images per second from labels to pixels, without the first of several batches, which warms up."""
         counted = self.times[1:] or self.times
         return sum(images for images, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9)
 
@@ -128,7 +128,7 @@ class PixelBatches:
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the processes this is. Batch k belongs to process k mod `size`."""
+    """The rank of this process among `size`. Batch k belongs to process k mod `size`."""
 
     rank: int = 0
     size: int = 1
@@ -260,7 +260,7 @@ def _covered(parts: Path, num: int) -> NDArray[np.bool_]:
 
 
 def _merge(parts: Path, out: Path, labels: Labels, about: dict[str, Any]) -> None:
-    """One part after the other through a zip file, so that memory holds one at a time."""
+    """Write the parts one after the other into a zip file, so that memory holds one at a time."""
     ranges = _ranges(parts)
     shape = _open_part(ranges[0][2], ranges[0][1] - ranges[0][0], None).shape[1:]
 
@@ -283,7 +283,7 @@ def _merge(parts: Path, out: Path, labels: Labels, about: dict[str, Any]) -> Non
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
-    """A fixed date, so that the same images are the same file."""
+    """Open a member with a fixed date, so that the same images are the same file."""
     return archive.open(zipfile.ZipInfo(name), "w", force_zip64=True)
 
 

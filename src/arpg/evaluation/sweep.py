@@ -176,7 +176,7 @@ def fid_only(sampled: SampleStats, scorers: Scorers) -> float:
 
 
 def measure(sampled: SampleStats, scorers: Scorers, *, metrics: Sequence[str] = METRICS) -> dict[str, Any]:
-    """`{metric: value, metric interval: [low, high], ..., "accuracy", "images/s"}`; without what cannot be had."""
+    """Return `{metric: value, metric interval: [low, high], ..., "accuracy", "images/s"}`, as far as available."""
     device = scorers.inception.device
     line: dict[str, Any] = {}
     if "fid" in metrics:  # not through `evaluate`, which also estimates the bias and so takes twice as long
@@ -206,12 +206,12 @@ def _classify(classifier: Classifier, pixels_BHW3: Tensor) -> Tensor:
 
 
 def _short(value: float | list[float]) -> float | list[float]:
-    """Five digits: what is measured here has no more."""
+    """Round to five significant digits; measurements have no more."""
     return [float(f"{v:.5g}") for v in value] if isinstance(value, list) else float(f"{value:.5g}")
 
 
 def combinations(defaults: SamplingDefaults, grid: Mapping[str, Sequence[Any]]) -> list[SamplingSettings]:
-    """All combinations of the values given per setting, each once; what is not given is the model's own choice."""
+    """Return all combinations of the values given per setting, each once; other settings are the model's defaults."""
     unknown = sorted(set(grid) - set(AXES))
     require(not unknown, f"{', '.join(unknown)} cannot be swept over; expected {', '.join(AXES)}")
     axes = [axis for axis in AXES if grid.get(axis)]
@@ -237,7 +237,7 @@ def sweep(
     on_result: Callable[[Line], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
-    """Measure what `folder` does not have yet; the lines of all combinations, in their order.
+    """Measure what `folder` does not have yet, and return the lines of all combinations, in their order.
 
     `about` says what else the lines depend on (the reference, how labels are spread), so that nothing else is mixed in.
     """
@@ -260,7 +260,7 @@ def sweep(
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Markdown: the settings that differ, then what was measured."""
+    """Return a Markdown table of the settings that differ and the measurements."""
     axes = [axis for axis in AXES if len({_cell(line, axis) for line in lines}) > 1] or ["steps"]
     metrics = [name for name in NUMBERS if any(name in line for line in lines)]
     rows = []
@@ -271,7 +271,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def format_number(line: Line, name: str, *, interval: bool = False) -> str | None:
-    """A measured value with its digits, and half the width of its interval where there is one."""
+    """Return a value with its digits, and with `interval` half the width of its interval."""
     if name not in line:
         return None
     _, digits, scale = NUMBERS[name]
@@ -283,7 +283,7 @@ def format_number(line: Line, name: str, *, interval: bool = False) -> str | Non
 
 
 def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
-    """`steps.png` and `speed.png`: FID over steps and over images per second.
+    """Write `steps.png` and `speed.png`: FID over steps and over images per second.
 
     Curves take the best guidance at each number of steps; the other scales are dots. Without matplotlib
     nothing is written, and a warning says so.
@@ -325,7 +325,7 @@ def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
 
 
 def best_of(lines: Sequence[Line]) -> list[Line]:
-    """For each number of steps, the line with the least FID."""
+    """Return for each number of steps the line with the least FID."""
     best: dict[int, Line] = {}
     for line in lines:
         steps = line["settings"]["steps"]
