@@ -211,7 +211,7 @@ class LayerSummary:
 
 
 def summarize(maps: AttentionMaps) -> list[LayerSummary]:
-    """Return for each layer the share of attention on the condition, how even the attention is, and how far it reaches."""
+    """Return for each layer the share of attention on the condition, its evenness and its reach."""
     row, column = np.divmod(np.array(maps.order), maps.grid[1])
     distance_NN = np.hypot(row[:, None] - row, column[:, None] - column)
     p = maps.num_prefix
