@@ -158,7 +158,7 @@ def edges(pipe: Pipeline, sources: Captioned) -> Image.Image:
     shown: Captioned = []
     for row, (image, name) in enumerate(sources):
         other = sources[(row + 1) % len(sources)][1]
-        condition = pipe.condition_of(image, "canny")
+        condition = pipe.extract_control(image, "canny")
         shown += [(image, "image"), (condition.image, "edges")]
         shown += [(image, name) for image in pipe.generate(name, control=condition, num_images=2, seed=0)]
         shown += [(pipe.generate(other, control=condition, seed=0)[0], other)]
@@ -192,7 +192,7 @@ def strengths(pipe: Pipeline, sources: Captioned) -> Image.Image:
     """Return rows of one seed at growing strengths."""
     shown: Captioned = []
     for image, name in sources:
-        condition = pipe.condition_of(image, "canny")
+        condition = pipe.extract_control(image, "canny")
         shown += [(condition.image, f"{name}: edges")]
         for strength in STRENGTHS:
             control = ControlInput(condition.image, "canny", strength)

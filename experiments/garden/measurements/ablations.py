@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from arpg import Pipeline
-from arpg.decode.score import make_orders, token_bits
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.classifier import accuracy
 from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
@@ -52,7 +52,7 @@ from arpg.evaluation.sweep import (
 from arpg.files import write_whole
 from arpg.image import Pixels, to_images
 from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
-from arpg.tasks import condition
+from arpg.tasks import label_condition
 from experiments.garden.control_score import image_side
 from experiments.garden.photos import evenly_spaced, load_or_train_classifier, open_photos, read_photos
 from experiments.garden.scene_sets import reconstruct
@@ -216,7 +216,7 @@ def bits_in(pipe: Pipeline, ids_BN: torch.Tensor, labels: Sequence[int], order: 
     parts = []
     for i in range(0, len(labels), BATCH):
         rows = slice(i, i + BATCH)
-        bits_BN = token_bits(model, ids_BN[rows], condition(model, list(labels[rows])), order_BN[rows]).cpu()
+        bits_BN = token_bits(model, ids_BN[rows], label_condition(model, list(labels[rows])), order_BN[rows]).cpu()
         parts.append(bits_BN.gather(1, order_BN[rows]))
     return np.stack([part.mean(1).numpy() for part in torch.cat(parts).tensor_split(3, dim=1)], axis=1)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from arpg import Pipeline, tasks
+from arpg import Pipeline, make_plan, tasks
 from arpg.config import EXPAND_METHODS
 from arpg.data.images import ImageSet
 from arpg.data.pixels import eval_pixels
-from arpg.decode.score import make_orders, token_bits
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.classifier import Classifier, accuracy, predict
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import KernelDistance, kernel_distance
@@ -40,7 +41,7 @@ from arpg.model import class_condition
 from arpg.settings import SamplingSettings
 from arpg.tables import markdown_table
 from arpg.tasks.canvas import Canvas, box_mask
-from arpg.tasks.stages import expand
+from arpg.tasks.stages import expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer.losses import LPIPS
 from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
@@ -81,7 +82,8 @@ class Bench:
             seeds = range(start, start + len(some))
             chosen = None if labels is None else labels[start : start + len(some)].tolist()
             request = tasks.fill(self.pipe.model, chosen, seeds, ids_N=ids_BN, known_N=known_N)
-            for step in self.pipe.run(request, settings):
+            plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+            for step in self.pipe.engine.decode(request, plan, settings):
                 made_BN = step.ids_BN
             assert torch.equal(made_BN.cpu()[:, known_N], ids_BN.cpu()[:, known_N])
             parts.append(_within(some, to_uint8(tokenizer.decode(made_BN, request.grid)).cpu().numpy(), box))
@@ -228,25 +230,28 @@ def enlarge(bench: Bench, num: int) -> dict[str, Any]:
     given = np.stack([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in small])
     pipe, real_features = bench.pipe, bench.features(real)
 
-    def drawn(way: str, guidance: float) -> Pixels:
-        stage = expand(
-            (SIZE, SIZE), (size, size), window=pipe.model.config.grid, stride=pipe.tokenizer.config.stride, way=way
+    def expanded(method: str, guidance: float) -> Pixels:
+        stage = expand_stage(
+            (SIZE, SIZE),
+            (size, size),
+            window=pipe.model.config.grid,
+            stride=pipe.tokenizer.config.stride,
+            method=method,
         )
-        settings = pipe.sampling.settings(guidance=guidance)
-        wanted = TaskSpec(labels, settings, batch_size=bench.batch)
-        drawing = ImageTask(pipe.model, pipe.tokenizer, wanted, stages=[stage], pictures=small)
-        return np.stack([np.asarray(image) for image in pipe.finish(drawing)])
+        spec = TaskSpec(labels, pipe.sampling.settings(guidance=guidance), batch_size=bench.batch)
+        task = ImageTask(pipe.engine, pipe.tokenizer, spec, stages=[stage], images=small)
+        return np.stack([np.asarray(image) for image in task.run()])
 
-    ways: dict[str, Callable[[], Pixels]] = {
+    methods: dict[str, Callable[[], Pixels]] = {
         "bicubic": lambda: given,
         "bicubic through the tokenizer": lambda: _reconstruct(bench, given),
     }
-    for way in EXPAND_METHODS:
+    for method in EXPAND_METHODS:
         for guidance in (1.0, 3.0):
-            ways[f"{way}, guidance {guidance:g}"] = lambda way=way, guidance=guidance: drawn(way, guidance)  # type: ignore[misc]
+            methods[f"{method}, guidance {guidance:g}"] = partial(expanded, method, guidance)
     shown = _spread(len(small), SHOWN)
     rows, result = [], {}
-    for name, make in ways.items():
+    for name, make in methods.items():
         began = time.perf_counter()
         made = make()
         kid = kernel_distance(bench.features(made), real_features)

@@ -10,14 +10,13 @@ from typing import Annotated
 
 import typer
 
-from arpg.cli.console import err, out
-from arpg.cli.sampling import Sampling, samples
+from arpg.cli.options import SamplingOptions, err, out, with_sampling_options
 from arpg.errors import present, require
 from arpg.image import check_output, open_image, save
 from arpg.tables import text_table
 
 
-@samples
+@with_sampling_options
 def attention(
     image: Annotated[Path | None, typer.Argument(help="An image; default: one of the class is generated.")] = None,
     class_: Annotated[str | None, typer.Option("--class", "-c", help="Class name or id.")] = None,
@@ -31,7 +30,7 @@ def attention(
         list[str] | None, typer.Option(metavar="ROW,COLUMN", help="A query token, from 1,1 (repeatable).")
     ] = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Write the attention of both passes: as matrices in decoding order, and over the image for a few tokens."""
     folder = output.is_dir() or not output.suffix

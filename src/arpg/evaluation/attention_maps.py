@@ -9,6 +9,7 @@ of a head, D width.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,14 +26,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from arpg.decode import SamplePlan, make_plan
+from arpg.decode import Plan, Request, SamplePlan, decode, make_plan
+from arpg.decode.state import DecodeState
+from arpg.decode.steps import StepPlan
 from arpg.errors import require
 from arpg.figures import CAPTION, MARGIN, SIDE, ramp
 from arpg.image import adm_crop, to_images, to_pil, to_rgb
-from arpg.kernels import usable
+from arpg.kernels.dispatch import can_fuse_half
 from arpg.model import ARPG, Condition, class_condition
-from arpg.model.rope import grid_places
 from arpg.pipeline import Pipeline
+from arpg.settings import SamplingSettings
 
 Weights = NDArray[np.float32]
 
@@ -121,7 +124,7 @@ class AttentionCall:
 def attention_maps(
     model: ARPG, ids_N: Tensor, condition: Condition, *, plan: SamplePlan, attention: str = "block"
 ) -> AttentionMaps:
-    """Run the tokens of an image through both passes as the decoding loop would have, and keep the weights.
+    """Decode the tokens of an image again, with the decode loop and its hook, and keep the weights of both passes.
 
     `plan` fills the whole grid; one token per step is what training sees. The tokens of the last step are never
     encoded, so Pass 1 has no rows for them. These are the conditional rows: those of the null condition are left out.
@@ -134,43 +137,42 @@ def attention_maps(
         f"expected one image of {num_tokens} tokens and a plan that fills all of it",
     )
     require(
-        not usable(model.embedding.weight),
+        not can_fuse_half(model.embedding.weight),
         f"the model is in {model.dtype} on a GPU, whose fused attention keeps no weights; load it with dtype float32",
     )
-    num_prefix = condition.prefix_BPD.shape[1]
+    num_prefix = max(condition.lengths(guided=False))
     num_slots = num_prefix + num_tokens - plan.sizes[-1]
-    order = torch.tensor(plan.order, device=device)
-    place_N2 = grid_places(*config.grid, device=device)[order]
-    x_ND = model.embed(ids_N.to(device)[order])
-    cache = model.allocate_cache(1, num_slots)
     pass1 = np.zeros((config.pass1_layers, config.num_heads, num_slots, num_slots), np.float32)
     pass2 = np.zeros((config.pass2_layers, config.num_heads, num_tokens, num_slots), np.float32)
     seen1, seen2 = np.zeros((num_slots, num_slots), bool), np.zeros((num_tokens, num_slots), bool)
+    ids_N = ids_N.to(device)
+    first1 = first2 = 0  # rows of Pass 1 and Pass 2 that are filled
 
-    def note(recorder: AttentionRecorder, target: Weights, seen: NDArray[np.bool_], first: int) -> None:
-        assert len(recorder.calls) == len(target), "the attention of a layer was not recorded"
+    def keep_weights(state: DecodeState, step: StepPlan, logits_RSV: Tensor, sampled_BS: Tensor) -> Tensor:
+        """Fill the rows of this step, and return the tokens of the image instead of the sampled ones."""
+        nonlocal first1, first2
+        assert len(recorder.calls) == len(pass1) + len(pass2), "the attention of a layer was not recorded"
+        num_predicted = step.predict.position_BS.shape[1]
         for call in recorder.calls:
             weights = call.weights()[0].cpu().numpy()
-            _, rows, columns = weights.shape
-            target[call.layer, :, first : first + rows, :columns] = weights
-            visible = np.ones((rows, columns), bool) if call.mask is None else call.mask.cpu().numpy()
-            seen[first : first + rows, :columns] = np.broadcast_to(visible, (1, 1, rows, columns))[0, 0]
+            _, num_rows, columns = weights.shape
+            visible = np.ones((num_rows, columns), bool) if call.mask is None else call.mask.cpu().numpy()
+            visible = np.broadcast_to(visible, (1, 1, num_rows, columns))[0, 0]
+            target, seen, first = (pass1, seen1, first1) if call.kind == "pass1" else (pass2, seen2, first2)
+            # Where all positions of a step have the same logits, Pass 2 predicts one of them: one row stands for all.
+            rows = slice(first, first + (num_rows if call.kind == "pass1" else num_predicted))
+            target[call.layer, :, rows, :columns] = weights
+            seen[rows, :columns] = visible
+        first1 = state.filled_cache.end
+        first2 += num_predicted
+        recorder.calls.clear()
+        return ids_N[step.predict.position_BS]
 
+    request = Request.from_nothing(condition, config.grid, (0,))
+    unguided = Plan((dataclasses.replace(plan, scales=(1.0,) * len(plan.sizes)),))
     with AttentionRecorder(model) as recorder:
-        model.encode(condition.prefix_BPD, condition.place_BP2, cache, causal=True)
-    note(recorder, pass1, seen1, 0)
-    done = 0
-    for size in plan.sizes:
-        part = slice(done, done + size)
-        query_BSD = None if condition.query_BND is None else condition.query_BND[:, order[part]]
-        with AttentionRecorder(model) as recorder:
-            model.predict(place_N2[None, part], query_BSD, cache)
-        note(recorder, pass2, seen2, done)
-        done += size
-        if done < num_tokens:
-            with AttentionRecorder(model) as recorder:
-                model.encode(x_ND[None, part], place_N2[None, part], cache, causal=attention == "causal")
-            note(recorder, pass1, seen1, num_prefix + part.start)
+        for _ in decode(model, request, unguided, SamplingSettings(attention=attention), hook=keep_weights):
+            pass
     return AttentionMaps(pass1, pass2, seen1, seen2, plan.order, num_prefix, config.grid)
 
 
@@ -187,7 +189,7 @@ def image_attention(
     label = config.num_classes if class_ is None else pipe.classes.find(class_)
     if image is None:
         require(class_ is not None, "there is neither an image nor a class; give one of them")
-        for step in pipe.steps(pipe.generate_task(label, seed=seed, **settings)):
+        for step in pipe.generate_task(label, seed=seed, **settings).steps():
             ids_N = step.ids_BN[0]
     else:
         require(config.grid[0] == config.grid[1], f"the model's grid is {config.grid}; images need a square one")
