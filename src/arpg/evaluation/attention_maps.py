@@ -298,8 +298,8 @@ def draw_matrices(maps: AttentionMaps, columns: Sequence[Column]) -> Image.Image
     cell = max(1, round(1.25 * SIDE / max(maps.pass2_LHNT.shape[-2:])))
     rows = []
     for kind, what in (
-        ("pass1", "each slot (down) attends to the slots before it and those of its step (across)"),
-        ("pass2", "the query for each token (down) attends to the slots that are known (across)"),
+        ("pass1", "each slot (down) looks at the slots before it and those of its step (across)"),
+        ("pass2", "the query for each token (down) looks at the slots that are known (across)"),
     ):
         tiles = []
         for column in columns:
