@@ -22,17 +22,21 @@ TYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def can_pack() -> bool:
-    """Does this torch have the packed product, and is it right?"""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this torch, on this CPU, computes the packed product of `dtype` correctly.
+
+    oneDNN packs bfloat16 only on CPUs with AVX-512 or AVX-NE-CONVERT, so each type is tried by itself.
+    """
+    if dtype not in TYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
-    x, weight_OI = (torch.randn(rows, 32, generator=generator) for rows in (3, 48))
+    x, weight_OI = (torch.randn(rows, 32, generator=generator).to(dtype) for rows in (3, 48))
     try:
-        made = _product(x, _pack(weight_OI))
-    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's promises
+        product = _product(x, _pack(weight_OI))
+    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's public API
         return False
-    return torch.allclose(made, F.linear(x, weight_OI), atol=1e-4)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    return torch.allclose(product.float(), F.linear(x, weight_OI).float(), atol=tolerance)
 
 
 class StoredLinear(nn.Linear):
@@ -80,11 +84,10 @@ def pack_linears(module: Module) -> Module:
 
     A layer keeps its name, its place and what its class does.
     """
-    if can_pack():
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear) and not isinstance(layer, StoredLinear) and _fits(layer):
-                packed = _pack(layer.weight)
-                become(layer, PackedLinear).packed = packed
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and not isinstance(layer, StoredLinear) and _fits(layer):
+            packed = _pack(layer.weight)
+            become(layer, PackedLinear).packed = packed
     return module
 
 
@@ -113,7 +116,7 @@ _classes: dict[tuple[type[nn.Linear], type[StoredLinear]], type[StoredLinear]] =
 
 def _fits(layer: nn.Linear) -> bool:
     weight = layer.weight
-    return weight.device.type == "cpu" and weight.dtype in TYPES and layer.bias is None
+    return weight.device.type == "cpu" and layer.bias is None and can_pack(weight.dtype)
 
 
 def _unpack(layer: StoredLinear) -> None:
