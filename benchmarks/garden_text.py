@@ -43,8 +43,7 @@ from arpg.files import read_tensors, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.quantization.storage import pack as pack_weights
-from arpg.text import Prompts
-from arpg.text.minilm import load_minilm, package_folder
+from arpg.text_encoder import PromptCache, load_minilm, minilm_folder
 from arpg.train.recipe import ModelRecipe, read_recipe
 
 log = logging.getLogger("garden-text")
@@ -118,7 +117,7 @@ def make_parts(data: Path, target: Path, num_captions: int) -> None:
                         parts.writestr(inner, fruits.read(inner))
             for name in emoji.namelist():
                 parts.writestr(name, emoji.read(name))
-            folder = package_folder()
+            folder = minilm_folder()
             for name in (
                 "config.json",
                 "tokenizer.json",
@@ -231,7 +230,7 @@ class Run:
         write_folder(folder, config, model=weights)
         tokenizer = load_tokenizer(made, device=self.device, dtype=torch.float32)
         network = load_model(folder, device=self.device, dtype=torch.float32)
-        prompts = Prompts(self.text, load=self._encoder)
+        prompts = PromptCache(self.text, load=self._encoder)
         pipe = Pipeline(network, tokenizer, sampling=described.sampling, prompts=prompts)
         detector = Detector.load(self.judge_folder, device=self.device)
         questions = held_out_questions(self.options.per_task)

@@ -1,21 +1,25 @@
-"""Files: written whole or not at all, and weights that are read without running code."""
+"""Files: written whole or not at all; weights that are read without running code; checksums of tensors."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
 import pickle
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg.errors import InputError, require
@@ -53,6 +57,52 @@ def write_together(writes: dict[Path, Callable[[Path], object]]) -> None:
         for folder in reversed(created):  # only what stayed empty goes again
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` as indented JSON."""
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+
+
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    """Write `array` as a .npy file."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # np.save would append an ending to a path
+            np.save(file, array)
+
+    write_whole(path, write)
+
+
+def read_array(path: Path, *, advice: str, mmap: bool = True) -> NDArray[Any]:
+    """Read a .npy file, mapped into memory unless `mmap` is false; `advice` says what to do about a damaged one."""
+    require(path.is_file(), f"{path} does not exist; {advice}")
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path} is not a whole .npy file ({error}); {advice}") from None
+    return array
+
+
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tensors(digest: hashlib._Hash, state: Mapping[str, Tensor], *, shapes: bool = True) -> None:
+    """Add names and values of `state`, sorted by name, to `digest`; `shapes`: also their types and shapes."""
+    for name, tensor in sorted(state.items()):
+        digest.update((f"{name} {tensor.dtype} {list(tensor.shape)}\n" if shapes else name).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _make_folder(folder: Path) -> list[Path]:

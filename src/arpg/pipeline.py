@@ -27,7 +27,7 @@ from arpg.tasks import Label, Prompt, stages
 from arpg.tasks.canvas import Box, Canvas, box_mask
 from arpg.tasks.control_input import ControlInput, Controls, checked
 from arpg.tasks.task import ImageTask, TaskSpec
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from arpg.tokenizer import VQTokenizer
 
 OnStep = Callable[[Step], None] | None
@@ -51,7 +51,7 @@ class Pipeline:
         sampling: SamplingDefaults | None = None,
         classes: ClassNames | None = None,
         license: str = "unknown",
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         engine: str = "auto",
     ) -> None:
         """`prompts`: where the states of prompts come from; by default, the encoder that the model names.
@@ -72,7 +72,7 @@ class Pipeline:
         self.classes = classes or numbered_classes(model.config.num_classes)
         self.license = license
         text = model.config.text
-        self.prompts = prompts or (None if text is None else Prompts(text, device=model.device))
+        self.prompts = prompts or (None if text is None else PromptCache(text, device=model.device))
 
     @classmethod
     def from_pretrained(
@@ -99,7 +99,7 @@ class Pipeline:
         tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
-        prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
+        prompts = None if text is None else PromptCache(text, folder=home() / "text", device=on)
         return cls(
             model,
             tokenizer,

@@ -11,7 +11,7 @@ from arpg import ControlInput, Pipeline
 from arpg.data.images import open_images
 from arpg.image import open_image
 from arpg.tasks import control_input as picture
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from support.scene_sets import write_sets
 from support.small import TEXT, FakeEncoder, controlled_model, noise, small_tokenizer
 
@@ -69,7 +69,7 @@ def test_classes_are_spread(tests):
 
 
 def test_text(text_model, tmp_path):
-    pipe = Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
+    pipe = Pipeline(text_model, small_tokenizer(), prompts=PromptCache(TEXT.text, load=FakeEncoder))
     paths = text_gallery.write(pipe, tmp_path, num=12)
     assert [path.stem for path in paths] == ["good", "bad", "negative", "uncurated"]
     assert all(open_image(path).width > 192 for path in paths)

@@ -18,7 +18,7 @@ from arpg.evaluation.detector_scenes import draw_scenes, through_tokenizer
 from arpg.evaluation.detector_training import calibrate, detection_loss, heat_target, to_arrays, train_detector
 from arpg.evaluation.geneval import TASKS, Task, is_right, read_tasks, relations
 from arpg.evaluation.text_score import ceiling, generate, held_out_questions, judge, read_pixels, to_task
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from support.command import check_error
 from support.scene_sets import write_sets
 from support.small import TEXT, FakeEncoder, small_tokenizer
@@ -141,7 +141,7 @@ def test_geneval_files_round_trip(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipe(text_model):
-    return Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
+    return Pipeline(text_model, small_tokenizer(), prompts=PromptCache(TEXT.text, load=FakeEncoder))
 
 
 def test_images_are_drawn_into_the_layout(pipe, tmp_path):
@@ -253,7 +253,7 @@ def test_half_of_the_scenes_go_through_the_tokenizer(sets, tmp_path, folder):
 def test_evaluate_text(run, pipe, sets, tmp_path, monkeypatch):
     """Drawn, judged, and compared with real scenes; the numbers are those of the functions."""
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     pipe.save_pretrained(tmp_path / "model")
     model = ["--model", tmp_path / "model", "--steps", 2, "--device", "cpu"]
     both = ["--fruits", sets[0], "--emoji", sets[1]]

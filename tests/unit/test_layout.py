@@ -15,7 +15,7 @@ LAYERS = [
     {"kernels"},
     {"tokenizer", "model"},
     {"quantization"},
-    {"text"},
+    {"text_encoder"},
     {"checkpoint"},
     {"convert"},
     {"hub"},

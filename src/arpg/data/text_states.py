@@ -21,7 +21,7 @@ from arpg.config import TextConfig, from_dict, to_dict
 from arpg.data.tokens import TokenSet
 from arpg.errors import InputError, present, require
 from arpg.files import write_whole
-from arpg.text import TextEncoder
+from arpg.text_encoder import TextEncoder
 
 TEXT = "text.json"
 AT_ONCE = 4096  # captions whose states are in memory together, as a list of tensors

