@@ -36,8 +36,8 @@ from ablation_lines import (
 from ablation_speed import measure_speed
 
 from arpg import Pipeline
+from arpg.data.crops import center_crops
 from arpg.data.images import concatenate, open_images
-from arpg.data.pixels import eval_pixels
 from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
 from arpg.evaluation.features import Features, collect
 from arpg.evaluation.image_source import from_array
@@ -154,7 +154,7 @@ def read_split(data: Path, split: str, limit: int | None) -> tuple[Pixels, Any]:
     """The centre crops of a split and their labels; of a limited number, evenly from all classes."""
     images = concatenate([open_images(f"{data}/{domain}.zip/{domain}/{split}") for domain in DOMAINS])
     if limit is None or limit >= len(images):
-        return eval_pixels(images, SIZE), np.asarray(images.labels)
+        return center_crops(images, SIZE), np.asarray(images.labels)
     chosen = np.linspace(0, len(images) - 1, limit).astype(int).tolist()
     pixels = np.stack([np.asarray(adm_crop(images.read(i), SIZE)) for i in chosen])
     return pixels, np.asarray(images.labels)[chosen]

@@ -13,8 +13,8 @@ import torch
 
 from arpg import Pipeline
 from arpg.classes import ClassNames
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
-from arpg.data.pixels import eval_pixels
 from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
 from arpg.evaluation.control_pipeline import plain, side, steered
 from arpg.evaluation.control_score import Judges, compare, depth_score, edge_score, follows_nothing, table
@@ -47,7 +47,7 @@ def make_classifier(
     train: ImageSet, test: ImageSet, names: ClassNames, folder: Path, *, steps: int, device: torch.device
 ) -> None:
     """The judge of classes, as `benchmarks/garden.py` trains it. `names`: the model's classes."""
-    pixels, labels = eval_pixels(train, SIZE), ids_of(train, names)
+    pixels, labels = center_crops(train, SIZE), ids_of(train, names)
     counts = np.bincount(labels, minlength=len(names))
     classifier = train_classifier(
         pixels,
@@ -59,7 +59,7 @@ def make_classifier(
         weights=1.0 / np.sqrt(counts[labels]),
         progress=_tell,
     )
-    real = accuracy(classifier, eval_pixels(test, SIZE), ids_of(test, names))["top1"]
+    real = accuracy(classifier, center_crops(test, SIZE), ids_of(test, names))["top1"]
     log.info("the classifier is right about %.4f of the real test images", real)
     classifier.save(folder)
     (folder / "accuracy.json").write_text(json.dumps({"real test images": float(real)}, indent=1) + "\n")

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from arpg import Pipeline
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
-from arpg.data.pixels import eval_pixels
 from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
 from arpg.evaluation.diversity import mean_pairwise_lpips, nearest_lpips
 from arpg.evaluation.reconstruction import reconstruction_report
@@ -55,7 +55,7 @@ def main() -> None:
 
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU"}
     for domain, images in zip(DOMAINS, sets["test"], strict=True) if not options.quick else ():
-        report = reconstruction_report(pipe.tokenizer, eval_pixels(images, 96, options.limit), lpips, batch_size=128)
+        report = reconstruction_report(pipe.tokenizer, center_crops(images, 96, options.limit), lpips, batch_size=128)
         result[f"tokenizer {domain}"] = {k: round(float(v), 4) for k, v in report.items()}
         log.info("tokenizer %s: %s", domain, result[f"tokenizer {domain}"])
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 def _pixels(images: ImageSet, limit: int | None) -> tuple[Any, Any]:
     count = limit or len(images)
-    return eval_pixels(images, 96, limit), np.asarray(images.labels[:count])
+    return center_crops(images, 96, limit), np.asarray(images.labels[:count])
 
 
 def _classifier(

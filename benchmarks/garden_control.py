@@ -27,15 +27,14 @@ from resumable import go, train_until
 from arpg import ARPG, ControlInput, Pipeline
 from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
 from arpg.data.compose import compose_tokens
-from arpg.data.control_maps import ControlMaps
+from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.images import concatenate, open_images
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
 from arpg.device import choose_device
 from arpg.hub import resolve
 from arpg.image import save, sheet
-from arpg.train.batches import TokenBatches
-from arpg.train.model import Objective
+from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
 
 log = logging.getLogger("garden-control")
@@ -222,14 +221,13 @@ class Run:
                     control = ControlMaps(tokens.controls, model.config.control.kinds, self.device)
                 num_classes = model.config.num_classes
                 batches = TokenBatches(
-                    tokens,
+                    Dataset(tokens, control=control),
                     batch_size=size,
                     parts=1,
                     num_classes=num_classes,
                     label_drop=0.0,
                     seed=1,
                     device=self.device,
-                    control=control,
                 )
                 objective = Objective(model, tokens.grid)
                 losses = []

@@ -33,7 +33,7 @@ from arpg.data.captions import caption
 from arpg.data.catalogue import KINDS, TINTS
 from arpg.data.compose import compose_tokens
 from arpg.data.composer import SIZE, Composer
-from arpg.data.text_states import write_text_states
+from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
 from arpg.evaluation.detector import Detector, DetectorConfig
 from arpg.evaluation.detector_scenes import draw_scenes, through_tokenizer

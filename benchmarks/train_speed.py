@@ -25,7 +25,7 @@ from arpg.model import arpg as network
 from arpg.model import layers
 from arpg.model.dropout import fold
 from arpg.train import model as training_module
-from arpg.train.distributed import start, stop
+from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from arpg.train.report import peak_flops
@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     ablate(options.ablate)
     config = MODELS[options.model]
-    world = start("auto")
+    world = init_distributed("auto")
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens"
         writer = TokenWriter(tokens, grid=config.grid, vocab_size=config.vocab_size, classes=(), views=1)
@@ -138,7 +138,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    stop()
+    shutdown_distributed()
     text = json.dumps(result, indent=1)
     print(text)  # noqa: T201
     if options.out:

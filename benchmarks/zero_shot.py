@@ -28,8 +28,8 @@ from torch import Tensor
 
 from arpg import Pipeline, tasks
 from arpg.config import EXPAND_METHODS
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
-from arpg.data.pixels import eval_pixels
 from arpg.decode.score import make_orders, token_bits
 from arpg.evaluation.classifier import Classifier, accuracy, predict, train_classifier
 from arpg.evaluation.inception import Inception
@@ -359,7 +359,7 @@ def _open(options: argparse.Namespace, pipe: Pipeline) -> Bench:
     else:
         labels = ids["train"][np.asarray(splits["train"].labels)]
         weights = 1.0 / np.sqrt(np.bincount(labels, minlength=len(pipe.classes))[labels])
-        train, steps = eval_pixels(splits["train"], SIZE), options.classifier_steps
+        train, steps = center_crops(splits["train"], SIZE), options.classifier_steps
         classifier = train_classifier(
             train, labels, num_classes=len(pipe.classes), steps=steps, device=device, weights=weights
         )
@@ -370,7 +370,7 @@ def _open(options: argparse.Namespace, pipe: Pipeline) -> Bench:
         classifier=classifier,
         inception=Inception.load(options.inception, device=device),
         test=test,
-        pixels=eval_pixels(test, SIZE),
+        pixels=center_crops(test, SIZE),
         labels=ids["test"][np.asarray(test.labels)],
         batch=options.batch,
         out=options.out,

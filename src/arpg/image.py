@@ -66,7 +66,12 @@ def to_images(pixels_BHW3: Pixels | Tensor, device: torch.device | str | None = 
     """`[B, 3, H, W]` in [-1, 1], channels last; `to_uint8` gives the pixels back exactly."""
     # A copy, because arrays from files are often read-only, which tensors cannot be.
     tensor = torch.from_numpy(np.array(pixels_BHW3)) if isinstance(pixels_BHW3, np.ndarray) else pixels_BHW3
-    return tensor.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return scale_pixels(tensor.to(device).permute(0, 3, 1, 2).float())
+
+
+def scale_pixels(pixels: Tensor) -> Tensor:
+    """Map pixel values from [0, 255] to [-1, 1]."""
+    return pixels / 127.5 - 1
 
 
 def to_uint8(image_B3HW: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ GPU = torch.cuda.is_available()
 from arpg.bench.agreement import agreement, generate, on_context  # noqa: E402
 from arpg.bench.case import Case  # noqa: E402
 from arpg.config import SamplingSettings  # noqa: E402
+from arpg.data.dataset import Batch  # noqa: E402
 from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import FLOAT8, attention, residual  # noqa: E402
@@ -32,7 +33,6 @@ from arpg.model.cache import KeyValue, Slots  # noqa: E402
 from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
 from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
-from arpg.train.batches import Batch  # noqa: E402
 from support.interpreted import mend  # noqa: E402
 from support.small import SMALL, small_model  # noqa: E402
 
@@ -254,7 +254,7 @@ def test_attention_that_stores(queries, held, channels, ragged):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
 def test_the_gradients_of_training_through_the_kernels(monkeypatch):
     """The whole network with dropout, in float32: the losses and gradients that it has without kernels."""
-    from arpg.train.model import Objective
+    from arpg.train.objective import Objective
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(24, (2, 4), generator=generator).to(DEVICE)
@@ -375,7 +375,7 @@ def test_training_with_and_without_kernels(monkeypatch):
     from arpg import kernels
     from arpg.config import ModelConfig
     from arpg.model import ARPG
-    from arpg.train.model import Objective
+    from arpg.train.objective import Objective
 
     config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)
     objective = Objective(ARPG(config).init_weights(seed=0).to(DEVICE).train(), config.grid)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from arpg.errors import InputError
 from arpg.model.condition import class_condition
-from arpg.train.distributed import World, mean_over_ranks, parallelize, start, stop
+from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
 from arpg.train.snapshot import Snapshots
 from support.paths import ROOT
 from support.small import SMALL, small_model
@@ -98,7 +98,7 @@ class Run:
 
 def two_processes(out):
     """What the fixture `pair` runs under torchrun: losses of both strategies, and a snapshot of the sharded one."""
-    world = start("cpu")
+    world = init_distributed("cpu")
     losses = {"size": world.size}
     for strategy in ("ddp", "fsdp"):
         run = Run(strategy, world)
@@ -108,13 +108,13 @@ def two_processes(out):
     if world.main:
         torch.save(full, out / "full.pt")
         (out / "losses.json").write_text(json.dumps(losses))
-    stop()
+    shutdown_distributed()
 
 
 @pytest.fixture
 def world():
-    yield start("cpu")
-    stop()
+    yield init_distributed("cpu")
+    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")
@@ -336,11 +336,11 @@ def test_strategies_and_devices_are_checked(world):
         Run("zero", world)
     with pytest.raises(InputError, match="one process, not 2"):
         Run("none", World(0, 2, torch.device("cpu")))
-    stop()
+    shutdown_distributed()
     for name in ("tpu9", "meta"):
         with pytest.raises(InputError, match=f"device '{name}'"):
-            start(name)
-    stop()
+            init_distributed(name)
+    shutdown_distributed()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from arpg import InputError, Pipeline, load_model
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.data.tokens import TokenWriter
 from arpg.train import update
-from arpg.train.distributed import start, stop
+from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from arpg.train.tokenizer import TokenizerTraining, train_tokenizer
@@ -124,7 +124,7 @@ def test_it_learns_and_leaves_a_model(recipe, tmp_path):
 
 
 def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
-    world = start("cpu")
+    world = init_distributed("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
     for step in range(6):
         training.step(step)
@@ -135,7 +135,7 @@ def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
     with training.ema.swapped_in():  # swaps the live weights into the average's place
         with_live = training.validate()["validation loss"]
     training.snapshots.finish()
-    stop()
+    shutdown_distributed()
     assert all(torch.equal(exported[key], averages[key]) for key in exported)
     assert not torch.equal(exported["head.weight"], live["head.weight"])
     assert with_average != pytest.approx(with_live, abs=1e-4)
@@ -148,10 +148,10 @@ def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path
     train(recipe, tmp_path / "run", *options, resume=True)
     train(recipe, tmp_path / "through", *options)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
-    world = start("cpu")
+    world = init_distributed("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe, options), tmp_path / "run", world)
     assert training.restore() == 12
-    stop()
+    shutdown_distributed()
     assert training.state()["ema"] == {}
     exported, live = load_model(tmp_path / "run" / "model").state_dict(), training.objective.model.state_dict()
     assert all(torch.equal(exported[key], live[key]) for key in exported)
@@ -180,7 +180,7 @@ def test_validation_is_causal_and_without_dropout(recipe, tmp_path):
     """The same number twice, and the plain teacher-forced loss of the averaged model in eval mode."""
     from arpg.model import class_condition
 
-    world = start("cpu")
+    world = init_distributed("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
     for step in range(3):
         training.step(step)
@@ -194,7 +194,7 @@ def test_validation_is_causal_and_without_dropout(recipe, tmp_path):
             logits = model(batch.ids_BN, batch.order_BN, class_condition(model, batch.labels_B))
             targets = batch.ids_BN.gather(1, batch.order_BN)
             expected.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    stop()
+    shutdown_distributed()
     assert first == second
     assert first["validation loss"] == pytest.approx(float(torch.stack(expected).mean()), abs=1e-5)
 
