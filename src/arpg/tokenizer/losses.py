@@ -138,7 +138,7 @@ class Quantized(NamedTuple):
 
 
 def vector_quantize(z_BEhw: Tensor, codes_VE: Tensor) -> Quantized:
-    """Replace z by the nearest of the (normalised) codes on the sphere, with a straight-through gradient, in float32."""
+    """Replace z by the nearest (normalised) code on the sphere, in float32, with a straight-through gradient."""
     with torch.autocast(z_BEhw.device.type, enabled=False):
         z = F.normalize(z_BEhw.float().flatten(2).transpose(1, 2), dim=-1)
         codes_VE = codes_VE.float()
