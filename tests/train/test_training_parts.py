@@ -275,3 +275,16 @@ def test_packed_pipelines_load(pipeline, tmp_path):
         tokenizer=pack(pipeline.tokenizer.state_dict(), "float16"),
     )
     assert Pipeline.from_pretrained(tmp_path, device="cpu").generate(1, steps=3)[0].size == (8, 8)
+
+
+def test_ablations_of_the_speed_benchmark(monkeypatch):
+    """Each replaces something that the code has; an unknown one is refused in one line."""
+    import train_speed
+
+    def replace(module, **values):
+        assert all(hasattr(module, name) for name in values), (module, values)
+
+    monkeypatch.setattr(train_speed, "_replace", replace)
+    train_speed.ablate(list(train_speed.ABLATIONS))
+    with pytest.raises(SystemExit, match=r"--ablate attention turned does not exist; expected one of graph, .*stages$"):
+        train_speed.ablate(["attention", "graph", "turned"])
