@@ -131,7 +131,7 @@ def test_it_learns_and_leaves_a_model(recipe, tmp_path):
     for made in ("loss.png", "samples-0000120.png", "tensorboard"):
         assert (tmp_path / "run" / made).exists(), made
     # It draws what it was shown: class c is code 2 almost everywhere.
-    step = list(pipe.steps(pipe.generate_task("c", num_images=8, steps=16, guidance=1.0)))[-1]
+    step = list(pipe.generate_task("c", num_images=8, steps=16, guidance=1.0).steps())[-1]
     assert (step.ids_BN == 2).float().mean() > 0.4
 
 
@@ -178,7 +178,7 @@ def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, m
     monkeypatch.setattr(adamw, "_BLOCK", 2**14)  # few programs: the interpreter takes them one by one
     options = ("optim.schedule=constant", "optim.warmup=0", "run.save_every=3", "run.validate_every=99")
     train(recipe, tmp_path / "plain", *options, "run.steps=6")
-    monkeypatch.setattr(update, "fusible", lambda x: True)
+    monkeypatch.setattr(update, "can_fuse", lambda x: True)
     options = (*options, "optim.one_pass=true")
     train(recipe, tmp_path / "through", *options, "run.steps=6")
     train(recipe, tmp_path / "run", *options, "run.steps=3")

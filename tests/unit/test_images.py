@@ -310,7 +310,7 @@ def test_two_sources_are_each_walked_pass_by_pass(photos, tmp_path):
         assert all(sorted(seen[k : k + n]) == list(range(n)) for k in range(0, len(seen) - n + 1, n))
 
 
-def test_progress_and_eval_pixels(photos):
+def test_progress_and_center_crops(photos):
     images = open_images(photos)
     seen = []
     stream([(images, 1.0)], progress=lambda done, total: seen.append((done, total)))

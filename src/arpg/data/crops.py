@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from arpg.data.images import ImageSet
 from arpg.errors import require
-from arpg.image import adm_crop, scale_pixels, to_images
+from arpg.image import adm_crop, normalize, to_images
 
 CYCLE = 4096
 PREFETCH = 2  # batches that are loaded ahead when the images do not fit into memory
@@ -125,7 +125,7 @@ class CropStream:
             return to_images(self.batch(step), device)
         if self._on_device is None:
             self._on_device = torch.from_numpy(self._memory).permute(0, 3, 1, 2).to(device)
-        return scale_pixels(crop_windows(self._on_device, torch.tensor(self._windows(step)).to(device), self.size))
+        return normalize(crop_windows(self._on_device, torch.tensor(self._windows(step)).to(device), self.size))
 
     def _windows(self, step: int) -> list[Window]:
         number = step * self.batch_size + self._first + np.arange(self._local, dtype=np.int64)

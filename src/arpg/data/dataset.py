@@ -27,10 +27,10 @@ from torch import Tensor
 
 from arpg.config import ModelConfig, TextConfig, from_dict, to_dict
 from arpg.data.tokens import NO_CLASS, MapSet, TokenSet, open_tokens, unpack_maps
-from arpg.decode.noise import Stream, random_words, seed_keys
 from arpg.device import send
 from arpg.errors import present, require
 from arpg.files import read_array, read_json, write_array, write_json
+from arpg.noise import Stream, random_words, seed_keys
 
 if TYPE_CHECKING:
     from arpg.text_encoder import TextEncoder
