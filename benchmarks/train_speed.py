@@ -26,10 +26,7 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
-from arpg.kernels import residual
-from arpg.model import arpg as network
-from arpg.model import layers
-from arpg.model.dropout import fold
+from arpg.kernels import ops, residual_norm
 from arpg.train import model as training_module
 from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining
@@ -52,11 +49,11 @@ def ablate(names: list[str]) -> None:
     if unknown:
         sys.exit(f"train_speed.py: --ablate {' '.join(unknown)} does not exist; expected one of {', '.join(ABLATIONS)}")
     if "keys" in names:
-        _replace(network, fold_each=lambda key, count: tuple(fold(key, number) for number in range(count)))
+        _replace(ops, fold_keys=lambda key, count: tuple(ops.fold_key(key, number) for number in range(count)))
     if "copies" in names:
-        _replace(network, copies_of=lambda x, count: (x,) * count)
+        _replace(ops, grad_fanout=lambda x, count: (x,) * count)
     if "once" in names:
-        _replace(layers, once=lambda function, x: function(x))
+        _replace(ops, _expanded_once=lambda function, x: function(x))
     if "clip" in names:
 
         def clip(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -65,7 +62,7 @@ def ablate(names: list[str]) -> None:
 
         _replace(training_module, clip_gradients=clip)
     if "stages" in names:
-        _replace(residual, _STAGES=1, _PROGRAMS=1024)
+        _replace(residual_norm, _STAGES=1, _PROGRAMS=1024)
 
 
 def _replace(module: ModuleType, **values: object) -> None:

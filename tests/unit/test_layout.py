@@ -11,7 +11,7 @@ LAYERS = [
     {"errors"},
     {"files", "settings", "classes"},
     {"config"},
-    {"device", "image"},
+    {"device", "image", "noise"},
     {"kernels"},
     {"tokenizer", "model"},
     {"quantization"},
