@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Pipeline
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from experiments.garden.composer import Composer
 from experiments.garden.detector import (
     STRIDE,
@@ -188,7 +188,7 @@ def test_geneval_files_round_trip(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipe(text_model):
-    return Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
+    return Pipeline(text_model, small_tokenizer(), prompts=PromptCache(TEXT.text, load=FakeEncoder))
 
 
 def test_images_are_generated_into_the_layout(pipe, tmp_path):
@@ -295,7 +295,7 @@ def test_half_of_the_scenes_go_through_the_tokenizer(sets, tmp_path, folder):
 def test_evaluate_text(run, pipe, sets, tmp_path, monkeypatch):
     """Generated, scored, and compared with real scenes; the numbers are those of the functions."""
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     pipe.save_pretrained(tmp_path / "model")
     model = ["--model", tmp_path / "model", "--steps", 2, "--device", "cpu"]
     both = ["--fruits", sets[0], "--emoji", sets[1]]

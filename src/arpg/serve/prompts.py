@@ -9,7 +9,7 @@ from torch import Tensor
 
 from arpg.pipeline import Pipeline
 from arpg.serve.metrics import Metrics
-from arpg.text import Prompts, TextEncoder
+from arpg.text_encoder import PromptCache, TextEncoder
 
 
 class TimedEncoder:
@@ -23,7 +23,7 @@ class TimedEncoder:
             return self._encoder.states(prompts, batch_size=batch_size)
 
 
-def shared_prompts(pipeline: Pipeline, metrics: Metrics) -> Prompts | None:
+def shared_prompts(pipeline: Pipeline, metrics: Metrics) -> PromptCache | None:
     """The states of a pipeline's prompts, for all requests; None: it takes classes.
 
     Nothing is written to the disk, which anybody could fill with prompts. The encoder is loaded now, so that a server
@@ -33,4 +33,4 @@ def shared_prompts(pipeline: Pipeline, metrics: Metrics) -> Prompts | None:
     if own is None:
         return None
     encoder = own.encoder
-    return Prompts(own.config, load=lambda: cast(TextEncoder, TimedEncoder(encoder, metrics)))
+    return PromptCache(own.config, load=lambda: cast(TextEncoder, TimedEncoder(encoder, metrics)))

@@ -1,11 +1,11 @@
-"""Pixels for tokenizer training: crops that depend on the seed and the sample's number, and on nothing else.
+"""Crops of images for tokenizer training: a pure function of the seed and the sample number.
 
-Sample number = step * batch size + place in the global batch. Which source, image, window and mirroring it gets are
-hashes of (seed, sample number), so a run is the same on any number of processes and continues from any step.
+Sample number = step * batch size + index in the global batch. The source, image, window and mirroring of a sample are
+hashes of (seed, sample number), so a run is the same on any number of processes and resumes at any step.
 
-Samples go in cycles of 4096. In each cycle every source has exactly its share of the places, shuffled; so the
-how-manieth sample of its source a sample is follows from its number, and a source is walked pass by pass, every
-image once per pass, each pass in an order of its own.
+Samples come in cycles of 4096. In each cycle every source has its exact share of the samples, shuffled, so the sample
+number also gives the index of a sample among those of its source. A source is read in passes: every image once per
+pass, in a new permutation each time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.nn import functional as F
 
 from arpg.data.images import ImageSet
 from arpg.errors import require
-from arpg.image import adm_crop
+from arpg.image import adm_crop, normalize, to_images
 
 CYCLE = 4096
-PREFETCH = 2  # batches that are read ahead when the images do not fit into memory
+PREFETCH = 2  # batches that are loaded ahead when the images do not fit into memory
 
 Pixels = NDArray[np.uint8]
 Progress = Callable[[int, int], None]
 
-# What a hash decides; each has numbers of its own.
+# What a hash is for; each purpose has its own stream of numbers.
 _CYCLE, _PASS, _TOP, _LEFT, _MIRROR, _ZOOM = range(6)
 
 
@@ -46,7 +46,7 @@ class Window(NamedTuple):
     mirror: bool
 
 
-class PixelStream:
+class CropStream:
     """Random crops of the images of several sources, each with a weight."""
 
     def __init__(
@@ -81,7 +81,7 @@ class PixelStream:
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
         self._counts = _shares([weight for _, weight in sources])
         self._pending: dict[int, list[Future[Pixels]]] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pixels")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="crops")
         total = int(self._starts[-1])
         self._on_device: Tensor | None = None
         self._memory: Pixels | None = None
@@ -97,7 +97,7 @@ class PixelStream:
         return self._memory is not None
 
     def batch(self, step: int) -> Pixels:
-        """This process's part of a global batch: `[local batch, size, size, 3]`."""
+        """Return this process's part of a global batch, `[local batch, size, size, 3]`."""
         if self._memory is not None and self.scale == (1.0, 1.0):
             out = np.empty((self._local, self.size, self.size, 3), np.uint8)
             for i, w in enumerate(self._windows(step)):
@@ -116,16 +116,16 @@ class PixelStream:
         return np.stack([future.result() for future in self._pending.pop(step)])
 
     def images(self, step: int, device: torch.device) -> Tensor:
-        """The batch as images in [-1, 1] on a device: `[local batch, 3, size, size]`.
+        """Return the batch as images in [-1, 1] on a device, `[local batch, 3, size, size]`.
 
-        On an accelerator the stored squares live there too, and it cuts and resizes the windows itself: many times
-        faster, and equal to `batch` but for the rounding of the resized ones.
+        On an accelerator the images are kept in its memory and it crops and resizes the windows: many times faster,
+        and equal to `batch` but for the rounding of resized windows.
         """
         if self._memory is None or device.type == "cpu":
-            return torch.from_numpy(self.batch(step)).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+            return to_images(self.batch(step), device)
         if self._on_device is None:
             self._on_device = torch.from_numpy(self._memory).permute(0, 3, 1, 2).to(device)
-        return cut(self._on_device, torch.tensor(self._windows(step)).to(device), self.size) / 127.5 - 1.0
+        return normalize(crop_windows(self._on_device, torch.tensor(self._windows(step)).to(device), self.size))
 
     def _windows(self, step: int) -> list[Window]:
         number = step * self.batch_size + self._first + np.arange(self._local, dtype=np.int64)
@@ -139,26 +139,26 @@ class PixelStream:
         return [Window(*w) for w in zip(*(a.tolist() for a in (image, top, left, side, mirror)), strict=True)]
 
     def _images(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The image of each sample, counted over all sources."""
+        """Return the image of each sample, counted over all sources."""
         image = np.empty(len(number), np.int64)
         cycle = number // CYCLE
         for c in np.unique(cycle).tolist():
             here = np.flatnonzero(cycle == c)
-            place = number[here] % CYCLE
+            slot = number[here] % CYCLE
             sources, ranks = _cycle(self.seed, c, self._counts)
-            for s in np.unique(sources[place]).tolist():
-                mine = sources[place] == s
+            for s in np.unique(sources[slot]).tolist():
+                mine = sources[slot] == s
                 size = int(self._sizes[s])
-                turn = c * self._counts[s] + ranks[place[mine]]  # the how-manieth sample of its source
-                steps = zip((turn // size).tolist(), (turn % size).tolist(), strict=True)
-                image[here[mine]] = self._starts[s] + [_order(self.seed, s, turn, size)[k] for turn, k in steps]
+                rank = c * self._counts[s] + ranks[slot[mine]]  # index among the samples of its source
+                passes = zip((rank // size).tolist(), (rank % size).tolist(), strict=True)
+                image[here[mine]] = self._starts[s] + [_permutation(self.seed, s, n, size)[k] for n, k in passes]
         return image
 
     def _hash(self, purpose: int, number: NDArray[np.int64]) -> NDArray[np.uint64]:
         return _hash(self.seed, purpose, 0, number)
 
     def _read(self, image: int) -> Pixels:
-        """An image's square, from its file."""
+        """Read the centre square of an image from its file."""
         source = int(np.searchsorted(self._starts, image, side="right")) - 1
         return np.asarray(adm_crop(self._sets[source].read(image - int(self._starts[source])), self.square))
 
@@ -174,34 +174,34 @@ class PixelStream:
         return crop[:, ::-1] if w.mirror else crop
 
 
-def cut(squares_N3SS: Tensor, window_B5: Tensor, size: int) -> Tensor:
-    """`[B, 3, size, size]` in [0, 255]: the windows (image, top, left, side, mirror), resized bilinearly."""
+def crop_windows(squares_N3SS: Tensor, window_B5: Tensor, size: int) -> Tensor:
+    """Crop windows (image, top, left, side, mirror) and resize them bilinearly: `[B, 3, size, size]` in [0, 255]."""
     image, top, left, side, mirror = window_B5.unbind(1)
     whole = squares_N3SS.shape[-1]
-    middle = (torch.arange(size, device=window_B5.device) + 0.5) / size  # of each pixel, as a share of the window
-    across = torch.where(mirror[:, None] == 1, 1.0 - middle, middle)
+    center = (torch.arange(size, device=window_B5.device) + 0.5) / size  # of each pixel, as a fraction of the window
+    across = torch.where(mirror[:, None] == 1, 1.0 - center, center)
     x = (left[:, None] + across * side[:, None]) * (2.0 / whole) - 1.0
-    y = (top[:, None] + middle * side[:, None]) * (2.0 / whole) - 1.0
+    y = (top[:, None] + center * side[:, None]) * (2.0 / whole) - 1.0
     grid = torch.stack((x[:, None, :].expand(-1, size, -1), y[:, :, None].expand(-1, -1, size)), dim=-1)
     return F.grid_sample(squares_N3SS[image].float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def eval_pixels(source: ImageSet, size: int, limit: int | None = None) -> Pixels:
-    """The centre crops of the first `limit` images (or of all), in order: `[n, size, size, 3]`."""
+def center_crops(source: ImageSet, size: int, limit: int | None = None) -> Pixels:
+    """Read the centre crops of the first `limit` images (or of all), in order: `[n, size, size, 3]`."""
     count = len(source) if limit is None else min(limit, len(source))
     out = np.empty((count, size, size, 3), np.uint8)
 
     def fill(index: int) -> None:
         out[index] = np.asarray(adm_crop(source.read(index), size))
 
-    with ThreadPoolExecutor(8, thread_name_prefix="pixels") as pool:
+    with ThreadPoolExecutor(8, thread_name_prefix="crops") as pool:
         for _ in pool.map(fill, range(count)):
             pass
     return out
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """How many places of a cycle each source has: whole numbers in proportion to the weights."""
+    """Divide the samples of a cycle among the sources: whole numbers in proportion to the weights."""
     require(min(weights) > 0, f"the weights of the sources are {list(weights)}; expected numbers above 0")
     exact = np.array(weights, np.float64) / sum(weights) * CYCLE
     require(
@@ -215,7 +215,7 @@ def _shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _cycle(seed: int, cycle: int, counts: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each place of a cycle: its source, and how many places of that source come before it."""
+    """Return, for each sample of a cycle, its source and how many samples of that source come before it."""
     shuffle = np.argsort(_hash(seed, _CYCLE, cycle, np.arange(CYCLE)), kind="stable")
     sources = np.repeat(np.arange(len(counts)), counts)[shuffle]
     ranks = np.empty(CYCLE, np.int64)
@@ -225,9 +225,9 @@ def _cycle(seed: int, cycle: int, counts: tuple[int, ...]) -> tuple[NDArray[np.i
 
 
 @functools.lru_cache(maxsize=16)
-def _order(seed: int, source: int, turn: int, size: int) -> NDArray[np.int32]:
-    """In which order a pass goes through the images of a source."""
-    number = turn * size + np.arange(size)
+def _permutation(seed: int, source: int, number_of_pass: int, size: int) -> NDArray[np.int32]:
+    """Return the order in which a pass reads the images of a source."""
+    number = number_of_pass * size + np.arange(size)
     return np.argsort(_hash(seed, _PASS, source, number), kind="stable").astype(np.int32)
 
 
