@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
 import pickle
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,21 @@ def write_tensors(state: State, path: Path) -> None:
         safetensors.torch.save_file(state, path)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from None
+
+
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tensors(state: Mapping[str, Tensor], digest: hashlib._Hash | None = None, *, names_only: bool = False) -> str:
+    """Return the sha256 of all names, dtypes, shapes and values, sorted by name; continues `digest` where given.
+
+    `names_only` leaves dtypes and shapes out, as the fingerprints of token folders do.
+    """
+    digest = digest or hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() if names_only else f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

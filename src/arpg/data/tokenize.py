@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from arpg.data.images import ImageSet
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
+from arpg.files import hash_tensors
 from arpg.image import adm_crop, ten_crop
 from arpg.tasks.control_input import ControlInput
 from arpg.tokenizer import VQTokenizer
@@ -120,7 +121,4 @@ def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int, control: s
 
 def fingerprint(tokenizer: VQTokenizer, digest: hashlib._Hash) -> str:
     """The digest of what is encoded, and the weights that encode it."""
-    for name, tensor in sorted(tokenizer.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+    return hash_tensors(tokenizer.state_dict(), digest, names_only=True)[:32]
