@@ -9,7 +9,7 @@ WORKERS ?= 2# pytest processes, one thread each
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) --editable .
+	$(INSTALL) --no-compile --editable .
 	@touch $@
 
 .venv/.dev: .venv/.runtime

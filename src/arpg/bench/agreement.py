@@ -1,9 +1,9 @@
-"""Two ways of computing the same network, on the same context: how far their logits are apart, how often draws agree.
+"""Agreement of two computations of the same network: the error of the logits and the share of equal samples.
 
-Precisions are compared by `on_context`, engines by `draws_of` (the logits of a replayed graph are not kept).
+Precisions are compared by `on_context`, engines by `draws_of` (a replayed graph does not keep its logits).
 
-Run freely, they part at the first token that differs, and nothing after that can be compared. So both are told what
-was drawn, step by step. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
+Two free runs diverge at the first token that differs, and nothing after it can be compared. So both are teacher-forced:
+after each step they continue with the same given ids. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arpg.bench.case import Case
+from arpg.bench.timing import relative_error, significant
 from arpg.decode import Engine, decode
 from arpg.decode.execution import filled_up
 from arpg.decode.planned import Planned
@@ -22,12 +23,12 @@ from arpg.decode.sampling import guide, sample
 from arpg.decode.start import read, start
 from arpg.model import ARPG
 
-Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and draws [B, S] of each
+Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and sampled ids [B, S] of each step
 
 
 @torch.no_grad()
 def generate(model: ARPG, case: Case) -> Tensor:
-    """Ids `[B, N]`."""
+    """Generate the ids `[B, N]` of a batch with the eager loop."""
     request, plan = case.request(model, 0)
     for step in decode(model, request, plan, case.settings):
         ids_BN = step.ids_BN
@@ -36,7 +37,7 @@ def generate(model: ARPG, case: Case) -> Tensor:
 
 @torch.no_grad()
 def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Guided logits and draws of each step, given that the steps before have drawn `ids_BN`."""
+    """Return the guided logits and sampled ids of each step, where the steps before have sampled `ids_BN`."""
     request, plan = case.request(model, 0)
     way = Planned(request, plan, model.device)
     state = start(model, request, guided=plan.guided, causal=False, tokens=way.tokens, ragged=way.ragged)
@@ -53,10 +54,10 @@ def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Te
 
 @torch.no_grad()
 def draws_of(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tensor]:
-    """The draws `[B, S]` of each step by an engine, given that the steps before have drawn `ids_BN`."""
+    """Return the ids `[B, S]` that an engine samples in each step, where the steps before have sampled `ids_BN`."""
     if engine.mode != "graph":
         return [drawn for _, drawn in on_context(engine.model, case, ids_BN)]
-    tokens_of(engine, case)  # it is recorded then
+    tokens_of(engine, case)  # captures the graph
     recording = next(reversed(engine.recordings.values()))
     request, plan = filled_up(*case.request(engine.model, 0))
     ids_BN = torch.cat((ids_BN, ids_BN[-1:].expand(len(request.seeds) - len(ids_BN), -1)))
@@ -67,13 +68,13 @@ def draws_of(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tensor]:
         steps = recording.replay(inputs, way)
         for (_, theirs_BN, _), position_BS, step in zip(recording.steps, way.positions(), steps, strict=True):
             found.append(step.ids_BN.gather(1, position_BS)[: case.batch])
-            theirs_BN.copy_(ids_BN)  # what the next graph reads: it asks only for positions that are known by then
+            theirs_BN.copy_(ids_BN)  # what the next graph reads: only positions that are known by then
     return found
 
 
 @torch.no_grad()
 def tokens_of(engine: Engine, case: Case) -> Tensor:
-    """Ids `[B, N]`, drawn freely."""
+    """Generate the ids `[B, N]` of a batch with `engine`."""
     request, plan = case.request(engine.model, 0)
     for step in engine.decode(request, plan, case.settings):
         ids_BN = step.ids_BN
@@ -81,17 +82,16 @@ def tokens_of(engine: Engine, case: Case) -> Tensor:
 
 
 def equal_share(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the share of equal ids in two runs, to four digits."""
     equal = torch.cat([(a == b).flatten() for a, b in zip(found, exact, strict=True)])
     return round(float(equal.float().mean()), 4)
 
 
 def agreement(found: Steps, exact: Steps) -> dict[str, float]:
-    """The relative error of the logits, by step on average and at most, and the share of equal draws."""
-    errors = [
-        float((a.float() - b.float()).norm() / b.float().norm()) for (a, _), (b, _) in zip(found, exact, strict=True)
-    ]
+    """Return the relative error of the logits (mean and maximum over the steps) and the share of equal samples."""
+    errors = [relative_error(a, b) for (a, _), (b, _) in zip(found, exact, strict=True)]
     return {
-        "logit error": float(f"{statistics.mean(errors):.3g}"),
-        "largest logit error": float(f"{max(errors):.3g}"),
+        "logit error": significant(statistics.mean(errors), 3),
+        "largest logit error": significant(max(errors), 3),
         "equal draws": equal_share([drawn for _, drawn in found], [drawn for _, drawn in exact]),
     }
