@@ -79,7 +79,7 @@ def main() -> None:
     }
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))  # noqa: T201
+    print(table(result))
 
 
 class Bench:

@@ -1,9 +1,9 @@
-"""Training speed of the full step (forward, backward, clip, AdamW, moving average) on random tokens; writes JSON.
+"""Measure the full training step (forward, backward, clip, AdamW, moving average) on random tokens.
 
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train.json
 
-`--no-ema` leaves out the moving average. `--ablate NAME ...` leaves out what makes it faster, to see what each part is
-worth. `--profile` prints the kernels of a step.
+`--no-ema` leaves out the moving average. `--ablate NAME ...` turns optimisations off, to measure what each of them
+brings. `--profile` prints the kernels of a step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
+from arpg.device import gpu_spec
 from arpg.kernels import residual
 from arpg.model import arpg as network
 from arpg.model import layers
@@ -28,7 +29,6 @@ from arpg.train import model as training_module
 from arpg.train.distributed import start, stop
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
-from arpg.train.report import peak_flops
 
 ABLATIONS = {
     "graph": "gradients are computed, not replayed",
@@ -41,7 +41,7 @@ ABLATIONS = {
 
 
 def ablate(names: list[str]) -> None:
-    """The plain twins of what is left out."""
+    """Replace the named optimisations by their plain twins."""
     if "keys" in names:
         network.fold_each = lambda key, count: tuple(fold(key, number) for number in range(count))
     if "copies" in names:
@@ -60,16 +60,16 @@ def ablate(names: list[str]) -> None:
 
 
 def profile(training: ModelTraining, step: int, most: int = 40) -> None:
-    """Prints the kernels of one step: milliseconds, launches, name."""
+    """Print the kernels of one step: milliseconds, launches, name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         training.step(step)
         torch.cuda.synchronize()
     kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]
     kernels = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
     total = sum(kernel.self_device_time_total for kernel in kernels)
-    print(f"{total / 1000:9.3f} ms in all")  # noqa: T201
+    print(f"{total / 1000:9.3f} ms in all")
     for kernel in kernels[:most]:
-        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")  # noqa: T201
+        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")
 
 
 def main() -> None:
@@ -120,6 +120,7 @@ def main() -> None:
         if options.profile:
             profile(training, 5 + options.steps)
     name = torch.cuda.get_device_name()
+    spec = gpu_spec(name)
     result = {
         "benchmark": "train_speed",
         "model": options.model,
@@ -130,7 +131,7 @@ def main() -> None:
         "without": options.ablate,
         "images/s": round(options.batch_size / seconds, 1),
         "ms/step": round(1000 * seconds, 2),
-        "mfu": round(training.flops_per_step() / seconds / (peak_flops(name) or float("nan")), 4),
+        "mfu": round(training.flops_per_step() / seconds / (spec.bf16_flops if spec else float("nan")), 4),
         "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first 5 steps s": round(compiled, 1),
         "loss": round(float(loss), 4),
@@ -140,7 +141,7 @@ def main() -> None:
     }
     stop()
     text = json.dumps(result, indent=1)
-    print(text)  # noqa: T201
+    print(text)
     if options.out:
         options.out.write_text(text + "\n")
 

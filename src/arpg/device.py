@@ -47,6 +47,7 @@ def gpu_spec(device_name: str) -> GpuSpec | None:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
+    """Return the device by its name; `auto` is the GPU where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -112,6 +113,7 @@ def has_bfloat16() -> bool:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
+    """Return the CPU's model name."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

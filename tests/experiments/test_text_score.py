@@ -198,6 +198,7 @@ def test_maps_are_read_as_they_are_written():
     assert detection_loss(maps, kind.flip(1), said, torch.tensor([boxes])) > 5
 
 
+@pytest.mark.slow
 def test_a_detector_learns_scenes(composer, tmp_path):
     """Two kinds in two colours: after a little training it finds most of them, and a saved one finds the same."""
     rng = np.random.default_rng(0)
@@ -228,6 +229,7 @@ def test_the_threshold_is_the_one_that_counts_best(composer, monkeypatch):
     assert 0.3 < calibrate(Detector(SMALL), scenes).config.threshold <= 0.5
 
 
+@pytest.mark.slow
 def test_the_judge_learns_from_every_combination(sets):
     config = DetectorConfig(tuple(KINDS), tuple(TINTS), width=8)
     scenes = draw_scenes(sets, config, num=300, seed=4)

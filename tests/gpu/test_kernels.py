@@ -141,7 +141,10 @@ def at_a_time(request, monkeypatch):
 
 @pytest.mark.usefixtures("at_a_time")
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("queries", "slots", "channels"), [(1, 1, 4), (3, 70, 16), (20, 130, 24), (5, 64, 32)])
+@pytest.mark.parametrize(
+    ("queries", "slots", "channels"),
+    [(1, 1, 4), (3, 70, 16), pytest.param(20, 130, 24, marks=pytest.mark.slow), (5, 64, 32)],
+)
 def test_attention_over_a_cache(queries, slots, channels, turned):
     """One query and many, one block of slots and several, odd sizes; limits by query, by row, for all, and none."""
     cache = draw(2, 2, slots + 9, 3, channels)  # longer than what is in use
@@ -231,7 +234,10 @@ def test_attention_in_compiled_code():
 
 
 @pytest.mark.usefixtures("at_a_time")
-@pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 32), (20, 128, 24)])
+@pytest.mark.parametrize(
+    ("queries", "held", "channels"),
+    [(1, 0, 4), (3, 70, 16), pytest.param(70, 5, 32, marks=pytest.mark.slow), (20, 128, 24)],
+)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_attention_that_stores(queries, held, channels, ragged):
     """New keys and values are seen and stored: what rotation, a write and attention do one after the other."""
@@ -300,7 +306,12 @@ def test_the_first_query_is_made_once(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
+    "settings",
+    [
+        {},
+        pytest.param({"attention": "causal"}, marks=pytest.mark.slow),
+        pytest.param({"attention": "causal", "decode": "exact", "draft": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_decoding_through_the_kernels(settings, monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them."""
@@ -325,7 +336,7 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
-@pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
+@pytest.mark.parametrize("num_codes", [3, 8, 64, 100, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("few", [True, False])
 def test_the_draw(num_codes, stream, few, monkeypatch):
     """The very numbers of the plain draw, in one block of codes and in several; with the noise first and on the way."""

@@ -234,7 +234,7 @@ def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_signals(recipe, tmp_path, number):
     """A real process, signalled in the middle of the run; resumed, it ends as if nothing had happened."""
     options = ("run.steps=150", "run.save_every=10", "run.validate_every=150", "run.sample_every=150")
@@ -258,6 +258,7 @@ def test_signals(recipe, tmp_path, number):
     assert a[150] == pytest.approx(b[150], abs=2e-3)
 
 
+@pytest.mark.slow  # test_snapshot.py compares two processes with one, without the command line
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_give_the_losses_of_one(recipe, tmp_path, strategy):
     """Permutations, label drop and dropout belong to the sample, so splitting the batch changes nothing."""
@@ -272,6 +273,7 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path, strategy):
     assert all(torch.allclose(a[key], b[key], atol=1e-3) for key in a)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(recipe, tmp_path):
     """Sharded snapshots of two processes are continued by one."""
     options = ("run.steps=120", "run.save_every=10", "run.validate_every=120", "run.sample_every=120", "optim.lr=3e-4")
@@ -387,6 +389,7 @@ def tokenizer_recipe(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_tokenizer_learns_with_all_its_terms(tokenizer_recipe, tmp_path):
     recipe = read_recipe(tokenizer_recipe, TokenizerRecipe, ["run.steps=40", "run.validate_every=10"])
     folder = train_tokenizer(recipe, tmp_path / "run", device="cpu")

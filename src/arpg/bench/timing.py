@@ -28,7 +28,7 @@ def graph_microseconds(work: Callable[[], Any], *, repeats: int = 10) -> tuple[f
     with torch.cuda.graph(graph):
         made = work()
     graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(repeats):
         graph.replay()
