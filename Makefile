@@ -1,9 +1,10 @@
-# `make demo`, `make test` and the rest. The first use creates .venv: with what running needs, then with what development needs.
+# `make demo`, `make test` and more. Each target installs into .venv what it needs: runtime, development, documentation.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-WORKERS ?= 2# pytest processes, one thread each
+# pytest processes with one thread each
+WORKERS ?= 2
 
 .PHONY: demo test test-all lint types format docs clean
 
@@ -13,7 +14,11 @@ WORKERS ?= 2# pytest processes, one thread each
 	@touch $@
 
 .venv/.dev: .venv/.runtime
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-compile --editable '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.runtime
+	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 demo: .venv/.runtime
@@ -40,8 +45,8 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv/.dev
-	$(BIN)/mkdocs build --strict
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv demo-out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
