@@ -89,9 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=55, help="start no variant after this")
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument(
-        "--one-image", action="store_true", help="time attention between the products of one image"
-    )
+    parser.add_argument("--one-image", action="store_true", help="time attention between the products of one image")
     options = parser.parse_args()
     if options.one_image:
         return one_image(time.perf_counter() + options.seconds)

@@ -80,6 +80,7 @@ def test_the_whole_decoder():
     assert all(parameter.requires_grad for parameter in tokenizer.decoder.parameters())
 
 
+@pytest.mark.slow
 def test_a_decoder_with_changes_of_width():
     config = TokenizerConfig(
         channels=32, multipliers=(1, 2, 2), res_blocks=1, z_channels=8, codebook_size=24, codebook_dim=4

@@ -19,7 +19,6 @@ GPU = torch.cuda.is_available()
 
 from arpg.bench.agreement import agreement, generate, on_context  # noqa: E402
 from arpg.bench.case import Case  # noqa: E402
-from arpg.config import SamplingSettings  # noqa: E402
 from arpg.decode.noise import Stream, gumbel, seed_keys  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import FLOAT8, attention, residual  # noqa: E402
@@ -32,6 +31,7 @@ from arpg.model.cache import KeyValue, Slots  # noqa: E402
 from arpg.model.layers import ResidualNorm  # noqa: E402
 from arpg.model.rope import BASE, nowhere, rotate, rotation  # noqa: E402
 from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
+from arpg.settings import SamplingSettings  # noqa: E402
 from arpg.train.batches import Batch  # noqa: E402
 from support.interpreted import mend  # noqa: E402
 from support.small import SMALL, small_model  # noqa: E402
@@ -198,7 +198,15 @@ def test_attention_over_settled_slots(settled, newest, limited, monkeypatch):
     assert [cut.early for cut in taken] == [True, slots <= 16]
 
 
-@pytest.mark.parametrize(("held", "queries"), [(0, 1), (1, 16), (15, 1), (17, 9), (129, 4), (256, 16), (300, 7)])
+@pytest.mark.parametrize(
+    ("held", "queries"),
+    [
+        (0, 1),
+        (17, 9),
+        (129, 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 16), (15, 1), (256, 16), (300, 7))),
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_that_stores_behind_settled_slots(held, queries, causal):
     caches = [draw(2, 2, held + queries + 3, 2, 16).unbind(0) for _ in range(2)]  # the same twice
@@ -336,7 +344,9 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [Stream.TOKEN, Stream.ORDER])
-@pytest.mark.parametrize("num_codes", [3, 8, 64, 100, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_codes", [8, 100, *(pytest.param(codes, marks=pytest.mark.slow) for codes in (3, 64, 200))]
+)
 @pytest.mark.parametrize("few", [True, False])
 def test_the_draw(num_codes, stream, few, monkeypatch):
     """The very numbers of the plain draw, in one block of codes and in several; with the noise first and on the way."""

@@ -1,6 +1,7 @@
 """A short soak: good requests among faults of every kind are all answered, and nothing is left over."""
 
 import pytest
+
 from benchmarks.soak import soak
 
 

@@ -438,11 +438,13 @@ def test_bad_input_is_named(arguments, message, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fresh_process_says_how_long_each_part_took(folder):
+def test_a_fresh_process_says_how_long_each_part_took(folder, monkeypatch):
     options = {"random": False, "device": "cpu", "dtype": "float32", "threads": 1, "steps": 2}
     found = measure_cold_start(str(folder), **options)
     assert found["to the first image s"] == pytest.approx(
         found["import s"] + found["load s"] + found["first image s"], abs=0.005
     )
-    with pytest.raises(InputError, match="no-such-model"):
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nInputError: no-such-model is no model\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(InputError, match="the fresh process failed: InputError: no-such-model"):
         measure_cold_start("no-such-model", **options)

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from benchmarks import engine as table
 
 from arpg.bench.roofline import Limits
 from arpg.tables import fill_page
+from benchmarks import engine as table
 from support.paths import ROOT
 
 
