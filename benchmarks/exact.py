@@ -79,7 +79,7 @@ def main() -> None:
     }
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    print(table(result))  # noqa: T201
 
 
 class Bench:
