@@ -153,6 +153,7 @@ def test_who_starts_early(capability, expected, monkeypatch):
     assert not kernels.early(x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="a GPU multiplies these in half precision: see the next test")
 def test_decoding_in_five_kernels_a_layer(monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them, and goes through them."""

@@ -158,6 +158,7 @@ def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off; tests/test_graphed.py does it")
+@pytest.mark.slow
 def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, monkeypatch):
     """Its losses are torch's, and its snapshots hold all that it needs."""
     pytest.importorskip("triton", reason="Triton is not installed")
