@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from arpg.bench.timing import error_line, graph_microseconds, relative_error
 from arpg.config import MODELS, ModelConfig
 from arpg.decode.schedule import step_sizes
-from arpg.kernels import attention, few_rows
-from arpg.model.rope import Rotation, grid_places, rotate, rotation
+from arpg.kernels import attention, small_gemm
+from arpg.kernels.ops import Rope, apply_rope
+from arpg.model.rope import grid_positions, make_rope
 
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles
@@ -43,33 +44,33 @@ class Layers:
     def __init__(self, rows: int, heads: int, count: int = 12, spare: int = 0) -> None:
         self.rows, self.heads, slots = rows, heads, GRID[0] * GRID[1] + 1 + spare
         self.caches = [tuple(self.random(slots, heads) for _ in range(2)) for _ in range(count)]
-        self.inputs: dict[int, tuple[Tensor, Rotation]] = {}
+        self.inputs: dict[int, tuple[Tensor, Rope]] = {}
 
     def random(self, slots: int, *shape: int) -> Tensor:
         return torch.randn((self.rows, slots, *shape, 64), device=DEVICE).to(DTYPE)
 
-    def queries(self, count: int) -> tuple[Tensor, Rotation]:
+    def queries(self, count: int) -> tuple[Tensor, Rope]:
         if count not in self.inputs:
-            place = grid_places(*GRID, device=DEVICE)[:count].expand(self.rows, -1, -1).contiguous()
-            self.inputs[count] = self.random(count, 3, self.heads), rotation(place, 64)
+            positions = grid_positions(*GRID, device=DEVICE)[:count].expand(self.rows, -1, -1).contiguous()
+            self.inputs[count] = self.random(count, 3, self.heads), make_rope(positions, 64)
         return self.inputs[count]
 
     def run(self, launch: Launch, layer: int) -> Tensor:
         new, queries, slots = launch
-        (qkv, by), (key, value) = self.queries(queries), self.caches[layer % len(self.caches)]
+        (qkv, rope), (key, value) = self.queries(queries), self.caches[layer % len(self.caches)]
         if new:
-            return attention.attend_and_store(qkv, (key, value), None, by, slots)
-        return attention.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, by)
+            return attention.attend_and_store(qkv, (key, value), None, rope, slots)
+        return attention.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, rope)
 
     def error(self, launch: Launch) -> float:
         """Return the error against the plain twin in float32, of the result and of what is stored."""
         new, queries, slots = launch
-        (qkv, by), cache = self.queries(queries), self.caches[0]
+        (qkv, rope), cache = self.queries(queries), self.caches[0]
         q, k, v = qkv.unbind(2)
-        out, k = self.run(launch, 0), rotate(k, by)
+        out, k = self.run(launch, 0), apply_rope(k, rope)
         kept = [x[:, :slots] for x in cache]
         key, value = (torch.cat(x, 1) for x in zip(kept, (k, v), strict=True)) if new else kept
-        heads = (x.float().transpose(1, 2) for x in (rotate(q, by), key, value))
+        heads = (x.float().transpose(1, 2) for x in (apply_rope(q, rope), key, value))
         worst = relative_error(out, F.scaled_dot_product_attention(*heads).transpose(1, 2))
         for x, y in zip(cache, (k, v), strict=True) if new else ():
             worst = max(worst, relative_error(x[:, slots : slots + queries], y))
@@ -144,25 +145,25 @@ class Chain(Layers):
 
     def run(self, launch: Launch, layer: int) -> Tensor:
         """Run only the attention, for its error."""
-        qkv, by = self.queries(launch[1])
-        return self.attend(launch, layer, qkv, by)
+        qkv, rope = self.queries(launch[1])
+        return self.attend(launch, layer, qkv, rope)
 
-    def attend(self, launch: Launch, layer: int, qkv: Tensor, by: Rotation) -> Tensor:
+    def attend(self, launch: Launch, layer: int, qkv: Tensor, rope: Rope) -> Tensor:
         new, queries, slots = launch
         key, value = self.caches[layer % len(self.caches)]
         if new:
-            return attention.attend_and_store(qkv, (key, value), None, by, slots, settled=slots)
+            return attention.attend_and_store(qkv, (key, value), None, rope, slots, settled=slots)
         settled = max(0, slots - queries)
-        return attention.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, by, settled=settled)
+        return attention.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, rope, settled=settled)
 
     def layer(self, launch: Launch, layer: int) -> None:
         new, queries, _ = launch
         x, (projection, out) = self.streams[queries], self.weights[layer % len(self.weights)]
-        made = few_rows.linear(x, projection if new else projection[: len(projection) // 3])
+        made = small_gemm.linear(x, projection if new else projection[: len(projection) // 3])
         if self.attends:
             qkv = made.view(2, queries, 3 if new else 1, self.heads, 64)
             made = self.attend(launch, layer, qkv, self.queries(queries)[1]).flatten(2)
-        few_rows.linear(made[..., : x.shape[-1]], out, add=x)
+        small_gemm.linear(made[..., : x.shape[-1]], out, add=x)
 
 
 def one_image(stop: float) -> None:
@@ -175,7 +176,7 @@ def one_image(stop: float) -> None:
         ("no attention", None),
         (
             "128 8, after the barrier",
-            lambda queries, *a, **by: present if queries <= 16 else own(queries, *a, new=by["new"]),
+            lambda queries, *a, **sizes: present if queries <= 16 else own(queries, *a, new=sizes["new"]),
         ),
         ("its own tiles", own),
         *((f"{way[0]} {way[1]}, before it", _early(*way)) for way in EARLY),
@@ -213,9 +214,9 @@ def one_image(stop: float) -> None:
 def _early(slots: int, warps: int) -> Callable[..., attention.Tiles]:
     """Return these tiles where the settled slots fit, and the default elsewhere."""
 
-    def tiles(queries: int, pairs: int, **by: int) -> attention.Tiles:
-        cut = DEFAULT(queries, pairs, **by)
-        return cut._replace(slots=slots, warps=warps) if cut.early and by["settled"] <= slots else cut
+    def tiles(queries: int, pairs: int, **sizes: int) -> attention.Tiles:
+        cut = DEFAULT(queries, pairs, **sizes)
+        return cut._replace(slots=slots, warps=warps) if cut.prefetch and sizes["settled"] <= slots else cut
 
     return tiles
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.bench.agreement import agreement, draws_of, equal_share, generate, on_context, tokens_of
+from arpg.bench.agreement import agreement, equal_share, generate, on_context, sampled_on_context, tokens_of
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment
 from arpg.bench.timing import error_line, graph_microseconds
@@ -88,7 +88,7 @@ def engine_rows(name: str, case: Case, kinds: Sequence[str], engines: Sequence[s
             try:
                 other = Engine(eager.model, engine)
                 tokens = equal_share([tokens_of(other, case).cpu()], [free.cpu()])
-                found = [sampled.cpu() for sampled in draws_of(other, case, free)]
+                found = [sampled.cpu() for sampled in sampled_on_context(other, case, free)]
                 rows[label] = {"equal draws": equal_share(found, expected), "equal tokens": tokens}
             except Exception as error:  # a compiler fails in many ways; the others are still compared
                 rows[label] = {"left out": error_line(error)}

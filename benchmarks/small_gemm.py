@@ -5,9 +5,9 @@
     python benchmarks/small_gemm.py --tiles     # the fastest tile of each kind of product
 
 The network (24 layers and the head, both passes, 93 tokens known) runs as one CUDA graph; its logits are compared with
-float32. The first table shows up to how many rows the fused kernels pay (`arpg.kernels.MOST_ROWS`); the tile search
-finds the entries of `arpg.kernels.few_rows.TILES`. Prefetched weights need compute capability 9.0 or later. The latency
-of a whole image is a row of `benchmarks/engine.py`.
+float32. The first table shows up to how many rows the fused kernels pay (`SMALL_BATCH_ROWS` of
+`arpg.kernels.dispatch`); the tile search finds the entries of `arpg.kernels.small_gemm.TILES`. All of it needs compute
+capability 9.0 or later. The latency of a whole image is a row of `benchmarks/engine.py`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg import kernels
 from arpg.bench.timing import error_line, graph_microseconds, relative_error
 from arpg.config import MODELS
-from arpg.kernels import few_rows
-from arpg.kernels.few_rows import Tile, linear
+from arpg.kernels import small_gemm
+from arpg.kernels.dispatch import KernelPolicy, kernel_policy
+from arpg.kernels.small_gemm import Tile, linear
 from arpg.model import ARPG
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
-MODES = {  # kernels.FEW_ROWS, kernels.AHEAD
-    "library": (False, False),
-    "fused": (True, False),
-    "fused, weights prefetched": (True, True),
+MODES = {
+    "library": KernelPolicy(small_gemm=False, pdl=False),
+    "fused": KernelPolicy(pdl=False),
+    "fused, weights prefetched": KernelPolicy(),
 }
-ROWS = (2, 8, 10, 12, 16, 24, 32, 48)
+ROWS = (2, 8, 10, 12, 16, 24, 32)
 SHAPES = {  # name: kind of product, inputs, outputs
     "qkv": ("plain", 1024, 3072),
     "q": ("plain", 1024, 1024),
@@ -70,15 +70,6 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         Tile(8, 1, 4, False, 4, 168),
     ),
 }
-
-
-def set_mode(mode: str) -> None:
-    kernels.FEW_ROWS, kernels.AHEAD = MODES[mode]
-
-
-def modes() -> list[str]:
-    """The modes that this GPU can run; the last one is its best."""
-    return list(MODES)[: 3 if torch.cuda.get_device_capability() >= (9, 0) else 2]
 
 
 def attempt(name: str, work: Callable[[], Any]) -> Any:
@@ -122,18 +113,17 @@ def one_step(model: ARPG, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]
 def time_layers(model: ARPG, exact: ARPG) -> None:
     """Print the microseconds of a layer by number of rows and mode, and the error of the logits."""
     for rows in ROWS:
-        set_mode("library")
         expected = one_step(exact, rows, torch.float32)()
         found: dict[str, Tensor] = {}
-        for mode in modes():
-            set_mode(mode)
-            result = attempt(mode, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
+        for mode, policy in MODES.items():
+            with kernel_policy(policy):
+                result = attempt(mode, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
             if result is not None:
                 took, found[mode] = result[0], result[1].clone()
                 error = relative_error(found[mode], expected)
                 print(f"{rows:3d} rows  {mode:26s} {took / LAYERS:6.2f} us a layer, error {error:.4f}", flush=True)
         if len(found) == 3:  # a kernel that does not wait for the one before would show here
-            same = torch.equal(*(found[mode] for mode in modes()[1:]))
+            same = torch.equal(*list(found.values())[1:])
             print(f"{rows:3d} rows  prefetching {'changes nothing' if same else 'CHANGES the logits'}", flush=True)
 
 
@@ -141,8 +131,8 @@ def product_options(kind: str, x: Tensor, outputs: int, weight: Tensor) -> dict[
     """Return the arguments with which a layer calls a product of this kind."""
     if kind == "sum":
         add = torch.randn(len(x), outputs, device="cuda").to(HALF)
-        return {"add": add, "sums_PM": few_rows.empty_sums(x, weight)}
-    squares = few_rows.empty_sums(x, x.new_empty(x.shape[1], 0)).zero_()
+        return {"add": add, "sums_PM": small_gemm.empty_sums(x, weight)}
+    squares = small_gemm.empty_sums(x, x.new_empty(x.shape[1], 0)).zero_()
     squares[0, : len(x)] = x.float().square().sum(-1)
     norm = torch.randn(x.shape[1], device="cuda").to(HALF)
     return {"norm_D": norm, "eps": 1e-5, "swiglu": kind == "swiglu", "squares_PM": squares}
@@ -183,14 +173,14 @@ def time_products(rows: int) -> None:
 
 def search_tiles(model: ARPG, rows: int, deadline: float) -> dict[str, Tile]:
     """Return the fastest tile of each kind, one kind after the other."""
-    best = dict(few_rows.TILES)
+    best = dict(small_gemm.TILES)
     for kind in ("swiglu", "sum", "plain"):
         found: dict[Tile, float] = {}
         for tile in dict.fromkeys((best[kind], *CANDIDATES[kind])):
             if time.monotonic() > deadline:
                 print("no time left for more tiles", flush=True)
                 return best
-            few_rows.TILES.update({**best, kind: tile})
+            small_gemm.TILES.update({**best, kind: tile})
             result = attempt(str(tile), lambda: graph_microseconds(one_step(model, rows, HALF), repeats=20))
             if result is not None:
                 found[tile] = result[0] / LAYERS
@@ -209,7 +199,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="try no more tiles after this")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    set_mode(modes()[-1])
     if options.products:
         for rows in options.rows:
             time_products(rows)

@@ -144,8 +144,8 @@ def test_kernels_are_summed_by_what_they_do():
         [
             event("nvjet_tst_128x64_h_bz_TNN", 0, 4),
             event("sm90_xmma_gemm_bf16bf16", 3, 2),  # beside the first
-            event("attend_kernel", 7, 1),
-            event("attend_kernel", 8, 2),
+            event("_attend", 7, 1),
+            event("_attend", 8, 2),
             event("Memcpy DtoD (Device -> Device)", 10, 0.5, "gpu_memcpy"),
             event("cudaLaunchKernel", 0, 99, "cuda_runtime"),
             {"name": "a stream", "ph": "M"},
@@ -154,11 +154,11 @@ def test_kernels_are_summed_by_what_they_do():
     assert found["kernels"] == 5
     expected = dict.fromkeys(profile.KERNEL_PARTS, 0.0) | {"matrix products": 6.0, "attention": 3.0, "gaps": 2.0}
     assert found["kernels ms"] == expected | {"copies, small": 0.5}
-    assert found["top kernels"][1] == {"ms": 3.0, "launches": 2, "group": "attention", "kernel": "attend_kernel"}
+    assert found["top kernels"][1] == {"ms": 3.0, "launches": 2, "group": "attention", "kernel": "_attend"}
     assert summarize_kernels([])["kernels ms"] == dict.fromkeys(profile.KERNEL_PARTS, 0.0)
     profiled = {**row(), **found}
     assert "  6.0  " in record.render_kernels([profiled])
-    assert "2 x attention: attend_kernel" in record.render_top_kernels([profiled])
+    assert "2 x attention: _attend" in record.render_top_kernels([profiled])
     assert record.render_kernels([row()]) == record.render_top_kernels([row()]) == ""
 
 
@@ -166,13 +166,12 @@ def test_kernels_are_summed_by_what_they_do():
     ("name", "group"),
     [
         ("_residual_norm_forward", "norms"),
-        ("_norm", "norms"),
         ("_swiglu_forward", "SwiGLU"),
-        ("_turn_kernel", "rotation"),
-        ("_angles", "rotation"),
-        ("_draw", "draw"),
-        ("_int8_product", "matrix products"),
-        ("few_rows_product", "matrix products"),
+        ("_rope_kernel", "rotation"),
+        ("_rope_table", "rotation"),
+        ("_sample", "draw"),
+        ("_int8_gemm", "matrix products"),
+        ("_small_gemm", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
         ("void at::native::elementwise_kernel<128, 4>", "copies, small"),
     ],
@@ -184,13 +183,10 @@ def test_our_kernels_have_a_group(name, group):
 def test_the_groups_know_the_names_of_our_kernels():
     """Kernels that decoding launches, found in their files: renamed ones would silently become `copies, small`."""
     source = Path(profile.__file__).parent.parent / "kernels"
-    text = "".join(
-        (source / f"{file}.py").read_text()
-        for file in ("attention", "draw", "few_rows", "quantised", "residual", "rotary", "swiglu")
-    )
+    files = ("attention", "int8_gemm", "residual_norm", "rope", "sample", "small_gemm", "swiglu")
+    text = "".join((source / f"{file}.py").read_text() for file in files)
     launched = set(re.findall(r"^ +(_\w+)\[\(?", text, flags=re.M)) - {"_backward"}
-    launched |= set(re.findall(r"import (few_rows_product|attend_kernel)$", text, flags=re.M))
-    assert {"attend_kernel", "_draw", "_residual_norm_forward", "_swiglu_forward", "few_rows_product"} <= launched
+    assert {"_attend", "_sample", "_residual_norm_forward", "_swiglu_forward", "_small_gemm"} <= launched
     assert {name for name in launched if kernel_group(name) == profile.REST} == set()
 
 

@@ -30,12 +30,12 @@ SPLIT_PARTS = ("pass 1", "pass 2", "head, sampling", "pixels", "rest")
 
 # A kernel belongs to the first group whose pattern is found in its name. Ours are named like their functions.
 KERNEL_GROUPS = {
-    "attention": r"^_?attend|flash|fmha|sdpa|attention",
-    "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|^_int8_product|^few_rows_product",
-    "norms": r"^_residual_norm|^_norm|rms_?norm|layer_?norm|rsqrt",
+    "attention": r"^_attend|flash|fmha|sdpa|attention",
+    "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk",
+    "norms": r"^_residual_norm|rms_?norm|layer_?norm|rsqrt",
     "SwiGLU": r"^_swiglu|silu",
-    "rotation": r"rope|^_turn_kernel|^_angles|_cos_.*sin|sin.*_cos",
-    "draw": r"^_draw|^_sample|argmax|topk|sort|softmax|philox",
+    "rotation": r"^_rope|_cos_.*sin|sin.*_cos",
+    "draw": r"^_sample|argmax|topk|sort|softmax|philox",
 }
 REST, GAPS = "copies, small", "gaps"
 KERNEL_PARTS = (*KERNEL_GROUPS, REST, GAPS)

@@ -25,8 +25,8 @@ from arpg.bench.profile import profile_tokens, split_time
 from arpg.bench.roofline import Limits, pixel_work, token_floor
 from arpg.bench.timing import peak_bytes, reset_peak, significant, synchronize
 from arpg.config import to_dict
-from arpg.decode.pipelined import flow
-from arpg.decode.recording import Recording
+from arpg.decode.graphs import CapturedGraphs
+from arpg.decode.pipelined import pipelined_decode
 from arpg.device import set_threads
 from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline
@@ -60,7 +60,7 @@ def measure(
     """Return one row: settings, speed, latency percentiles, peak memory, time split and share of the roofline."""
     device = pipe.model.device
     on_gpu = device.type == "cuda"
-    pipe.engine.forget()  # graphs of other rows are not this one's memory
+    pipe.engine.graphs.clear()  # graphs of other rows are not this one's memory
     # The graph engine captures its graph in the second run at the earliest.
     warmup = max(options.warmup, 2) if pipe.engine.mode == "graph" else options.warmup
     for i in range(warmup):
@@ -73,7 +73,7 @@ def measure(
         seconds = [time_pipelined(pipe, case, options.repeats, pixels=False)] * 2
         if options.pixels:
             seconds[1] = time_pipelined(pipe, case, options.repeats, pixels=True)
-    peak = peak_bytes(device) + sum(idle_graph_bytes(graphs) for graphs in pipe.engine.recordings.values())
+    peak = peak_bytes(device) + sum(idle_graph_bytes(graphs) for graphs in pipe.engine.graphs.captured.values())
     row: Row = {
         "settings": row_settings(pipe, case),
         "images/s": significant(case.batch * len(times) / seconds[1]),
@@ -86,8 +86,8 @@ def measure(
     row |= _roofline(pipe, case, limits, speed=row["token images/s"])
     if on_gpu:
         row["reserved GiB"] = significant(torch.cuda.max_memory_reserved(device) / 2**30)
-    if pipe.engine.recordings:
-        newest = next(reversed(pipe.engine.recordings.values()))
+    if pipe.engine.graphs.captured:
+        newest = next(reversed(pipe.engine.graphs.captured.values()))
         row["recording"] = {"s": significant(newest.seconds), "GiB": significant(newest.bytes / 2**30)}
     if on_gpu and (options.split or options.top_kernels):
         found = profile_tokens(pipe, case, seed=0)
@@ -123,7 +123,7 @@ def time_batch(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) ->
     """Return the seconds that the tokens of one batch take, and after them its pixels."""
     began = time.perf_counter()
     request, plan = case.request(pipe.model, seed)
-    for step in pipe.engine.decode(request, plan, case.settings, every=False):
+    for step in pipe.engine.decode(request, plan, case.settings, every_step=False):
         ids_BN = step.ids_BN
     synchronize(pipe.model.device)
     middle = time.perf_counter()
@@ -138,7 +138,7 @@ def time_pipelined(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) ->
     """Return the seconds of `batches` batches one after the other; one more before them is not timed."""
     plans = (case.request(pipe.model, i * case.batch) for i in range(batches + 1))
     finish = pipe.tokenizer.decode if pixels else lambda ids_BN, grid: ids_BN
-    made = flow(pipe.engine, plans, case.settings, finish)
+    made = pipelined_decode(pipe.engine, plans, case.settings, finish)
     next(made)
     began = time.perf_counter()
     for _ in made:
@@ -146,7 +146,7 @@ def time_pipelined(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) ->
     return time.perf_counter() - began
 
 
-def idle_graph_bytes(graphs: Recording) -> int:
+def idle_graph_bytes(graphs: CapturedGraphs) -> int:
     """Return the bytes that captured graphs reserve although nothing is in them between two replays."""
     return max(0, graphs.bytes - graphs.live_bytes)
 
@@ -255,6 +255,6 @@ def print_cold_start() -> None:
         "next image s": times[2] - times[1],
         "to the first image s": times[1] - began,
     }
-    if pipe.engine.recordings:
-        parts["recording s"] = sum(graphs.seconds for graphs in pipe.engine.recordings.values())
+    if pipe.engine.graphs.captured:
+        parts["recording s"] = sum(graphs.seconds for graphs in pipe.engine.graphs.captured.values())
     sys.stdout.write(json.dumps({name: round(seconds, 3) for name, seconds in parts.items()}) + "\n")

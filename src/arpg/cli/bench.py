@@ -11,25 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, err, out, parse_values
+from arpg.cli.options import DeviceOption, err, out, parse_values, with_axes
 from arpg.errors import one_of, require
 from arpg.image import check_writable
-from arpg.settings import SETTINGS, SamplingDefaults
+from arpg.settings import SamplingDefaults
 
 app = typer.Typer(help="Measure speed, memory and where the time goes.", invoke_without_command=True)
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
-BENCH_SETTINGS = ("steps", "guidance", "order", "attention", "decode")  # the sampling settings that take several values
-
-
-def _values_option(name: str) -> Any:
-    """Return the option of a sampling setting that takes several values with commas between them."""
-    setting = SETTINGS[name]
-    choices = f" One or more of {', '.join(setting.names)}." if setting.choices else " One or more, like 12,24."
-    return typer.Option(f"--{name}", help=setting.help + choices)
 
 
 @app.callback()
+@with_axes("steps", "guidance", "order", "attention", "decode")
 def bench(
     context: typer.Context,
     model: Annotated[
@@ -37,15 +30,10 @@ def bench(
     ] = configs.DEFAULT_MODEL,
     random: Annotated[bool, typer.Option("--random", help="Random weights; presets are not downloaded then.")] = False,
     batch: Annotated[str, typer.Option(help="Batch size. One or more, like 1,8,64.")] = "",
-    steps: Annotated[str, _values_option("steps")] = "",
     dtype: Annotated[
         str, typer.Option("--precision", "--dtype", help=f"One or more of {', '.join(configs.PRECISIONS)}.")
     ] = "auto",
     engine: Annotated[str, typer.Option(help=f"One or more of {', '.join(configs.ENGINES)}.")] = "auto",
-    guidance: Annotated[str, _values_option("guidance")] = "",
-    order: Annotated[str, _values_option("order")] = "",
-    attention: Annotated[str, _values_option("attention")] = "",
-    decode: Annotated[str, _values_option("decode")] = "",
     tokens: Annotated[str, typer.Option(help="Tokens of a square grid, like 64,256; default: the model's grid.")] = "",
     scaling: Annotated[bool, typer.Option("--scaling", help="Grow tokens and batch; fit the exponent.")] = False,
     max_seconds: Annotated[
@@ -61,6 +49,8 @@ def bench(
     device: DeviceOption = "auto",
     output: Annotated[Path, typer.Option("--out", "-o", help="The JSON file to write.")] = Path("bench.json"),
     plot: Annotated[Path | None, typer.Option("--plot", help="Plot speed over steps and batch into this file.")] = None,
+    *,
+    axes: dict[str, list[Any]],
 ) -> None:
     """Measure throughput, latency, peak memory, time split and share of the roofline for all combinations."""
     if context.invoked_subcommand is not None:
@@ -72,8 +62,6 @@ def bench(
     engines = parse_values("engine", engine, str) or ["auto"]
     for name in engines:
         one_of("engine", name, configs.ENGINES)
-    texts = {"steps": steps, "guidance": guidance, "order": order, "attention": attention, "decode": decode}
-    settings = {name: parse_values(name, texts[name], SETTINGS[name].kind) for name in BENCH_SETTINGS}
     batches, sizes = parse_values("batch", batch, int), parse_values("tokens", tokens, int)
     require(max_seconds > 0, f"max-seconds is {max_seconds}; expected seconds above 0")
     for path in (output, *([plot] if plot else [])):
@@ -89,7 +77,7 @@ def bench(
     options = MeasureOptions(repeats=repeats, warmup=warmup, pixels=pixels, split=split, top_kernels=profile)
     grids = [square_grid(size) for size in sizes]
     # Checks all settings before a model is loaded.
-    make_cases("", SamplingDefaults(), grids=grids or [(64, 64)], batches=batches or [1], settings=settings)
+    make_cases("", SamplingDefaults(), grids=grids or [(64, 64)], batches=batches or [1], settings=axes)
     used = set_threads(threads)
     rows: list[dict[str, Any]] = []
     series: list[dict[str, Any]] = []
@@ -104,17 +92,17 @@ def bench(
         measure_case = _measurer(pipe, options)
         if scaling:
             limits = (max_seconds, repeats + warmup)
-            found, grown = _measure_scaling(label, pipe, settings, (sizes, batches), measure_case, limits)
+            found, grown = _measure_scaling(label, pipe, axes, (sizes, batches), measure_case, limits)
             series += grown
         else:
-            cases = make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=settings)
+            cases = make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=axes)
             found = [measure_case(case) for case in cases]
         rows += [row for row in found if row not in rows]
         if cold:
             # `auto` captures its graph only later; `graph` shows what capturing at the first image takes.
             modes = (mode, "graph") if mode == "auto" and pipe.engine.mode == "graph" else (mode,)
             fresh: dict[str, Any] = {"random": random, "device": device, "dtype": precision, "threads": used}
-            fresh["steps"] = settings["steps"][0] if settings["steps"] else None
+            fresh["steps"] = axes["steps"][0] if axes["steps"] else None
             for each in modes:
                 with err.status("a fresh process"):
                     start = measure_cold_start(name, **fresh, engine=each)
@@ -164,7 +152,7 @@ def _measurer(pipe: Any, options: Any) -> Callable[[Any], dict[str, Any]]:
 def _measure_scaling(
     label: str,
     pipe: Any,
-    settings: dict[str, list[Any]],
+    axes: dict[str, list[Any]],
     given: tuple[Sequence[int], Sequence[int]],
     measure_case: Callable[[Any], dict[str, Any]],
     limits: tuple[float, int],
@@ -175,7 +163,7 @@ def _measure_scaling(
 
     tokens, batches = (sorted(given[0]) or list(SCALING_TOKENS), sorted(given[1]) or list(SCALING_BATCHES))
     max_seconds, runs = limits
-    first = {name: values[:1] for name, values in settings.items()}
+    first = {name: values[:1] for name, values in axes.items()}
     grids = [square_grid(n) for n in tokens]
     wide = make_cases(label, pipe.sampling, grids=grids, batches=batches[:1], settings=first)
     deep = make_cases(label, pipe.sampling, grids=[pipe.model.config.grid], batches=batches, settings=first)
