@@ -33,7 +33,7 @@ from arpg.device import choose_device
 from arpg.files import write_whole
 from arpg.hub import resolve
 from arpg.image import to_uint8
-from arpg.kernels import HAS_TRITON
+from arpg.kernels.dispatch import TRITON_AVAILABLE
 from arpg.tokenizer import VQTokenizer
 
 Decode = Callable[[Tensor], Tensor]  # images [B, 3, H, W] from z
@@ -96,7 +96,7 @@ def untuned(decode: Decode) -> Decode:
 def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode]]:
     decoder, own = tokenizer.decoder, {"dynamic": False}
     found: dict[str, Callable[[], Decode]] = {}
-    if z.is_cuda and HAS_TRITON:
+    if z.is_cuda and TRITON_AVAILABLE:
         found["fused"] = lambda: fused(decoder)
         found["fused, convolutions not tuned"] = lambda: untuned(fused(decoder))
         found["fused, CUDA graph"] = lambda: graphed(fused(decoder), z)
@@ -105,7 +105,7 @@ def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode
     found["bfloat16, channels last"] = lambda: plain(decoder, last=True)
     if z.is_cuda:
         found["bfloat16, channels last, compiled"] = lambda: plain(decoder, last=True, **own)
-    if z.is_cuda and HAS_TRITON:
+    if z.is_cuda and TRITON_AVAILABLE:
         found["fused, compiled"] = lambda: fused(decoder, **own)
     return found
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.bench.agreement import agreement, equal_share, generate, on_context, sampled_on_context, tokens_of
@@ -117,11 +117,10 @@ def count_products(pipe: Pipeline, case: Case) -> Counter[tuple[Product, int]]:
     """Return how often a generation has each product with each number of rows."""
     found: Counter[tuple[Product, int]] = Counter()
 
-    def count(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        assert isinstance(layer, nn.Linear)
+    def count(layer: Any, args: tuple[Any, ...]) -> None:
         found[(layer.out_features, layer.in_features), args[0].numel() // layer.in_features] += 1
 
-    layers = [layer for layer in pipe.model.modules() if isinstance(layer, nn.Linear)]
+    layers = [layer for layer in pipe.model.modules() if hasattr(layer, "in_features")]
     handles = [layer.register_forward_pre_hook(count) for layer in layers]
     generate(pipe.model, case)
     for handle in handles:

@@ -21,10 +21,7 @@ import torch
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
 from arpg.device import gpu_spec
-from arpg.kernels import residual
-from arpg.model import arpg as network
-from arpg.model import layers
-from arpg.model.dropout import fold
+from arpg.kernels import ops, residual_norm
 from arpg.train import model as training_module
 from arpg.train.distributed import start, stop
 from arpg.train.model import ModelTraining
@@ -43,11 +40,11 @@ ABLATIONS = {
 def ablate(names: list[str]) -> None:
     """Replace the named optimisations by their plain twins."""
     if "keys" in names:
-        network.fold_each = lambda key, count: tuple(fold(key, number) for number in range(count))
+        ops.fold_keys = lambda key, count: tuple(ops.fold_key(key, number) for number in range(count))
     if "copies" in names:
-        network.copies_of = lambda x, count: (x,) * count
+        ops.grad_fanout = lambda x, count: (x,) * count
     if "once" in names:
-        layers.once = lambda function, x: function(x)
+        ops._expanded_once = lambda function, x: function(x)
     if "clip" in names:
 
         def clip(optimizer: torch.optim.Optimizer, most: float) -> None:
@@ -56,7 +53,7 @@ def ablate(names: list[str]) -> None:
 
         training_module.clip_gradients = clip
     if "stages" in names:
-        residual._STAGES, residual._PROGRAMS = 1, 1024
+        residual_norm._STAGES, residual_norm._PROGRAMS = 1, 1024
 
 
 def profile(training: ModelTraining, step: int, most: int = 40) -> None:
