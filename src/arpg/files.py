@@ -96,6 +96,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def write_tensors(state: State, path: Path) -> None:
+    """Write a safetensors file."""
     try:
         safetensors.torch.save_file(state, path)
     except safetensors.SafetensorError as error:  # a full disk, for one

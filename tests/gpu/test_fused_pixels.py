@@ -96,7 +96,7 @@ def test_a_decoder_with_changes_of_width():
 
 def test_pixels_take_the_kernels_where_they_can(monkeypatch):
     """In half precision on a GPU; what they are made from may change."""
-    monkeypatch.setattr("arpg.tokenizer.vq.fusible", lambda x: True)
+    monkeypatch.setattr("arpg.tokenizer.vq.can_fuse", lambda x: True)
     tokenizer, ids = small_tokenizer().to(DEVICE), torch.arange(2, device=DEVICE)[None]
     state = list(tokenizer.state_dict())
     with torch.no_grad():

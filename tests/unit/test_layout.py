@@ -33,18 +33,14 @@ LAYERS = [
 ]
 
 
-# What is still to be untangled, and the public names that still lack a docstring: these only ever shrink.
-CYCLES = ["arpg.tokenizer.vq -> arpg.tokenizer.fused -> arpg.tokenizer.vq"]
+# How many public names still lack a docstring: these numbers only ever shrink.
 UNDOCUMENTED = {
     "config": 5,
     "data": 15,
     "evaluation": 34,
-    "files": 1,
-    "kernels": 4,
-    "model": 1,
     "serve": 70,
     "text": 3,
-    "tokenizer": 16,
+    "tokenizer": 4,
     "train": 29,
 }
 
@@ -109,7 +105,7 @@ def test_no_import_cycles():
 
     for name in graph:
         visit(name, [])
-    assert sorted(found) == CYCLES
+    assert found == []
 
 
 def public_names(node, where):

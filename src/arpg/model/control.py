@@ -115,6 +115,7 @@ class PretrainedEncoder(nn.Module):
         self.kind = nn.Embedding(len(config.kinds), self.width)
 
     def load_pretrained(self) -> None:
+        """Load the published weights by the encoder's name."""
         found = _found(_transformers().AutoModel.from_pretrained, self.name)
         own = self.network.state_dict()
         self.network.load_state_dict({key: tensor for key, tensor in found.state_dict().items() if key in own})
