@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int = 1) -> str:
-    """Return aligned columns, two spaces apart; the first `left` to the left, the others to the right. None is "-"."""
+def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, align: str = "lr") -> str:
+    """Return aligned columns, two spaces apart. None is "-".
+
+    `align` has l (left) or r (right) for each column; its last letter stands for all further columns.
+    """
     cells = [list(header), *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
+    align = align.ljust(len(header), align[-1])
+    lines = []
+    for row in cells:
+        columns = zip(row, widths, align, strict=False)
+        lines.append("  ".join(c.ljust(w) if side == "l" else c.rjust(w) for c, w, side in columns).rstrip())
+    return "\n".join(lines)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

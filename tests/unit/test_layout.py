@@ -36,8 +36,8 @@ LAYERS = [
 # How many public names still lack a docstring: these numbers only ever shrink.
 UNDOCUMENTED = {
     "config": 5,
-    "data": 15,
-    "evaluation": 34,
+    "data": 7,
+    "evaluation": 20,
     "serve": 70,
     "text": 3,
     "tokenizer": 4,

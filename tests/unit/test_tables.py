@@ -11,7 +11,7 @@ def test_text_columns_line_up():
 
 
 def test_text_columns_can_all_be_left():
-    text = text_table(["a", "notes"], [["x", "short"], ["longer", ""]], left=2)
+    text = text_table(["a", "notes"], [["x", "short"], ["longer", ""]], align="l")
     assert text.split("\n") == ["a       notes", "x       short", "longer"]
 
 

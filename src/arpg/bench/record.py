@@ -276,4 +276,4 @@ def _short(settings: dict[str, Any]) -> str:
 def _table(lines: Sequence[dict[str, Any]]) -> str:
     """Return a table whose columns are the keys of `lines`."""
     names = list(dict.fromkeys(name for line in lines for name in line))
-    return text_table(names, [[line.get(name, "") for name in names] for line in lines], left=0)
+    return text_table(names, [[line.get(name, "") for name in names] for line in lines], align="r")
