@@ -364,7 +364,7 @@ def main() -> None:
     text = json.dumps(report, indent=2)
     if arguments.output:
         arguments.output.write_text(text + "\n")
-    print(text)  # noqa: T201
+    print(text)
     raise SystemExit(bool(report["num_wrong"]))
 
 

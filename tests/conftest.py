@@ -15,9 +15,17 @@ from support.small import TEXT, noise, small_model, small_tokenizer
 
 pytest_plugins = ["support.page_browser"]
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own functions are made for one of both ways
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
 
 
 @pytest.fixture(scope="session", params=["arpg_a", "arpg_b"])

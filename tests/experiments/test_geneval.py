@@ -245,6 +245,7 @@ def test_maps_are_read_as_they_are_written():
     assert detection_loss(maps, kind.flip(1), said, torch.tensor([boxes])) > 5
 
 
+@pytest.mark.slow
 def test_a_detector_learns_scenes(composer, tmp_path):
     """Two kinds in two colours: after a little training it finds most of them, and a saved one finds the same."""
     rng = np.random.default_rng(0)
@@ -270,6 +271,7 @@ def test_a_detector_learns_scenes(composer, tmp_path):
         detector(torch.zeros(1, 3, 90, 96))
 
 
+@pytest.mark.slow
 def test_the_detector_learns_from_every_combination(sets):
     config = DetectorConfig(tuple(KINDS), tuple(TINTS), width=8)
     scenes = compose_detector_scenes(sets, config, num=300, seed=4)

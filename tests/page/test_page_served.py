@@ -17,6 +17,7 @@ def garden():
     return Pipeline.from_pretrained("garden", device="cpu")
 
 
+@pytest.mark.slow
 def test_draw_fill_and_continue_a_picture(live, visit, garden):
     address, _ = live(pipeline=garden)
     page = visit(address)

@@ -33,7 +33,10 @@ def page(visit, fake):
     return visit(fake.url)  # never a real server: the stand-in knows what it was asked
 
 
-@pytest.fixture(params=list(IMAGES))
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("edit", "outpaint", "expand")]
+
+
+@pytest.fixture(params=["generate", "inpaint", *LONG])
 def prepared(request, page, tmp_path, monkeypatch):
     """The task that the page is set up for, in an empty folder with the files that its snippets read."""
     monkeypatch.chdir(tmp_path)

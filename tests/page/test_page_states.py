@@ -132,7 +132,14 @@ def test_dark_follows_the_system_or_the_button(visit):
     assert lightness(visit(color_scheme="light")) > 220
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="light"),
+        pytest.param({"color_scheme": "dark"}, id="dark", marks=pytest.mark.slow),
+        pytest.param(PHONE, id="phone", marks=pytest.mark.slow),
+    ],
+)
 def test_axe_finds_nothing_serious(visit, fake, options):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install '.[dev]'").Axe()
     page = visit(fake.url, **options)

@@ -25,7 +25,7 @@ def browser():
         pytest.skip("no chromium here: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install '.[dev]'")
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 

@@ -320,6 +320,7 @@ def test_maps_that_stay_on_the_device(tmp_path):
         assert torch.equal(one, other.cpu())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_keeps_a_version_for_every_use(monkeypatch):
     """Both passes and the encoder, learning and judged, of several batches: more than the compiler's own 8."""
