@@ -104,7 +104,7 @@ class Pipeline:
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
         bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `dtype` is its old name.
-        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
+        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph.
         The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)
