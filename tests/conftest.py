@@ -67,43 +67,42 @@ def folder(pipeline, tmp_path):
 
 @pytest.fixture
 def served(pipeline):
-    """A function that opens a house around the small pipeline; all of them are closed at the end."""
-    from arpg.serve.house import House, ServeSettings
+    """A function that opens a service around the small pipeline; all of them are closed at the end."""
+    from arpg.serve.service import ImageService, ServeSettings
 
     opened = []
 
     def serve(*, keys=None, pipeline=pipeline, **settings):
-        house = House(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
-        house.open()
-        opened.append(house)
-        return house
+        service = ImageService(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
+        service.open()
+        opened.append(service)
+        return service
 
     yield serve
-    for house in opened:
-        house.close()
+    for service in opened:
+        service.close()
 
 
 @pytest.fixture
 def live(served):
-    """A function that runs a real server on a free port of this machine and gives its address and house."""
+    """A function that runs a real server on a free port of this machine and gives its address and service."""
     import socket
     import threading
 
     import uvicorn
 
-    from arpg.serve.app import create_app
-    from arpg.serve.server import Server
+    from arpg.serve.app import Server, create_app
 
     running = []
 
     def run(**settings):
-        house = served(**settings)
+        service = served(**settings)
         bound = socket.create_server(("127.0.0.1", 0))
-        server = Server(uvicorn.Config(create_app(house), log_config=None, lifespan="off"), house)
+        server = Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"), service)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         running.append((server, thread))
-        return f"http://127.0.0.1:{bound.getsockname()[1]}", house
+        return f"http://127.0.0.1:{bound.getsockname()[1]}", service
 
     yield run
     for server, thread in running:

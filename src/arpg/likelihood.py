@@ -15,13 +15,13 @@ from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG
 from arpg.settings import ORDERS
 from arpg.tasks import Label, label_condition
-from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer import Tokenizer
 
 
 @torch.no_grad()
 def picture_bits(
     model: ARPG,
-    tokenizer: VQTokenizer,
+    tokenizer: Tokenizer,
     image: Image.Image,
     labels: Sequence[Label],
     *,

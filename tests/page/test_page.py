@@ -174,7 +174,7 @@ def test_inpaints_what_was_painted(page):
     before = result(page)
     task(page, "inpaint")
     page.click("#go")
-    assert "Paint over" in page.inner_text("#notice")
+    assert "Brush over" in page.inner_text("#notice")
     drag(page, on_board(page, (0.25, 0.5), (0.75, 0.5)))
     choose(page, "Kiwi")
     body = draw(page, "inpaint")
@@ -278,11 +278,11 @@ def test_outpaints_by_pulling_an_edge(page):
 def test_expands_a_class_or_a_picture(page):
     task(page, "expand")
     page.click("text=2 ×")
-    page.select_option("#way", "positions")
+    page.select_option("#method", "positions")
     body = draw(page, "expand")
-    assert (body["size"], body["way"], body["class"]) == ([192, 192], "positions", "Banana")
+    assert (body["size"], body["method"], body["class"]) == ([192, 192], "positions", "Banana")
     assert "image" not in body
-    page.locator("#from-picture").check(force=True)
+    page.locator("#from-image").check(force=True)
     page.fill("#size-w", "256")
     page.check("#fits")
     body = draw(page, "expand")

@@ -14,15 +14,13 @@ from PIL import Image
 from arpg import ControlInput, Pipeline, cli
 from arpg.image import open_image
 from support.page_browser import choose, drag, draw, encoded, result, task, upload
-from support.page_server import about
+from support.page_server import info_of
 from support.small import controlled_model, noise, small_tokenizer
-
-KINDS = {"kinds": about(canny="Thin outlines.", depth="How near things are."), "extracts": ["canny"]}
 
 
 @pytest.fixture
 def page(fake, visit):
-    fake.control = KINDS
+    fake.info = info_of("garden-control")
     return visit(fake.url)
 
 

@@ -54,12 +54,12 @@ def test_draw_fill_and_continue_a_picture(live, visit, garden):
 
 
 def test_a_class_that_does_not_exist_and_a_server_that_goes_away(live, visit, garden):
-    address, house = live(pipeline=garden)
+    address, service = live(pipeline=garden)
     page = visit(address)
     answer = page.request.post(f"{address}/v1/arpg/generate", data={"class": "Bananna"})
     assert answer.status == 400
     assert "Banana" in answer.json()["error"]["nearest"]
-    house.close()
+    service.close()
     page.click("#go")
     page.wait_for_selector("#notice:visible", timeout=PATIENCE)
     assert page.inner_text("#notice").strip()

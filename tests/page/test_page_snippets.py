@@ -13,6 +13,7 @@ from PIL import Image
 from arpg import cli
 from arpg.image import open_image
 from support.page_browser import choose, drag, draw, encoded, on_board, task, upload
+from support.page_server import info_of
 
 IMAGES = {
     "generate": "orange.png",
@@ -50,7 +51,7 @@ def prepared(request, page, tmp_path, monkeypatch):
     page.fill("#set-guidance", "1.5")
     page.select_option("#set-order", "spiral-in")
     page.fill("#seed", "11")
-    for name in ("picture", "mask"):
+    for name in ("image", "mask"):
         if page.is_visible(f"#save-{name}"):
             with page.expect_download() as caught:
                 page.click(f"#save-{name}")
@@ -91,7 +92,7 @@ def test_curl_asks_what_the_page_asks(prepared, page, fake, tmp_path):
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
 def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
-    fake.takes = "text"
+    fake.info = info_of("garden-text")
     page = visit(fake.url)
     prompt = """it's "5 $HOME" `date` \\ 100% <b>"""
     page.fill("#prompt", prompt)
@@ -106,8 +107,8 @@ def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
     task(page, "outpaint")
     page.fill("#side-top", "8")
     with page.expect_download() as caught:
-        page.click("#save-picture")
-    caught.value.save_as(tmp_path / "picture.png")
+        page.click("#save-image")
+    caught.value.save_as(tmp_path / "image.png")
     page.fill("#num", "1")
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
     assert fake.asked[-1][1]["prompt"] == prompt

@@ -87,7 +87,7 @@ def test_cancel_ends_the_job_on_the_server(fake, visit):
     page.keyboard.press("Escape")
     page.wait_for_selector("#go", state="visible")
     assert fake.cancelled.wait(5)
-    assert page.inner_text("#stage-title") == "Picture"
+    assert page.inner_text("#stage-title") == "Image"
 
 
 def test_a_phone_needs_no_sideways_scrolling(visit, fake):

@@ -14,6 +14,7 @@ from arpg import Pipeline, cli
 from arpg.image import open_image
 from arpg.text import Prompts
 from support.page_browser import draw, encoded, result, task, upload
+from support.page_server import info_of
 from support.small import TEXT, FakeEncoder, small_tokenizer
 
 PROMPT, NEGATIVE = 'two "red" apples on a 🍓', "it's a gray\nbackground"
@@ -21,7 +22,7 @@ PROMPT, NEGATIVE = 'two "red" apples on a 🍓', "it's a gray\nbackground"
 
 @pytest.fixture
 def page(fake, visit):
-    fake.takes = "text"
+    fake.info = info_of("garden-text")
     return visit(fake.url)
 
 
@@ -39,7 +40,7 @@ def snippet(page, kind):
 
 def test_prompts_instead_of_classes(page):
     assert not page.is_visible("#class-input")
-    assert "64 tokens" in page.inner_text("#prompt-about")
+    assert "32 tokens" in page.inner_text("#prompt-about")
     assert "classes" not in page.inner_text("#model")
     page.click("#go")
     assert "Write a prompt" in page.inner_text("#notice")

@@ -10,21 +10,21 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg.serve.app import create_app
-from arpg.serve.gate import HEADERS
-from arpg.serve.keys import Keys
-from arpg.serve.limits import Limits
+from arpg.serve.auth import ApiKeys
+from arpg.serve.middleware import SECURITY_HEADERS
+from arpg.serve.schemas import Limits
 from support.http import b64, error, events, picture, pixels, post
 from support.small import noise
 
 
 @pytest.fixture
-def house(served):
+def service(served):
     return served()
 
 
 @pytest.fixture
-def client(house):
-    return TestClient(create_app(house), raise_server_exceptions=False)
+def client(service):
+    return TestClient(create_app(service), raise_server_exceptions=False)
 
 
 def test_an_image_is_the_one_that_the_pipeline_makes(client, pipeline):
@@ -48,8 +48,8 @@ def test_every_task_is_the_pipelines(client, pipeline):
         "edit": ({"box": [4, 2, 12, 9], "class": 2, "feather": 1},
                  pipeline.edit(source, (4, 2, 12, 9), 2, feather=1, **options)),
         "outpaint": ({"right": 6, "class": None}, pipeline.outpaint(source, None, right=6, **options)),
-        "expand": ({"size": [40, 28], "way": "windows", "class": 0},
-                   pipeline.expand(source, 0, size=(40, 28), way="windows", **options)),
+        "expand": ({"size": [40, 28], "method": "windows", "class": 0},
+                   pipeline.expand(source, 0, size=(40, 28), method="windows", **options)),
     }  # fmt: skip
     for route, (body, expected) in calls.items():
         answer = post(client, route, {"image": b64(source), **body, **options})
@@ -198,8 +198,8 @@ def test_pictures_must_fit_what_is_asked_of_them(client):
 
 
 def test_limits_are_the_servers(served):
-    house = served(limits=Limits(images=2, steps=8, side=16, pixels=100, bytes=2000))
-    client = TestClient(create_app(house))
+    service = served(limits=Limits(images=2, steps=8, side=16, pixels=100, bytes=2000))
+    client = TestClient(create_app(service))
     assert error(client.post("/v1/arpg/generate", json={"class": 1, "num": 3}), 400)["param"] == "num"
     assert error(client.post("/v1/arpg/generate", json={"class": 1, "steps": 9}), 400)["param"] == "steps"
     assert (
@@ -218,8 +218,8 @@ def test_limits_are_the_servers(served):
 
 def test_keys(served, caplog):
     key = "a-key-of-more-than-16"
-    house = served(keys=Keys([key, "another-key-that-is-long"]))
-    client = TestClient(create_app(house))
+    service = served(keys=ApiKeys([key, "another-key-that-is-long"]))
+    client = TestClient(create_app(service))
     caplog.set_level("DEBUG")
     for headers in ({}, {"authorization": key}, {"authorization": f"Basic {key}"}, {"authorization": "Bearer wrong"}):
         for path in ("/v1/arpg/info", "/v1/models", "/metrics"):
@@ -232,7 +232,7 @@ def test_keys(served, caplog):
     for path in ("/healthz", "/readyz", "/openapi.json"):
         assert client.get(path).status_code == 200
     assert key not in caplog.text
-    assert key not in repr(vars(house.keys))
+    assert key not in repr(vars(service.keys))
     assert client.get("/openapi.json").json()["security"] == [{"key": []}]
 
 
@@ -240,18 +240,18 @@ def test_headers_and_ids(client):
     answers = [client.get(path) for path in ("/healthz", "/v1/arpg/info", "/nowhere")]
     answers.append(client.post("/v1/arpg/generate", json={"class": 1, "steps": 1, "stream": True}))
     for answer in answers:
-        for name, value in HEADERS.items():
+        for name, value in SECURITY_HEADERS.items():
             assert answer.headers[name] == value
     assert len({answer.headers["x-request-id"] for answer in answers}) == 4
-    policy = HEADERS["content-security-policy"]
+    policy = SECURITY_HEADERS["content-security-policy"]
     assert "unsafe" not in policy
     assert "default-src 'self'" in policy
     assert "server" not in answers[0].headers
 
 
 def test_no_other_site_gets_in(served):
-    house = served()
-    client = TestClient(create_app(house, hosts=frozenset({"localhost", "::1"})), base_url="http://localhost:8000")
+    service = served()
+    client = TestClient(create_app(service, hosts=frozenset({"localhost", "::1"})), base_url="http://localhost:8000")
     assert client.get("/v1/arpg/info").status_code == 200
     assert "access-control-allow-origin" not in client.get("/v1/arpg/info", headers={"origin": "http://evil"}).headers
     assert error(client.post("/v1/arpg/generate", json={"class": 1}, headers={"origin": "http://evil.example"}), 403)
@@ -268,7 +268,7 @@ def test_there_is_nothing_elsewhere(client, path):
     assert error(client.delete("/v1/arpg/info"), 405)
 
 
-def test_health_metrics_and_draining(client, house):
+def test_health_metrics_and_draining(client, service):
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").status_code == 200
     post(client, "generate", {"class": 1, "num": 3, "steps": 2})
@@ -282,7 +282,7 @@ def test_health_metrics_and_draining(client, house):
         "arpg_batch_rows_count 2.0",
     ):
         assert line in text.splitlines()
-    house.door.draining = True
+    service.admission.draining = True
     assert client.get("/readyz").status_code == 503
     answer = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(answer, 503)["code"] == "draining"
@@ -290,32 +290,32 @@ def test_health_metrics_and_draining(client, house):
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_full_queue_is_a_429(client, house):
-    house.door.inside = house.door.capacity
+def test_a_full_queue_is_a_429(client, service):
+    service.admission.num_admitted = service.admission.capacity
     answer = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(answer, 429)["type"] == "rate_limit_error"
     assert 1 <= int(answer.headers["retry-after"]) <= 60
-    house.door.inside = 0
+    service.admission.num_admitted = 0
     post(client, "generate", {"class": 1, "steps": 1})
-    assert house.door.inside == 0
+    assert service.admission.num_admitted == 0
 
 
 def test_while_the_model_loads(served, pipeline):
-    from arpg.serve.house import House
+    from arpg.serve.service import ImageService
 
-    client = TestClient(create_app(House(lambda: pipeline, name="small")))  # never opened
+    client = TestClient(create_app(ImageService(lambda: pipeline, name="small")))  # never opened
     assert client.get("/healthz").status_code == 200
     assert client.get("/readyz").status_code == 503
     assert error(client.post("/v1/arpg/generate", json={"class": 1}), 503)["code"] == "loading"
     assert client.get("/v1/models").status_code == 200
 
 
-def test_a_mistake_of_ours_tells_nothing_of_it(client, house, monkeypatch, caplog):
-    def broken(_):
+def test_a_mistake_of_ours_tells_nothing_of_it(client, service, monkeypatch, caplog):
+    def broken(*_):
         raise ZeroDivisionError("a secret detail")
 
     caplog.set_level("CRITICAL")
-    monkeypatch.setattr(house.studies, "generate", broken)
+    monkeypatch.setattr(service.builder, "from_params", broken)
     found = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(found, 500)["type"] == "server_error"
     assert "secret" not in found.text

@@ -8,7 +8,7 @@ import openai
 import pytest
 from PIL import Image
 
-from arpg.serve.keys import Keys
+from arpg.serve.auth import ApiKeys
 from support.small import noise
 
 KEY = "a-key-for-the-official-client"
@@ -16,7 +16,7 @@ KEY = "a-key-for-the-official-client"
 
 @pytest.fixture
 def client(live):
-    address, _ = live(keys=Keys([KEY]))
+    address, _ = live(keys=ApiKeys([KEY]))
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
@@ -120,12 +120,12 @@ def test_errors_are_the_clients_exceptions(client, live):
         client.images.generate(prompt="1", extra_body={"stepz": 3})
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="a-wrong-key-of-the-right-length").models.list()
-    address, house = live(queue=1)
+    address, service = live(max_pending_requests=1)
     other = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-    house.door.inside = 1
+    service.admission.num_admitted = 1
     with pytest.raises(openai.RateLimitError):
         other.images.generate(prompt="1")
-    house.door.inside, house.door.draining = 0, True
+    service.admission.num_admitted, service.admission.draining = 0, True
     with pytest.raises(openai.InternalServerError):
         other.images.generate(prompt="1")
 

@@ -16,11 +16,11 @@ from starlette.testclient import TestClient
 from arpg import Pipeline
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
-from arpg.serve.limits import Limits
+from arpg.serve.schemas import Limits
 from arpg.settings import SamplingSettings
 from arpg.text import Prompts
 from support.http import b64, error, events, picture, pixels, post
-from support.rows import Order, Slow
+from support.rows import SteppedBatcher, SubmittedRows
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
 
 ODD = ["", "  ", "яблоко на столе", "🍓", "两个苹果", "a" * 2000, "tab\tand\nline", "'\"<b>&\\"]
@@ -50,13 +50,13 @@ def pipe(text_model):
 
 
 @pytest.fixture
-def house(served, pipe):
+def service(served, pipe):
     return served(pipeline=pipe)
 
 
 @pytest.fixture
-def client(house):
-    return TestClient(create_app(house), raise_server_exceptions=False)
+def client(service):
+    return TestClient(create_app(service), raise_server_exceptions=False)
 
 
 def test_an_image_is_the_one_that_the_pipeline_makes(client, pipe):
@@ -146,8 +146,8 @@ def test_a_wrong_request_is_told_what_is_wrong(client, route, body, param, says)
 
 
 def test_info_metrics_and_the_servers_own_limit(served, pipe):
-    house = served(pipeline=pipe, limits=Limits(prompt=5))
-    client = TestClient(create_app(house))
+    service = served(pipeline=pipe, limits=Limits(prompt=5))
+    client = TestClient(create_app(service))
     info = client.get("/v1/arpg/info").json()
     assert (info["takes"], info["prompt_tokens"], info["classes"], info["limits"]["prompt"]) == ("text", 7, 0, 5)
     assert client.get("/v1/arpg/classes").json() == {"classes": [], "thumbnails": None}
@@ -245,23 +245,25 @@ PROMPTS = ["apple", "a red star on a blue", "two pears", "", "one two three four
 SETTINGS = SamplingSettings(steps=5, guidance=3.0)
 
 
-def order(pipe, owner, prompt, *, negative=None, settings=SETTINGS, num=1, seed=0):
+def submitted_rows(pipe, owner, prompt, *, negative=None, settings=SETTINGS, num=1, seed=0):
     drawing = pipe.generate_task(prompt=prompt, negative=negative, num_images=num, seed=seed)
-    return Order(pipe.model, owner, settings=settings, request=drawing.next_request())
+    return SubmittedRows(pipe.model, owner, settings=settings, request=drawing.next_request())
 
 
 def test_prompts_of_all_lengths_share_a_batch_and_are_as_alone(pipe):
     """One joins before each step; some lead away from another prompt. Each leaves with the tokens it gets alone."""
-    batcher = Slow(pipe.model, max_batch=16, call=1000)
+    batcher = SteppedBatcher(pipe.model, max_batch=16, call_overhead_tokens=1000)
     try:
-        orders = [order(pipe, i, text, seed=i, negative="star" if i % 2 else None) for i, text in enumerate(PROMPTS)]
-        batcher.put(orders[0].ticket)
-        for made in orders[1:]:
+        submitted = [
+            submitted_rows(pipe, i, text, seed=i, negative="star" if i % 2 else None) for i, text in enumerate(PROMPTS)
+        ]
+        batcher.submit(submitted[0].pending)
+        for made in submitted[1:]:
             assert batcher.stepped.acquire(timeout=30)  # it stands before a step
-            batcher.put(made.ticket)
+            batcher.submit(made.pending)
             batcher.allowed.release()
         batcher.allowed.release(1000)
-        assert all(made.is_right() for made in orders)
+        assert all(made.is_right() for made in submitted)
         assert max(len(who) for who in batcher.seen) == 5
     finally:
         batcher.close()
@@ -274,8 +276,8 @@ def test_every_way_to_draw_takes_prompts_of_all_lengths(pipe):
         SamplingSettings(steps=4, guidance=2.0, temperature=0.5, top_k=5, attention="causal"),
         SamplingSettings(guidance=2.0, decode="exact", attention="causal", draft=3),
     ]
-    orders = [
-        order(
+    submitted = [
+        submitted_rows(
             pipe,
             i,
             PROMPTS[i % 5],
@@ -288,14 +290,14 @@ def test_every_way_to_draw_takes_prompts_of_all_lengths(pipe):
     ]
     batcher = Batcher(pipe.model, max_batch=16)
     try:
-        for made in orders:
-            batcher.put(made.ticket)
-        assert all(made.is_right() for made in orders)
+        for made in submitted:
+            batcher.submit(made.pending)
+        assert all(made.is_right() for made in submitted)
     finally:
         batcher.close()
 
 
-def test_concurrent_requests_get_what_they_get_alone(client, pipe, house):
+def test_concurrent_requests_get_what_they_get_alone(client, pipe, service):
     bodies = [
         {"prompt": PROMPTS[i % 5], "negative": PROMPTS[(i + 1) % 5] if i % 2 else None, "seed": i, "steps": 3 + i % 3}
         for i in range(20)
@@ -310,27 +312,27 @@ def test_concurrent_requests_get_what_they_get_alone(client, pipe, house):
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_painter_takes_prompts(pipe, tmp_path, monkeypatch):
+def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     """What Ray Serve runs on each machine, asked by messages: the model comes from its folder, encoder and all."""
     pytest.importorskip("ray", reason="needs the extra ray")
-    from arpg.serve.house import ServeSettings
-    from arpg.serve.ray_app import Painter
+    from arpg.serve.ray_serve import Replica
+    from arpg.serve.service import ServeSettings
 
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
-    painter = Painter(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
+    replica = Replica(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
     body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}
 
     async def ask():
-        return [message async for message in painter.answer(scope, json.dumps(body).encode())]
+        return [message async for message in replica.respond(scope, json.dumps(body).encode())]
 
     try:
         first, *rest = asyncio.run(ask())
     finally:
-        painter.house.close()
+        replica.service.close()
     assert first["status"] == 200
     answer = json.loads(b"".join(message.get("body", b"") for message in rest))
     assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body)[0])

@@ -31,6 +31,7 @@ from arpg.decode.recording import Recording
 from arpg.errors import require
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
+from arpg.tokenizer import VQTokenizer
 
 PERCENTILES = (50, 95, 99)
 
@@ -102,6 +103,7 @@ def _roofline(
         floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens, weight_size=weights.itemsize)
         found |= {"roofline token images/s": _digits(case.batch / floor), "roofline share": speed * floor / case.batch}
         found["roofline share"] = _digits(found["roofline share"], 3)
+    assert isinstance(pipe.tokenizer, VQTokenizer)
     # A GPU could make pixels in 16 bits, whatever it does.
     own = pipe.tokenizer.pixel_dtype or pipe.tokenizer.dtype
     dtype = torch.bfloat16 if pipe.tokenizer.device.type == "cuda" else own
