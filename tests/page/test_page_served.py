@@ -20,7 +20,7 @@ def garden():
 def test_draw_fill_and_continue_a_picture(live, visit, garden):
     address, _ = live(pipeline=garden)
     page = visit(address)
-    page.fill("#set-steps", "8")
+    page.fill("#set-steps", "4")
     choose(page, "Lemon")
     page.fill("#seed", "3")
     page.evaluate(
@@ -31,11 +31,11 @@ def test_draw_fill_and_continue_a_picture(live, visit, garden):
         }"""
     )
     draw(page)
-    assert any(re.match(r"step [1-8] of 8", text) for text in page.evaluate("seen"))  # watched
+    assert any(re.match(r"step [1-4] of 4", text) for text in page.evaluate("seen"))  # watched
     made = Image.open(io.BytesIO(result(page)))
-    (alone,) = garden.generate("Lemon", seed=3, steps=8)
+    (alone,) = garden.generate("Lemon", seed=3, steps=4)
     assert made.convert("RGB").tobytes() == alone.tobytes()  # the very picture of the command line and of Python
-    assert json.loads(made.text["arpg"])["steps"] == 8
+    assert json.loads(made.text["arpg"])["steps"] == 4
     assert close_to(shown(page), alone)
 
     task(page, "inpaint")

@@ -17,14 +17,19 @@ from support.http import b64, error, events, picture, pixels, post
 from support.small import noise
 
 
+def client_of(service):
+    return TestClient(create_app(service), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def client(served_module):
+    return client_of(served_module())
+
+
 @pytest.fixture
 def service(served):
+    """For tests that change it or count."""
     return served()
-
-
-@pytest.fixture
-def client(service):
-    return TestClient(create_app(service), raise_server_exceptions=False)
 
 
 def test_an_image_is_the_one_that_the_pipeline_makes(client, pipeline):
@@ -268,7 +273,8 @@ def test_there_is_nothing_elsewhere(client, path):
     assert error(client.delete("/v1/arpg/info"), 405)
 
 
-def test_health_metrics_and_draining(client, service):
+def test_health_metrics_and_draining(service):
+    client = client_of(service)
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").status_code == 200
     post(client, "generate", {"class": 1, "num": 3, "steps": 2})
@@ -290,7 +296,8 @@ def test_health_metrics_and_draining(client, service):
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_full_queue_is_a_429(client, service):
+def test_a_full_queue_is_a_429(service):
+    client = client_of(service)
     service.admission.num_admitted = service.admission.capacity
     answer = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(answer, 429)["type"] == "rate_limit_error"
@@ -310,7 +317,9 @@ def test_while_the_model_loads(served, pipeline):
     assert client.get("/v1/models").status_code == 200
 
 
-def test_a_mistake_of_ours_tells_nothing_of_it(client, service, monkeypatch, caplog):
+def test_an_internal_error_reveals_nothing(service, monkeypatch, caplog):
+    client = client_of(service)
+
     def broken(*_):
         raise ZeroDivisionError("a secret detail")
 

@@ -28,12 +28,12 @@ def pipe():
     return Pipeline(controlled_model(), small_tokenizer(), license="MIT")
 
 
-@pytest.fixture
-def service(served, pipe):
-    return served(pipeline=pipe)
+@pytest.fixture(scope="module")
+def service(served_module, pipe):
+    return served_module(pipeline=pipe)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(service):
     return TestClient(create_app(service), raise_server_exceptions=False)
 

@@ -14,9 +14,9 @@ from support.small import noise
 KEY = "a-key-for-the-official-client"
 
 
-@pytest.fixture
-def client(live):
-    address, _ = live(keys=ApiKeys([KEY]))
+@pytest.fixture(scope="module")
+def client(live_module):
+    address, _ = live_module(keys=ApiKeys([KEY]))
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 

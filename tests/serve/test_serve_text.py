@@ -49,12 +49,12 @@ def pipe(text_model):
     return pipeline_of(text_model)
 
 
-@pytest.fixture
-def service(served, pipe):
-    return served(pipeline=pipe)
+@pytest.fixture(scope="module")
+def service(served_module, pipe):
+    return served_module(pipeline=pipe)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(service):
     return TestClient(create_app(service), raise_server_exceptions=False)
 
@@ -297,7 +297,7 @@ def test_every_way_to_draw_takes_prompts_of_all_lengths(pipe):
         batcher.close()
 
 
-def test_concurrent_requests_get_what_they_get_alone(client, pipe, service):
+def test_concurrent_requests_get_what_they_get_alone(client, pipe):
     bodies = [
         {"prompt": PROMPTS[i % 5], "negative": PROMPTS[(i + 1) % 5] if i % 2 else None, "seed": i, "steps": 3 + i % 3}
         for i in range(20)

@@ -54,6 +54,14 @@ class ApiError(Exception):
         return found
 
 
+def check(
+    condition: bool, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+) -> None:
+    """Raise an `ApiError` unless `condition` holds."""
+    if not condition:
+        raise ApiError(status, message, param=param, code=code)
+
+
 def internal_error() -> ApiError:
     """A failure of the server; the details are in its log under the id of the call."""
     return ApiError(500, "generation failed on the server; the details are in its log", code="internal_error")

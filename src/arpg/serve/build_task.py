@@ -16,7 +16,7 @@ from arpg.errors import InputError
 from arpg.extractors import can_extract
 from arpg.image import to_rgb
 from arpg.pipeline import Pipeline
-from arpg.serve.api_error import ApiError
+from arpg.serve.api_error import ApiError, check
 from arpg.serve.schemas import ControlImage, ExtractCondition, Limits, Sampling, TaskParams
 from arpg.settings import EXPAND_METHODS
 from arpg.tasks.control_input import ControlInput
@@ -113,14 +113,13 @@ class TaskBuilder:
         try:
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
                 width, height = image.size
-                if width * height > self.limits.pixels:
-                    raise ApiError(
-                        413,
-                        f"{param} has {width}x{height} pixels; at most {self.limits.pixels} are accepted, make it "
-                        "smaller",
-                        param=param,
-                        code="too_large",
-                    )
+                check(
+                    width * height <= self.limits.pixels,
+                    f"{param} has {width}x{height} pixels; at most {self.limits.pixels} are accepted, make it smaller",
+                    param=param,
+                    code="too_large",
+                    status=413,
+                )
                 return image.convert("RGBA") if alpha else to_rgb(image)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise ApiError(
@@ -145,21 +144,19 @@ class TaskBuilder:
             label, name = {}, "class_"
             if params.class_ is not None:
                 label = {"class_": self._find_class(params.class_, param="class")}
-        if required and name not in label:
-            name = name.rstrip("_")
-            raise ApiError(400, f"no {name} is given; this task needs one", param=name)
+        public = name.rstrip("_")
+        check(not required or name in label, f"no {public} is given; this task needs one", param=public)
         return label
 
     def _texts(self, prompt: str | None, negative: str | None) -> dict[str, Any]:
         texts = {name: text for name, text in (("prompt", prompt), ("negative", negative)) if text is not None}
         for name, text in texts.items():
-            if len(text) > self.limits.prompt:
-                raise ApiError(
-                    400,
-                    f"{name} has {len(text)} characters; at most {self.limits.prompt} are accepted, make it shorter",
-                    param=name,
-                    code="too_long",
-                )
+            check(
+                len(text) <= self.limits.prompt,
+                f"{name} has {len(text)} characters; at most {self.limits.prompt} are accepted, make it shorter",
+                param=name,
+                code="too_long",
+            )
         return texts
 
     def _find_class(self, class_: str | int, *, param: str) -> int:
@@ -183,23 +180,23 @@ class TaskBuilder:
     def _options(self, sampling: Sampling, *, num: int, seed: int | None, best_of: int) -> dict[str, Any]:
         """Return the options of all tasks; numbers and settings are checked here, before any work."""
         limits = self.limits
-        if num > limits.images:
-            raise ApiError(400, f"num is {num}; at most {limits.images} images per request", param="num")
-        if best_of > limits.best_of:
-            raise ApiError(400, f"best_of is {best_of}; at most {limits.best_of} candidates per image", param="best_of")
-        if num * best_of > limits.candidates:
-            raise ApiError(
-                400,
-                f"{num} images, each the best of {best_of}, are {num * best_of} candidates; at most "
-                f"{limits.candidates} per request",
-                param="best_of",
-            )
+        check(num <= limits.images, f"num is {num}; at most {limits.images} images per request", param="num")
+        check(
+            best_of <= limits.best_of,
+            f"best_of is {best_of}; at most {limits.best_of} candidates per image",
+            param="best_of",
+        )
+        check(
+            num * best_of <= limits.candidates,
+            f"num * best_of is {num * best_of}; at most {limits.candidates} candidates per request",
+            param="best_of",
+        )
         given = sampling.given()
         if isinstance(given.get("schedule"), list):
             given["schedule"] = tuple(given["schedule"])
         settings = self.pipeline.sampling.settings(**given)
-        if settings.steps > limits.steps:
-            raise ApiError(400, f"steps is {settings.steps}; at most {limits.steps} are accepted", param="steps")
+        steps = settings.steps
+        check(steps <= limits.steps, f"steps is {steps}; at most {limits.steps} are accepted", param="steps")
         chosen = secrets.randbelow(2**32) if seed is None else seed
         return {"num_images": num, "seed": chosen, "best_of": best_of, "batch_size": num * best_of, **given}
 
@@ -213,33 +210,29 @@ class TaskBuilder:
         if image is None:
             return self.image_size
         mask: Image.Image | None = own.get("mask")
-        if mask is not None and mask.size != image.size:
-            raise ApiError(
-                400,
-                f"the mask is {mask.width}x{mask.height} pixels, the image {image.width}x{image.height}; they must be "
-                "the same size",
-                param="mask",
-            )
+        check(
+            mask is None or mask.size == image.size,
+            f"mask is {_shape(mask)} pixels, image is {_shape(image)}; expected the same size",
+            param="mask",
+        )
         width = image.width + own.get("left", 0) + own.get("right", 0)
         height = image.height + own.get("top", 0) + own.get("bottom", 0)
-        if width * height > self.limits.pixels:
-            raise ApiError(400, f"the result would have {width}x{height} pixels; at most {self.limits.pixels}")
+        most = self.limits.pixels
+        check(width * height <= most, f"the result would have {width}x{height} pixels; at most {most}")
         return width, height
 
     def _check_side(self, size: tuple[int, int]) -> None:
-        if max(size) > self.limits.side:
-            raise ApiError(
-                400,
-                f"the result would have {size[0]}x{size[1]} pixels; at most {self.limits.side} along a side",
-                param="size",
-                code="too_large",
-            )
+        check(
+            max(size) <= self.limits.side,
+            f"the result would have {size[0]}x{size[1]} pixels; at most {self.limits.side} along a side",
+            param="size",
+            code="too_large",
+        )
 
     def _check_tokens(self, task: ImageTask) -> None:
         tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
         most = (self.limits.side // self.pipeline.tokenizer.config.stride) ** 2
-        if tokens > most:
-            raise ApiError(400, f"the result would have {tokens} tokens; at most {most}, request a smaller size")
+        check(tokens <= most, f"the result would have {tokens} tokens; at most {most}, request a smaller size")
 
     def _control_input(self, control: ControlImage, size: tuple[int, int], *, param: str = "control") -> ControlInput:
         """Read a condition image, or extract it at `size` from an image."""
@@ -252,25 +245,27 @@ class TaskBuilder:
                 code="no_control",
             )
         kind = cast(str, control.kind or config.kinds[0])
-        if kind not in config.kinds:
-            raise ApiError(400, f"kind is {kind!r}; the model takes {', '.join(config.kinds)}", param=param)
+        check(kind in config.kinds, f"kind is {kind!r}; the model takes {', '.join(config.kinds)}", param=param)
         if not control.from_image:
             return ControlInput(self._read_base64(control.image, param, alpha=True), kind, control.strength)
-        if not can_extract(kind):
-            raise ApiError(
-                400,
-                f"this server cannot extract {kind} from an image; send a ready-made condition image",
-                param=param,
-                code="no_extractor",
-            )
+        check(
+            can_extract(kind),
+            f"this server cannot extract {kind} from an image; send a ready-made condition image",
+            param=param,
+            code="no_extractor",
+        )
         return ControlInput.from_image(self._read_base64(control.image, param), kind, control.strength, size=size)
+
+
+def _shape(image: Image.Image | None) -> str:
+    return "" if image is None else f"{image.width}x{image.height}"
 
 
 def decode_base64(text: str, *, param: str) -> bytes:
     """Decode a field or a data: URL. Nothing is ever fetched."""
     text = re.sub(r"^data:image/[a-z+.-]{1,20};base64,", "", text)
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", text[:64]):
-        raise ApiError(400, f"{param} is a URL; nothing is fetched here, send the image itself in base64", param=param)
+    is_url = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", text[:64]) is not None
+    check(not is_url, f"{param} is a URL; nothing is fetched here, send the image itself in base64", param=param)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 
-from arpg.serve.api_error import ApiError
+from arpg.serve.api_error import ApiError, check
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.responses import (
@@ -129,9 +129,8 @@ def openai_routes(service: ImageService) -> APIRouter:
     entry = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "arpg"}
 
     def check_model(model: str | None) -> None:
-        if model is not None and model != service.name:
-            message = f"model {model!r} is not served here; expected {service.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        message = f"model {model!r} is not served here; expected {service.name!r}"
+        check(model in (None, service.name), message, param="model", code="model_not_found", status=404)
 
     async def respond(
         call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
@@ -179,10 +178,10 @@ def openai_routes(service: ImageService) -> APIRouter:
             options, label = _options(builder, body), builder.label_of(body.prompt, body.negative)
             image = builder.read_image(files["image"], param="image", alpha=True)
             mask = transparent_part(builder.read_image(files.get("mask", files["image"]), param="mask", alpha=True))
-            if mask.getextrema() == (0, 0):
-                raise ApiError(400, "nothing is transparent in the mask; that is what is edited", param="mask")
-            if _requested_size(body) not in (None, image.size):
-                raise ApiError(400, f"size is {body.size}; an edit is as large as its image", param="size")
+            anything = mask.getextrema() != (0, 0)
+            check(anything, "mask has no transparent pixel; the transparent ones are edited", param="mask")
+            same_size = _requested_size(body) in (None, image.size)
+            check(same_size, f"size is {body.size}; an edit is as large as its image", param="size")
             image = image.convert("RGB")
             return builder.build("inpaint", label, image=image, mask=mask, feather=body.feather, **options)
 
@@ -213,23 +212,20 @@ def _requested_size(params: ImagesParams) -> tuple[int, int] | None:
 
 async def _read_form(call: Request, max_bytes: int) -> tuple[EditParams, dict[str, bytes]]:
     """Read the fields and the files of a multipart form; each may be there once."""
-    if not call.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise ApiError(400, "expected a form (multipart/form-data) with an image and a prompt")
+    is_form = call.headers.get("content-type", "").startswith("multipart/form-data")
+    check(is_form, "the body is not a form; send multipart/form-data with an image and a prompt")
     fields: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     async with call.form(max_files=4, max_fields=64, max_part_size=max_bytes) as form:
         for name, value in form.multi_items():
             name = name.removesuffix("[]")
-            if name in fields or name in files:
-                raise ApiError(400, f"{name} is given more than once; expected one", param=name)
+            check(name not in {**fields, **files}, f"{name} is given more than once; expected one", param=name)
             if isinstance(value, UploadFile):
-                if name not in FORM_FILES:
-                    raise ApiError(400, f"unexpected file {name!r}; expected image and mask", param=name)
+                check(name in FORM_FILES, f"unexpected file {name!r}; expected image and mask", param=name)
                 files[name] = await value.read()
             else:
                 fields[name] = value
-    if "image" not in files:
-        raise ApiError(400, "there is no image in the form; send it as a file", param="image")
+    check("image" in files, "there is no image in the form; send it as a file", param="image")
     if "schedule" in fields and re.fullmatch(r"[\d,\s\[\]]+", fields["schedule"]):
         fields["schedule"] = json.loads(f"[{fields['schedule'].strip().strip('[]')}]")
     try:
