@@ -3,9 +3,9 @@
 Usage: python benchmarks/soak.py [--requests 2000] [--clients 24] [--seed 0] [--output FILE]
 
 The model is tiny and has random weights. Among good requests of every kind there are connections that are dropped, slow
-readers and writers, malformed bodies, pictures that are too large, and steps and tokenizer calls that raise. Good
+readers and writers, malformed bodies, images that are too large, and steps and tokenizer calls that raise. Good
 requests that meet an injected fault are sent again, as a client would. Every answer is compared with what the
-pipeline draws alone.
+pipeline generates alone.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ async def _run(
                 left.append(await _leftover(service))
         finally:
             faults.stop()
-        await run.learn(client)  # it still draws what it drew at first
+        await run.learn(client)  # its results are still those of the start
     run.seconds.sort()
     seconds = {
         f"p{p}": round(run.seconds[min(len(run.seconds) - 1, len(run.seconds) * p // 100)], 3) for p in (50, 95, 99)

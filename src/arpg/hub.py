@@ -13,7 +13,7 @@ from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, bun
 from arpg.classes import imagenet_classes
 from arpg.config import BUNDLED, MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
-from arpg.errors import InputError, require
+from arpg.errors import InputError, first_line, require
 from arpg.settings import SamplingDefaults
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def _fetch(name: str, published: Published, source: Source) -> Path:
         both = (published.model_source, published.tokenizer_source)
         files = " and ".join(f"{s.file} (huggingface.co/{s.repo})" for s in both)
         raise InputError(
-            f"{source.file} could not be fetched ({_first_line(error)}); get {files}, put them into "
+            f"{source.file} could not be fetched ({first_line(error)}); get {files}, put them into "
             f"{by_hand.parent} and run `arpg pull {name}` again"
         ) from None
 
@@ -151,11 +151,7 @@ def _snapshot(repo: str) -> Path:
             fetch(CLASSES)
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"model {repo!r} is no folder here, and the hub did not give it ({_first_line(error)}); "
+            f"model {repo!r} is no folder here, and the hub did not give it ({first_line(error)}); "
             "check the name and the connection, or give the path of a folder"
         ) from None
     return folder
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]

@@ -33,7 +33,7 @@ class Setting:
     hint: str = ""  # what an error adds
     aliases: tuple[str, ...] = ()  # other accepted names: those of diffusers, and former ones
     slider: tuple[float, float, float] | None = None  # lowest, highest and step of a control on a page
-    advanced: bool = False  # shown on demand only
+    advanced: bool = False  # a page shows it on demand only
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,216 +55,177 @@ class Setting:
         require(good, f"{self.name} is {value}; expected {number}{low:g} or more{self.hint}")
 
 
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
-    {
-        setting.name: setting
-        for setting in (
-            Setting(
-                "steps",
-                int,
-                32,
-                "Decoding steps.",
-                minimum=1,
-                maximum=1024,
-                hint=" (32 is a good start)",
-                slider=(1, 256, 1),
-                aliases=("num_inference_steps",),
-            ),
-            Setting(
-                "guidance",
-                float,
-                1.0,
-                "Guidance scale; 1 turns guidance off.",
-                minimum=0,
-                maximum=100,
-                hint=" (1 turns guidance off)",
-                slider=(0, 12, 0.1),
-                aliases=("guidance_scale",),
-            ),
-            Setting(
-                "guidance_schedule",
-                str,
-                "linear",
-                "How the guidance scale changes from step to step.",
-                {
-                    "linear": "Grows from 1 to the full scale with the share of tokens that are known.",
-                    "constant": "The full scale from the first step.",
-                    "none": "No guidance.",
-                },
-            ),
-            Setting(
-                "order",
-                str,
-                "random",
-                "The order in which tokens are decoded.",
-                {
-                    "random": "A uniformly random permutation, as in training.",
-                    "raster": "Row by row.",
-                    "spiral-in": "Along the border first, then inwards.",
-                    "spiral-out": "From the middle outwards.",
-                    "z-curve": "Small squares, then larger ones (Morton order).",
-                    "alternate": "Row by row, every second row from right to left.",
-                    "halton": "Evenly spread over the image at every step.",
-                    "local": "Close to what is known, but the tokens of a step far from each other.",
-                },
-            ),
-            Setting(
-                "schedule",
-                str,
-                "arccos",
-                "How many tokens each step decodes: a name, or the number of tokens of each step.",
-                {
-                    "arccos": "Few tokens at first, many at the end; the paper's choice.",
-                    "cosine": "Very few at first, very many at the end.",
-                    "linear": "The same number in every step.",
-                },
-            ),
-            Setting(
-                "attention",
-                str,
-                "block",
-                "Whether the tokens of a step see each other in Pass 1.",
-                {
-                    "block": "The tokens of a step see each other.",
-                    "causal": "A token sees only those before it, as in training.",
-                },
-            ),
-            Setting(
-                "decode",
-                str,
-                "steps",
-                "The decoding strategy; exact and speculative need causal attention.",
-                {
-                    "steps": "Several tokens at once, as the schedule says.",
-                    "exact": "The tokens of one-at-a-time decoding, in fewer calls of the network.",
-                    "speculative": "The distribution of one-at-a-time decoding, in fewer calls of the network.",
-                },
-            ),
-            Setting(
-                "draft",
-                int,
-                16,
-                "Tokens that exact and speculative decoding draft per call.",
-                minimum=1,
-                maximum=1024,
-                hint=" tokens to draft (16 is good)",
-                slider=(2, 64, 1),
-            ),
-            Setting(
-                "temperature",
-                float,
-                1.0,
-                "Sampling temperature; 0 is greedy.",
-                minimum=0,
-                maximum=100,
-                hint=" (0 is greedy)",
-                slider=(0, 2, 0.05),
-            ),
-            Setting(
-                "top_k",
-                int,
-                None,
-                "Sample from the k most likely codes only.",
-                minimum=1,
-                maximum=2**31,
-                hint=", or nothing for all codes",
-                slider=(0, 2000, 1),
-                advanced=True,
-            ),
-            Setting(
-                "top_p",
-                float,
-                1.0,
-                "Sample from the most likely codes that together reach this probability.",
-                minimum=0,
-                maximum=1,
-                above_minimum=True,
-                slider=(0.05, 1, 0.05),
-                advanced=True,
-            ),
-        )
-    }
+def _table(*settings: Setting) -> Mapping[str, Setting]:
+    return MappingProxyType({setting.name: setting for setting in settings})
+
+
+def _choice(name: str, help: str, choices: Mapping[str, str], *, aliases: tuple[str, ...] = ()) -> Setting:
+    """Return a setting with named choices, the first of which is the default."""
+    return Setting(name, str, next(iter(choices)), help, choices, aliases=aliases)
+
+
+SETTINGS: Mapping[str, Setting] = _table(
+    Setting(
+        "steps",
+        int,
+        32,
+        "Decoding steps.",
+        minimum=1,
+        maximum=1024,
+        slider=(1, 256, 1),
+        hint=" (32 is a good start)",
+        aliases=("num_inference_steps",),
+    ),
+    Setting(
+        "guidance",
+        float,
+        1.0,
+        "Guidance scale; 1 turns guidance off.",
+        minimum=0,
+        maximum=100,
+        hint=" (1 turns guidance off)",
+        slider=(0, 12, 0.1),
+        aliases=("guidance_scale",),
+    ),
+    _choice(
+        "guidance_schedule",
+        "How the guidance scale changes from step to step.",
+        {
+            "linear": "Grows from 1 to the full scale with the share of tokens that are known.",
+            "constant": "The full scale from the first step.",
+            "none": "No guidance.",
+        },
+    ),
+    _choice(
+        "order",
+        "The order in which tokens are decoded.",
+        {
+            "random": "A uniformly random permutation, as in training.",
+            "raster": "Row by row.",
+            "spiral-in": "Along the border first, then inwards.",
+            "spiral-out": "From the middle outwards.",
+            "z-curve": "Small squares, then larger ones (Morton order).",
+            "alternate": "Row by row, every second row from right to left.",
+            "halton": "Evenly spread over the image at every step.",
+            "local": "Close to what is known, but the tokens of a step far from each other.",
+        },
+    ),
+    _choice(
+        "schedule",
+        "How many tokens each step decodes; also a list with the number for each step, like 16,48,80.",
+        {
+            "arccos": "Few tokens at first, many at the end; the paper's choice.",
+            "cosine": "Very few at first, very many at the end.",
+            "linear": "The same number in every step.",
+        },
+    ),
+    _choice(
+        "attention",
+        "Whether the tokens of a step see each other in Pass 1.",
+        {
+            "block": "The tokens of a step see each other.",
+            "causal": "A token sees only those before it, as in training.",
+        },
+    ),
+    _choice(
+        "decode",
+        "The decoding strategy; exact and speculative need causal attention.",
+        {
+            "steps": "Several tokens at once, as the schedule says.",
+            "exact": "The tokens of one-at-a-time decoding, in fewer calls of the network.",
+            "speculative": "The distribution of one-at-a-time decoding, in fewer calls of the network.",
+        },
+    ),
+    Setting(
+        "draft",
+        int,
+        16,
+        "Tokens that exact and speculative decoding draft per call.",
+        minimum=1,
+        maximum=1024,
+        hint=" tokens to draft (16 is good)",
+        slider=(2, 64, 1),
+    ),
+    Setting(
+        "temperature",
+        float,
+        1.0,
+        "Sampling temperature; 0 is greedy.",
+        minimum=0,
+        maximum=100,
+        hint=" (0 is greedy)",
+        slider=(0, 2, 0.05),
+    ),
+    Setting(
+        "top_k",
+        int,
+        None,
+        "Sample from the k most likely codes only.",
+        minimum=1,
+        maximum=2**31,
+        hint=", or nothing for all codes",
+        slider=(0, 2000, 1),
+        advanced=True,
+    ),
+    Setting(
+        "top_p",
+        float,
+        1.0,
+        "Sample from the most likely codes that together reach this probability.",
+        minimum=0,
+        maximum=1,
+        above_minimum=True,
+        slider=(0.05, 1, 0.05),
+        advanced=True,
+    ),
 )
 
-TASK_SETTINGS: Mapping[str, Setting] = MappingProxyType(
-    {
-        setting.name: setting
-        for setting in (
-            Setting(
-                "num_images",
-                int,
-                1,
-                "Number of images.",
-                minimum=1,
-                aliases=("num_images_per_prompt",),
-            ),
-            Setting(
-                "seed",
-                int,
-                0,
-                "Random seed; image i has seed SEED + i.",
-                minimum=0,
-                maximum=2**64 - 1,
-                aliases=("generator",),
-            ),
-            Setting(
-                "best_of",
-                int,
-                1,
-                "Candidates sampled for each image, of which the most likely is kept.",
-                minimum=1,
-                hint=" candidates for each image",
-                slider=(1, 8, 1),
-                advanced=True,
-            ),
-            Setting(
-                "batch_size",
-                int,
-                32,
-                "Images decoded together; does not change them.",
-                minimum=1,
-            ),
-            Setting(
-                "feather",
-                int,
-                0,
-                "Blend this many pixels inside the mask with the original image.",
-                minimum=0,
-                hint=" pixels",
-            ),
-            Setting(
-                "method",
-                str,
-                "checkerboard",
-                "How an image is enlarged.",
-                {
-                    "checkerboard": "Keep every other token of the resized image, sample the rest in one grid.",
-                    "positions": "Spread the image's own tokens over the larger grid, sample those between them.",
-                    "windows": "Keep every other token of the resized image, sample the rest window by window.",
-                },
-                aliases=("way",),
-            ),
-            Setting(
-                "kind",
-                str,
-                "canny",
-                "Kind of the condition image.",
-                {
-                    "canny": "Thin edges, white on black.",
-                    "soft": "Soft edges, brighter where they are stronger.",
-                    "depth": "Depth: near is white, far is black.",
-                },
-            ),
-            Setting(
-                "strength",
-                float,
-                1.0,
-                "Weight of the condition image: 0 ignores it, 1 is as trained.",
-                minimum=0,
-                hint=" (0 ignores the condition image, 1 is as trained)",
-            ),
-        )
-    }
+TASK_SETTINGS: Mapping[str, Setting] = _table(
+    Setting("num_images", int, 1, "Number of images.", minimum=1, aliases=("num_images_per_prompt",)),
+    Setting(
+        "seed", int, 0, "Random seed; image i has seed SEED + i.", minimum=0, maximum=2**64 - 1, aliases=("generator",)
+    ),
+    Setting(
+        "best_of",
+        int,
+        1,
+        "Candidates sampled for each image, of which the most likely is kept.",
+        minimum=1,
+        hint=" candidates for each image",
+        slider=(1, 8, 1),
+        advanced=True,
+    ),
+    Setting("batch_size", int, 32, "Images decoded together; does not change them.", minimum=1),
+    Setting(
+        "feather", int, 0, "Blend this many pixels inside the mask with the original image.", minimum=0, hint=" pixels"
+    ),
+    _choice(
+        "method",
+        "How an image is enlarged.",
+        {
+            "checkerboard": "Keep every other token of the resized image, sample the rest in one grid.",
+            "positions": "Spread the image's own tokens over the larger grid, sample those between them.",
+            "windows": "Keep every other token of the resized image, sample the rest window by window.",
+        },
+        aliases=("way",),
+    ),
+    _choice(
+        "kind",
+        "Kind of the condition image.",
+        {
+            "canny": "Thin edges, white on black.",
+            "soft": "Soft edges, brighter where they are stronger.",
+            "depth": "Depth: near is white, far is black.",
+        },
+    ),
+    Setting(
+        "strength",
+        float,
+        1.0,
+        "Weight of the condition image: 0 ignores it, 1 is as trained.",
+        minimum=0,
+        hint=" (0 ignores the condition image, 1 is as trained)",
+    ),
 )
 
 ORDERS = SETTINGS["order"].names

@@ -9,15 +9,29 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typer.main import get_command
 
-from arpg import Pipeline, __version__
+from arpg import Pipeline, __version__, cli
 from arpg.convert import read_published
+from arpg.settings import SETTINGS, TASK_SETTINGS
 from support.command import check_error
 from support.paths import GOLDEN
 
 
 def generate(run, folder, *more):
     return run("generate", "--model", folder, "--steps", 3, "--device", "cpu", *more)
+
+
+@pytest.mark.parametrize("verb", ["generate", "inpaint", "edit", "outpaint", "expand", "control"])
+def test_sampling_options_are_those_of_the_table(verb):
+    options = {option.name: option for option in get_command(cli.app).commands[verb].params}
+    for name, setting in SETTINGS.items():
+        assert options[name].help.startswith(setting.help)
+        assert options[name].default is None, "what is not given is the model's recommendation"
+        assert all(choice in options[name].help for choice in setting.choices)
+    for name in ("best_of", "batch_size", "kind", "strength", "seed"):
+        assert options[name].help.startswith(TASK_SETTINGS[name].help)
+        assert options[name].default == TASK_SETTINGS[name].default
 
 
 def test_a_sheet(run, folder, tmp_path):

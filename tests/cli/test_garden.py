@@ -1,4 +1,4 @@
-"""The models in the box: small, quick to load, and they draw what they are asked for."""
+"""The bundled models: small, quick to load, and their images show the requested class or prompt."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The model in the box that follows condition images: it does, and nothing that is drawn for it breaks it."""
+"""The bundled model that follows condition images: it does, and no condition image breaks it."""
 
 import dataclasses
 import json
@@ -132,7 +132,7 @@ def test_the_page_shows_the_thumbnails_of_garden():
     assert read_folder(resolve("garden-control")).classes.lines == read_folder(resolve("garden")).classes.lines
 
 
-def test_a_condition_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):
+def test_a_condition_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
     edges, out = tmp_path / "edges.png", tmp_path / "out.png"
     OUTLINES[0].save(edges)
     shared = ["--steps", 1, "--device", "cpu", "-o", out]
@@ -148,4 +148,4 @@ def test_a_condition_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):
             assert json.loads(image.text["arpg"])["model"] == "garden-control"
     assert "differences from garden" in run("info", "garden-control")[1]
     check_error(run("control", edges, "--model", "garden", *shared), "takes no condition images", "garden-control")
-    check_error(run("control", edges, "--prompt", "a lemon", *shared), "no model in the box takes a prompt and")
+    check_error(run("control", edges, "--prompt", "a lemon", *shared), "no bundled model takes a prompt and")

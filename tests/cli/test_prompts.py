@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Pipeline
-from arpg.cli.prompts import Line, read_prompts
+from arpg.cli.generate import PromptLine, read_prompts
 from arpg.text import Prompts
 from support.command import check_error
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
@@ -179,7 +179,7 @@ def test_generate_from_a_file(run, pipe, text_folder, tmp_path):
 def test_prompt_files(tmp_path):
     plain = tmp_path / "p.txt"
     plain.write_text("\ufeffa red apple\n\n# a comment\n  two pears \n", encoding="utf-8")
-    assert read_prompts(plain, "blur") == [Line("a red apple", "blur"), Line("two pears", "blur")]
+    assert read_prompts(plain, "blur") == [PromptLine("a red apple", "blur"), PromptLine("two pears", "blur")]
     lines = tmp_path / "p.jsonl"
     for text, message in (
         ('{"prompt": 3}', 'line 1 has no "prompt"'),
@@ -212,7 +212,7 @@ def test_editing_verbs_take_prompts(run, text_folder, tmp_path):
     assert opened(out).size == (16, 16)
 
 
-def test_a_prompt_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):
+def test_a_prompt_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
     out = tmp_path / "banana.png"
     for what, model in ((("--prompt", "a banana"), "garden-text"), (("--class", "Banana"), "garden")):
         code, _, err = run("generate", *what, "--steps", 1, "-n", 1, "--device", "cpu", "-o", out)

@@ -262,7 +262,7 @@ def test_bad_commands(run, tmp_path):
     for arguments, message in (
         (["control"], "give an image or --condition"),
         (["control", edges, "--condition", edges], "give an image or --condition"),
-        (["control", "--condition", edges, "--from-image"], "--from-image needs a picture"),
+        (["control", "--condition", edges, "--from-image"], "--from-image needs an image"),
         (["control", tmp_path / "none.png"], "does not exist"),
         (["control", edges, "--kind", "sketch"], "'sketch'"),
         (["control", edges, "--strength", "-1"], "strength is -1"),

@@ -11,7 +11,7 @@ from PIL import Image
 
 from arpg import InputError, Request, cli, make_plan
 from arpg.decode.score import fill_bits, make_orders, token_bits
-from arpg.figures import HOLD, PACE, Frames, save_gif
+from arpg.figures import FRAME_MS, LAST_FRAME_MS, Frames, save_gif
 from arpg.image import to_images, to_pil
 from arpg.model import Condition, class_condition
 from arpg.model.rope import grid_places
@@ -288,8 +288,8 @@ def test_a_gif_loops_and_holds_its_last_frame(pipeline, tmp_path):
             gif.seek(k)
             durations.append(gif.info["duration"])
         assert gif.info["loop"] == 0
-        assert durations[-1] == HOLD
-        assert sum(durations) == HOLD + 3 * PACE
+        assert durations[-1] == LAST_FRAME_MS
+        assert sum(durations) == LAST_FRAME_MS + 3 * FRAME_MS
         last = np.asarray(gif.convert("RGB")).astype(int)
     assert abs(last - np.asarray(sheets[-1])).mean() < 8, "a palette of 256 colours"
 
@@ -320,7 +320,7 @@ def test_command_line(folder, tmp_path, monkeypatch, capsys):
         ("edit", source, "--box", "1,1,7,7", "--class", 2),
         ("outpaint", source, "--right", 5, "--bottom", 2),
         ("expand", "--class", 2, "--size", "16x16"),
-        ("expand", source, "--size", "16x16", "--method", "windows"),
+        ("expand", source, "--size", "16x16", "--way", "windows"),  # the former name
     ):
         code, printed = run(*verb, "--gif", gif, "--best-of", 2, "--seed", 4, "-o", out)
         assert code == 0, printed.err

@@ -63,7 +63,7 @@ def commands():
     return {command.name or command.callback.__name__ for command in cli.app.registered_commands}
 
 
-def test_the_command_line_runs_and_draws_what_the_python_draws(prepared, page, tmp_path, monkeypatch):
+def test_the_command_line_and_the_python_make_the_same_image(prepared, page, tmp_path, monkeypatch):
     if prepared not in commands():
         pytest.skip(f"this command line has no {prepared} yet")
     line = snippet(page, "cli")
@@ -81,7 +81,7 @@ def test_the_command_line_runs_and_draws_what_the_python_draws(prepared, page, t
 
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
-def test_curl_asks_what_the_page_asks(prepared, page, fake, tmp_path):
+def test_curl_sends_what_the_page_sends(prepared, page, fake, tmp_path):
     asked = draw(page, prepared)
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
     name, body = fake.asked[-1]

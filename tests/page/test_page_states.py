@@ -30,7 +30,7 @@ def test_busy_waits_and_tries_again(fake, visit):
     assert len(fake.asked) == 3
 
 
-def test_a_server_that_goes_away_is_looked_for(fake, visit):
+def test_the_page_waits_for_a_server_that_stops(fake, visit):
     page = visit(fake.url)
     fake.stop()
     page.click("#go")
@@ -42,7 +42,7 @@ def test_a_server_that_goes_away_is_looked_for(fake, visit):
     fake.break_after = 4  # and one that breaks off in the middle
     page.click("#go")
     page.wait_for_selector("#notice.gone")
-    assert page.is_visible("#actions")  # the last picture is still there
+    assert page.is_visible("#actions")  # the last image is still there
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "in the stream"])
@@ -59,7 +59,7 @@ def test_an_unknown_class_is_answered_with_the_nearest(fake, visit, late):
     assert fake.asked[-1][1]["class"] == "Apple Crimson Snow"
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(fake, visit):
+def test_a_key_is_requested_and_kept_for_the_tab(fake, visit):
     fake.key = "secret"
     page = visit(fake.url, ready=False)
     page.wait_for_selector("#notice.key")

@@ -71,7 +71,7 @@ def test_by_keyboard_alone(page):
     page.wait_for_selector("#actions", state="visible")
 
 
-def test_every_task_asks_with_prompts(page):
+def test_every_task_sends_prompts(page):
     write(page, "apple", "gray")
     draw(page)
     task(page, "inpaint")
@@ -90,8 +90,8 @@ def test_every_task_asks_with_prompts(page):
     assert draw(page, "expand")["prompt"] == "apple"
 
 
-def test_what_was_asked_comes_back(page):
-    """From the history, and from a picture that says how it was made."""
+def test_prompts_are_restored(page):
+    """From the history, and from an image that says how it was made."""
     write(page, PROMPT, "gray")
     page.fill("#set-steps", "5")
     first = draw(page)

@@ -13,7 +13,8 @@ from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.middleware import SECURITY_HEADERS
 from arpg.serve.schemas import Limits
-from support.http import b64, error, events, picture, pixels, post
+from arpg.settings import SETTINGS, TASK_SETTINGS
+from support.http import b64, error, events, image_of, pixels, post
 from support.small import noise
 
 
@@ -38,8 +39,8 @@ def test_an_image_is_the_one_that_the_pipeline_makes(client, pipeline):
     assert [entry["seed"] for entry in answer["images"]] == [7, 8]
     for entry, image in zip(answer["images"], expected, strict=True):
         assert (entry["width"], entry["height"]) == image.size
-        assert np.array_equal(pixels(picture(entry)), pixels(image))
-    about = json.loads(picture(answer["images"][1]).text["arpg"])
+        assert np.array_equal(pixels(image_of(entry)), pixels(image))
+    about = json.loads(image_of(answer["images"][1]).text["arpg"])
     assert about == {**answer["settings"], "seed": 8}
     assert (about["class"], about["steps"], about["model"]) == (3, 5, "small")
 
@@ -58,10 +59,21 @@ def test_every_task_is_the_pipelines(client, pipeline):
     }  # fmt: skip
     for route, (body, expected) in calls.items():
         answer = post(client, route, {"image": b64(source), **body, **options})
-        assert np.array_equal(pixels(picture(answer["images"][0])), pixels(expected[0])), route
+        assert np.array_equal(pixels(image_of(answer["images"][0])), pixels(expected[0])), route
     answer = post(client, "expand", {"size": [16, 16], "class": 2, **options})
     expected = pipeline.expand(None, 2, size=(16, 16), **options)
-    assert np.array_equal(pixels(picture(answer["images"][0])), pixels(expected[0]))
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pixels(expected[0]))
+
+
+def test_the_old_name_of_the_method_is_accepted(client):
+    body = {"size": [16, 16], "class": 2, "seed": 3, "steps": 2}
+    old, new = (post(client, "expand", {**body, name: "windows"}) for name in ("way", "method"))
+    assert old["images"] == new["images"]
+    assert old["settings"]["way"] == "windows"
+    assert error(client.post("/v1/arpg/expand", json={**body, "method": "magic"}), 400)["param"] == "method"
+    expand = client.get("/openapi.json").json()["components"]["schemas"]["Expand"]["properties"]
+    assert "method" in expand
+    assert "way" not in expand
 
 
 def test_a_stream_shows_every_step(client):
@@ -80,10 +92,10 @@ def test_a_stream_shows_every_step(client):
     assert all(sorted(set(row)) == [0, 1, 2, 3] for row in steps[-1][1]["decoded_at"])
     assert done["images"] == post(client, "generate", {**body, "stream": False})["images"]
     shown = Image.open(io.BytesIO(base64.b64decode(steps[-1][1]["previews"][0])))
-    assert np.array_equal(pixels(shown), pixels(picture(done["images"][0])))
+    assert np.array_equal(pixels(shown), pixels(image_of(done["images"][0])))
 
 
-def test_known_tokens_and_windows_are_told(client):
+def test_known_tokens_and_windows_are_reported(client):
     mask = Image.new("L", (8, 8))
     mask.paste(255, (0, 0, 4, 8))
     body = {"image": b64(noise(8, 8)), "mask": b64(mask), "steps": 2, "stream": True}
@@ -105,11 +117,11 @@ def test_the_best_of_several_is_kept(client, pipeline):
     assert len(stream[1][1]["previews"]) == 2
 
 
-def test_no_seed_is_a_random_one_that_is_told(client):
+def test_without_a_seed_a_random_one_is_reported(client):
     one, two = (post(client, "generate", {"class": 1, "seed": None, "steps": 2})["images"][0] for _ in range(2))
     assert one["seed"] != two["seed"]
     again = post(client, "generate", {"class": 1, "seed": one["seed"], "steps": 2})["images"][0]
-    assert picture(again).tobytes() == picture(one).tobytes()
+    assert image_of(again).tobytes() == image_of(one).tobytes()
 
 
 def test_info_and_classes(client, pipeline):
@@ -119,6 +131,17 @@ def test_info_and_classes(client, pipeline):
     assert {choice["name"] for choice in info["choices"]["order"]} >= {"random", "halton"}
     assert all(choice["about"] for choices in info["choices"].values() for choice in choices)
     assert info["limits"]["images"] == 16
+    assert [setting["name"] for setting in info["settings"]] == [*SETTINGS, "best_of"]
+    for setting in info["settings"]:
+        expected = {**SETTINGS, **TASK_SETTINGS}[setting["name"]]
+        assert (setting["help"], setting["type"], setting["minimum"]) == (
+            expected.help,
+            expected.kind.__name__,
+            expected.minimum,
+        )
+        assert setting["choices"] or setting["slider"][0] < setting["slider"][1] <= setting["maximum"]
+    schema = client.get("/openapi.json").json()["components"]["schemas"]["Generate"]["properties"]
+    assert all(schema[name]["description"] == setting.help for name, setting in SETTINGS.items())
     classes = client.get("/v1/arpg/classes").json()
     assert classes["classes"][3] == {"id": 3, "name": "class 3"}
     assert classes["thumbnails"] is None
@@ -147,7 +170,7 @@ def test_info_and_classes(client, pipeline):
         ([], None, "JSON object"),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong(client, body, param, says):
+def test_the_error_names_what_is_wrong(client, body, param, says):
     found = error(client.post("/v1/arpg/generate", content=json.dumps(body), headers=JSON), 400)
     assert says in found["message"]
     assert found["param"] == param
@@ -182,7 +205,7 @@ def test_a_malformed_body_is_a_400(client, content):
         (b64(noise(8, 8), format="BMP"), 400, "whole PNG"),
     ],
 )
-def test_pictures_are_checked_before_they_are_decoded(client, image, status, says):
+def test_images_are_checked_before_they_are_decoded(client, image, status, says):
     found = error(client.post("/v1/arpg/outpaint", json={"image": image, "right": 8}), status)
     assert says in found["message"]
     assert found["param"] == "image"
@@ -193,7 +216,7 @@ def test_a_data_url_is_only_base64(client):
     assert post(client, "outpaint", body)["images"]
 
 
-def test_pictures_must_fit_what_is_asked_of_them(client):
+def test_images_must_fit_the_task(client):
     small, large = b64(noise(8, 8)), b64(noise(9, 8))
     assert error(client.post("/v1/arpg/inpaint", json={"image": small, "mask": large}), 400)["param"] == "mask"
     body = {"image": small, "box": [0, 0, 9, 9], "class": 1}

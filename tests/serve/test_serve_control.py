@@ -1,4 +1,4 @@
-"""A server whose model takes condition images: every task, what is taken from pictures, company in a batch."""
+"""A server whose model takes condition images: every task, what is taken from images, company in a batch."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from arpg import ControlInput, Pipeline, tasks
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
 from arpg.settings import SamplingSettings
-from arpg.tasks import control_input as control_picture
-from support.http import b64, error, picture, pixels, post
+from arpg.tasks import control_input
+from support.http import b64, error, image_of, pixels, post
 from support.rows import SteppedBatcher, SubmittedRows
 from support.small import controlled_model, noise, small_tokenizer
 
@@ -48,7 +48,7 @@ def extractor(monkeypatch):
         assert gate.wait(30)
         return image.convert("L").point(lambda v: 255 * (v > 127))
 
-    monkeypatch.setattr(control_picture, "extract", extract)
+    monkeypatch.setattr(control_input, "extract", extract)
     monkeypatch.setattr("arpg.serve.build_task.can_extract", lambda kind: True)
     return gate
 
@@ -62,7 +62,7 @@ def asked(image, **more):
 
 
 def same(answer, expected):
-    found = [pixels(picture(each)) for each in answer["images"]]
+    found = [pixels(image_of(each)) for each in answer["images"]]
     return all(np.array_equal(a, np.asarray(b)) for a, b in zip(found, expected, strict=True))
 
 
@@ -82,8 +82,8 @@ def test_every_task_is_the_pipelines(client, pipe):
         assert same(answer, call(**steer, **STEPS)), route
         assert answer["settings"]["control"] == {"kind": "depth", "strength": 0.7}
         plain = post(client, route, {**body, "class": 1, **STEPS})
-        assert not same(answer, [picture(each) for each in plain["images"]]), route
-    about = json.loads(picture(answer["images"][0]).text["arpg"])
+        assert not same(answer, [image_of(each) for each in plain["images"]]), route
+    about = json.loads(image_of(answer["images"][0]).text["arpg"])
     assert about["control"] == {"kind": "depth", "strength": 0.7}
 
 
@@ -105,7 +105,7 @@ def test_a_condition_may_be_transparent(client, pipe):
     assert not same(answer, pipe.control(image.convert("RGB"), 2, kind="depth", **STEPS))
 
 
-def test_what_is_taken_from_a_picture(client, pipe, extractor):
+def test_a_condition_is_extracted_from_an_image(client, pipe, extractor):
     photo = noise(30, 21, seed=5)
     answer = post(client, "generate", {"class": 2, "control": asked(photo, from_image=True), **STEPS})
     assert same(answer, pipe.control(photo, 2, kind="depth", from_image=True, **STEPS))
@@ -116,7 +116,7 @@ def test_what_is_taken_from_a_picture(client, pipe, extractor):
     assert same(post(client, "inpaint", body), expected)
     shown = post(client, "condition", {"image": b64(photo), "kind": "depth"})
     assert (shown["kind"], shown["width"], shown["height"]) == ("depth", 8, 8)
-    assert np.array_equal(np.asarray(picture(shown)), np.asarray(pipe.extract_control(photo, "depth").image))
+    assert np.array_equal(np.asarray(image_of(shown)), np.asarray(pipe.extract_control(photo, "depth").image))
 
 
 def test_extraction_does_not_hold_up_the_event_loop(service, extractor):
@@ -151,7 +151,7 @@ def test_extraction_does_not_hold_up_the_event_loop(service, extractor):
         ({"kind": "depth", "from_image": True}, "control", "this server cannot extract depth from an image"),
     ],
 )
-def test_a_wrong_condition_is_told_what_is_wrong(client, monkeypatch, tmp_path, control, param, says):
+def test_the_error_names_what_is_wrong_with_a_condition(client, monkeypatch, tmp_path, control, param, says):
     monkeypatch.setenv("ARPG_HOME", str(tmp_path))
     body = {"class": 1, "control": {"image": b64(noise(8, 8)), **control}}
     found = error(client.post("/v1/arpg/generate", json=body), 400)
@@ -170,7 +170,7 @@ def test_models_without_control_refuse(served):
     assert "takes no condition images" in found["message"]
 
 
-def test_info_tells_the_kinds(client, monkeypatch, tmp_path):
+def test_info_lists_the_kinds(client, monkeypatch, tmp_path):
     monkeypatch.setenv("ARPG_HOME", str(tmp_path))
     monkeypatch.setattr("arpg.serve.schemas.can_extract", lambda kind: kind == "canny")
     control = client.get("/v1/arpg/info").json()["control"]

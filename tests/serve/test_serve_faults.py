@@ -78,7 +78,7 @@ def ask(address, body=None, path="/v1/arpg/generate"):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_place_within_a_step(live, brake, stream):
+def test_a_disconnect_frees_its_rows_within_a_step(live, brake, stream):
     address, service = live()
     connection = send(address, {"class": 1, "steps": 16, "num": 4, "stream": stream})
     brake.reached()
@@ -114,7 +114,7 @@ def test_a_client_that_does_not_read_is_given_up(live, monkeypatch):
     connection.close()
 
 
-def test_a_full_house(live, brake):
+def test_too_many_pending_requests(live, brake):
     address, service = live(max_pending_requests=2)
     first, second = (send(address, {"class": i, "steps": 1}) for i in range(2))
     assert until(lambda: service.admission.num_admitted == 2)
@@ -169,7 +169,7 @@ def test_requests_at_the_same_time_get_what_they_get_alone(live):
     assert found == alone
 
 
-def test_sigterm_finishes_what_is_inside(folder, tmp_path):
+def test_sigterm_finishes_admitted_requests(folder, tmp_path):
     """A real process: the stream that is running ends well, new work gets a 503, then it is gone."""
     command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ARPG_API_KEYS": ""}

@@ -46,7 +46,7 @@ def test_the_server_keeps_to_its_schema(service, mode):
         @hypothesis.seed(1)
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def keeps_to_it(case):
-            # That a class exists, or that a picture is one, no schema can say.
+            # That a class exists, or that an image is one, no schema can say.
             answer = case.call_and_validate(excluded_checks=[schemathesis.checks.positive_data_acceptance])
             assert answer.status_code < 500
 

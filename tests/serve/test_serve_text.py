@@ -19,7 +19,7 @@ from arpg.serve.batcher import Batcher
 from arpg.serve.schemas import Limits
 from arpg.settings import SamplingSettings
 from arpg.text import Prompts
-from support.http import b64, error, events, picture, pixels, post
+from support.http import b64, error, events, image_of, pixels, post
 from support.rows import SteppedBatcher, SubmittedRows
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
 
@@ -64,17 +64,17 @@ def test_an_image_is_the_one_that_the_pipeline_makes(client, pipe):
     answer = post(client, "generate", body)
     options = {"num_images": 2, "seed": 7, "steps": 5, "guidance": 3.0}
     expected = pipe.generate(prompt="a red star", negative="pear", **options)
-    assert [np.array_equal(pixels(picture(e)), i) for e, i in zip(answer["images"], expected, strict=True)] == [
+    assert [np.array_equal(pixels(image_of(e)), i) for e, i in zip(answer["images"], expected, strict=True)] == [
         True
     ] * 2
-    about = json.loads(picture(answer["images"][1]).text["arpg"])
+    about = json.loads(image_of(answer["images"][1]).text["arpg"])
     assert about == {**answer["settings"], "seed": 8}
     assert (about["prompt"], about["negative"], about["task"]) == ("a red star", "pear", "generate")
     assert "class" not in about
     without = post(client, "generate", {**body, "negative": None})
     assert "negative" not in without["settings"]
     assert without["images"][0]["png"] != answer["images"][0]["png"]
-    assert np.array_equal(pixels(picture(without["images"][0])), pipe.generate(prompt="a red star", **options)[0])
+    assert np.array_equal(pixels(image_of(without["images"][0])), pipe.generate(prompt="a red star", **options)[0])
 
 
 def test_every_task_takes_prompts(client, pipe):
@@ -90,13 +90,13 @@ def test_every_task_takes_prompts(client, pipe):
     }
     for route, (body, call) in calls.items():
         answer = post(client, route, {"image": b64(source), **body, **texts, **options})
-        assert np.array_equal(pixels(picture(answer["images"][0])), call(**texts, **options)[0]), route
+        assert np.array_equal(pixels(image_of(answer["images"][0])), call(**texts, **options)[0]), route
         if route != "edit":  # without a prompt: what fits
             answer = post(client, route, {"image": b64(source), **body, **options})
-            assert np.array_equal(pixels(picture(answer["images"][0])), call(**options)[0]), route
+            assert np.array_equal(pixels(image_of(answer["images"][0])), call(**options)[0]), route
             assert answer["settings"]["prompt"] is None
     answer = post(client, "expand", {"size": [16, 16], **texts, **options})
-    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.expand(size=(16, 16), **texts, **options)[0])
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.expand(size=(16, 16), **texts, **options)[0])
     best = post(client, "generate", {**texts, **options, "best_of": 3})
     drawing = pipe.generate_task(**texts, **options, best_of=3)
     drawing.run()
@@ -110,15 +110,15 @@ def test_a_stream_shows_every_step(client):
     assert [data["step"] for _, data in steps] == [1, 2, 3, 4]
     assert done["images"] == post(client, "generate", body)["images"]
     shown = Image.open(io.BytesIO(base64.b64decode(steps[-1][1]["previews"][0])))
-    assert np.array_equal(pixels(shown), pixels(picture(done["images"][0])))
+    assert np.array_equal(pixels(shown), pixels(image_of(done["images"][0])))
 
 
 @pytest.mark.parametrize("prompt", ODD)
 def test_odd_prompts_are_prompts(client, pipe, prompt):
     answer = post(client, "generate", {"prompt": prompt, "steps": 2, "seed": 1})
     assert answer["settings"]["prompt"] == prompt
-    assert json.loads(picture(answer["images"][0]).text["arpg"])["prompt"] == prompt
-    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(prompt=prompt, steps=2, seed=1)[0])
+    assert json.loads(image_of(answer["images"][0]).text["arpg"])["prompt"] == prompt
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(prompt=prompt, steps=2, seed=1)[0])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_odd_prompts_are_prompts(client, pipe, prompt):
         ("expand", {"size": [16, 16]}, "prompt", "no prompt is given"),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong(client, route, body, param, says):
+def test_the_error_names_what_is_wrong(client, route, body, param, says):
     headers = {"content-type": "application/json"}
     found = error(client.post(f"/v1/arpg/{route}", content=json.dumps(body), headers=headers), 400)
     assert says in found["message"]
@@ -269,7 +269,7 @@ def test_prompts_of_all_lengths_share_a_batch_and_are_as_alone(pipe):
         batcher.close()
 
 
-def test_every_way_to_draw_takes_prompts_of_all_lengths(pipe):
+def test_every_strategy_takes_prompts_of_all_lengths(pipe):
     kinds = [
         SETTINGS,
         SamplingSettings(steps=8, guidance=1.0),
@@ -305,7 +305,7 @@ def test_concurrent_requests_get_what_they_get_alone(client, pipe):
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda body: post(client, "generate", {**body, "guidance": 3.0}), bodies))
     for body, answer in zip(bodies, answers, strict=True):
-        assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body, guidance=3.0)[0]), body
+        assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(**body, guidance=3.0)[0]), body
 
 
 # Many machines
@@ -335,4 +335,4 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
         replica.service.close()
     assert first["status"] == 200
     answer = json.loads(b"".join(message.get("body", b"") for message in rest))
-    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body)[0])
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(**body)[0])

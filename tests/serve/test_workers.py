@@ -1,4 +1,4 @@
-"""The tokenizer's thread: finished pictures first and alone, previews together, failures to those who asked."""
+"""The tokenizer's thread: finished images first and alone, previews together, failures to those who asked."""
 
 import threading
 
@@ -63,7 +63,7 @@ def test_previews_wait_and_share_a_call():
         torch.testing.assert_close(found[i], expected)
 
 
-def test_a_failure_is_told_to_who_asked_and_the_thread_goes_on():
+def test_a_failure_is_raised_in_the_caller_and_the_thread_goes_on():
     shared = TokenizerThread(small_tokenizer(), max_batch=4)
     with pytest.raises(Exception, match="index"):
         shared.decode(torch.full((1, 16), 999), (4, 4))

@@ -14,9 +14,9 @@ from arpg.extractors import (
     depth_map,
     extract,
     open_depth,
-    ready_made,
     soft_edges,
-    stretched,
+    stretch_to_grey,
+    to_condition,
 )
 from arpg.settings import CONTROL_KINDS
 from support.small import noise
@@ -162,10 +162,10 @@ def test_depth_by_transformers(tmp_path):
 
 
 def test_grey_from_depth():
-    assert stretched(np.array([[2.0, 4.0], [3.0, 2.0]])).tolist() == [[0, 255], [128, 0]]
-    assert (stretched(np.full((2, 2), 7.0)) == 128).all()
+    assert stretch_to_grey(np.array([[2.0, 4.0], [3.0, 2.0]])).tolist() == [[0, 255], [128, 0]]
+    assert (stretch_to_grey(np.full((2, 2), 7.0)) == 128).all()
     with pytest.raises(InputError, match="not numbers"):
-        stretched(np.array([[np.nan]]))
+        stretch_to_grey(np.array([[np.nan]]))
 
 
 def test_known_depth_is_white_where_it_is_near():
@@ -177,9 +177,9 @@ def test_known_depth_is_white_where_it_is_near():
 
 def test_ready_made_conditions_stay():
     drawn = np.asarray(noise(9, 7).convert("L"))
-    assert np.array_equal(np.asarray(ready_made(Image.fromarray(drawn))), drawn)
-    assert ready_made(Image.new("RGBA", (3, 3), (255, 255, 255, 0))).getextrema() == (0, 0)
-    assert ready_made(Image.fromarray(np.full((2, 2), 65535, np.uint16))).getextrema() == (255, 255)
+    assert np.array_equal(np.asarray(to_condition(Image.fromarray(drawn))), drawn)
+    assert to_condition(Image.new("RGBA", (3, 3), (255, 255, 255, 0))).getextrema() == (0, 0)
+    assert to_condition(Image.fromarray(np.full((2, 2), 65535, np.uint16))).getextrema() == (255, 255)
 
 
 def test_bad_kind():

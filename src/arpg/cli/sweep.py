@@ -10,7 +10,7 @@ import typer
 
 from arpg import config as configs
 from arpg import settings as settings_table
-from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err, out, parse_values
+from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err, out, parse_values
 from arpg.cli.sample import LikeOption, choose_labels, image_progress
 from arpg.errors import one_of, require
 from arpg.image import check_writable

@@ -84,11 +84,10 @@ class TaskBuilder:
         built: ImageTask = getattr(self.pipeline, f"{task}_task")(**arguments)
         self._check_tokens(built)
         shown = {"prompt": None, **label} if self.takes_text else {"class": label.get("class_")}
-        shown |= {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in own.items()
-            if name not in ("image", "mask", "feather")
-        }
+        for name, value in own.items():
+            if name not in ("image", "mask", "feather"):
+                key = "way" if name == "method" else name  # the metadata of images has the old name
+                shown[key] = list(value) if isinstance(value, tuple) else value
         for each in built.spec.controls:
             shown["control"] = {"kind": each.kind, "strength": each.strength}
         return built, {"model": self.name, "task": task, **shown}

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from arpg.config import ControlConfig
 from arpg.errors import present
-from arpg.extractors import extract, ready_made
+from arpg.extractors import extract, to_condition
 from arpg.image import adm_crop, to_rgb
 from arpg.settings import TASK_SETTINGS
 
@@ -56,7 +56,7 @@ class ControlInput:
 
     def fit(self, size: tuple[int, int], part: Part | None = None) -> Image.Image:
         """Return `part` of the image at (width, height), greyscale; None: a centre crop of the size's aspect ratio."""
-        grey = ready_made(self.image)
+        grey = to_condition(self.image)
         left, top, right, bottom = _centre(grey.size, size) if part is None else part
         box = (left * grey.width, top * grey.height, right * grey.width, bottom * grey.height)
         if grey.size == size and box == (0, 0, *size):
