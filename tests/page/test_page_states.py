@@ -132,16 +132,23 @@ def test_dark_follows_the_system_or_the_button(visit):
     assert lightness(visit(color_scheme="light")) > 220
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"])
-def test_axe_finds_nothing_serious(visit, fake, options):
+@pytest.mark.parametrize(
+    ("options", "rules"),
+    [
+        ({}, None),
+        ({"color_scheme": "dark"}, ["color-contrast"]),  # names and roles do not depend on colours and sizes
+        (PHONE, ["color-contrast", "target-size", "scrollable-region-focusable", "aria-hidden-focus"]),
+    ],
+    ids=["light", "dark", "phone"],
+)
+def test_axe_finds_nothing_serious(visit, fake, options, rules):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install '.[dev]'").Axe()
     page = visit(fake.url, **options)
 
-    # Only the colours of the dark page are others than those of the light one.
-    rules = {"runOnly": {"type": "rule", "values": ["color-contrast"]}} if "color_scheme" in options else None
+    chosen = None if rules is None else {"runOnly": {"type": "rule", "values": rules}}
 
     def serious(where):
-        found = axe.run(page, options=rules).response["violations"]
+        found = axe.run(page, options=chosen).response["violations"]
         return [(where, one["id"], [node["html"][:90] for node in one["nodes"]]) for one in found]
 
     problems = serious("empty")

@@ -41,9 +41,8 @@ class TaskBuilder:
         needs_label |= task == "expand" and params.image is None
         label = self._label(params, required=needs_label)
         own: dict[str, Any] = {}
-        for name in type(params).model_fields.keys() - TaskParams.model_fields.keys():
-            value = getattr(params, name)
-            if value is None:
+        for name, value in params:
+            if name in TaskParams.model_fields or value is None:
                 continue
             if name in ("image", "mask"):
                 value = self._read_base64(value, name)
@@ -73,7 +72,8 @@ class TaskBuilder:
     ) -> BuiltTask:
         """Build `pipe.TASK_task(...)`; `label` is what `label_of` returns, `own` the parameters of this task alone."""
         if task == "expand":
-            own = {"image": None, "method": EXPAND_METHODS[0], **own}
+            own = {"image": None, **own}
+            own.setdefault("method", EXPAND_METHODS[0])
         result_size = self._check_sizes(task, own)
         options = self._options(sampling, num=num, seed=seed, best_of=best_of)
         if control is not None:
