@@ -22,7 +22,7 @@ from ablation_lines import BITS
 
 from arpg import Pipeline
 from arpg.data.images import concatenate, open_images
-from arpg.decode.score import make_orders, token_bits
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.files import write_whole
 from arpg.image import adm_crop, to_images
 from arpg.settings import ORDERS

@@ -30,7 +30,7 @@ from arpg import Pipeline, make_plan, tasks
 from arpg.config import EXPAND_METHODS
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.data.pixels import eval_pixels
-from arpg.decode.score import make_orders, token_bits
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.classifier import Classifier, accuracy, predict, train_classifier
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.kernel import KernelDistance, kernel_distance

@@ -15,15 +15,15 @@ from PIL import Image
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.decode import Engine
+from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
 from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import to_rgb
-from arpg.likelihood import picture_bits
 from arpg.model import ARPG
 from arpg.quantization.precision import Precision, to_precision
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, SamplingDefaults, canonical_names
-from arpg.tasks import Label, Prompt, stages
+from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.canvas import Box, Canvas, box_mask
 from arpg.tasks.control_input import ControlInput, Controls, check_controls
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
@@ -104,7 +104,7 @@ class Pipeline:
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
         bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `dtype` is its old name.
-        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
+        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.engine`).
         The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)
@@ -384,8 +384,8 @@ class Pipeline:
         Their mean is the bits per token. The image is centre-cropped to the model's size. Without a class or prompt it
         is the unconditional likelihood.
         """
-        labels = [self._label(class_, prompt, None)]
-        found = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
+        labels = label_condition(self.model, [self._label(class_, prompt, None)])
+        found = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
         bits: NDArray[np.float32] = found[0]
         return bits
 
@@ -394,8 +394,8 @@ class Pipeline:
         require(
             self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
         )
-        labels = range(self.model.config.num_classes)
-        bits = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
+        labels = label_condition(self.model, range(self.model.config.num_classes))
+        bits = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
 

@@ -43,7 +43,7 @@ class Setting:
     def check(self, value: Any) -> None:
         """Raise an `InputError` unless `value` is allowed."""
         if self.choices:
-            one_of(self.name, value, self.names)
+            one_of(self.name, value, self.names, self.hint)
             return
         low = self.minimum
         if low is None:
@@ -59,9 +59,9 @@ def _table(*settings: Setting) -> Mapping[str, Setting]:
     return MappingProxyType({setting.name: setting for setting in settings})
 
 
-def _choice(name: str, help: str, choices: Mapping[str, str], *, aliases: tuple[str, ...] = ()) -> Setting:
+def _choice(name: str, help: str, choices: Mapping[str, str], **more: Any) -> Setting:
     """Return a setting with named choices, the first of which is the default."""
-    return Setting(name, str, next(iter(choices)), help, choices, aliases=aliases)
+    return Setting(name, str, next(iter(choices)), help, choices, **more)
 
 
 SETTINGS: Mapping[str, Setting] = _table(
@@ -112,12 +112,13 @@ SETTINGS: Mapping[str, Setting] = _table(
     ),
     _choice(
         "schedule",
-        "How many tokens each step decodes; also a list with the number for each step, like 16,48,80.",
+        "How many tokens each step decodes.",
         {
             "arccos": "Few tokens at first, many at the end; the paper's choice.",
             "cosine": "Very few at first, very many at the end.",
             "linear": "The same number in every step.",
         },
+        hint=" or the tokens of each step, like 16,48,80",
     ),
     _choice(
         "attention",
@@ -283,7 +284,7 @@ class SamplingSettings:
 
     def _check_schedule(self) -> None:
         if isinstance(self.schedule, str):
-            one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
+            SETTINGS["schedule"].check(self.schedule)
         else:
             require(
                 len(self.schedule) >= 1 and min(self.schedule) >= 1,

@@ -203,7 +203,7 @@ def test_info_and_classes(run, folder):
     check_error(run("pull", "arpg-m"), "'arpg-m'", "arpg-xl")
 
 
-def test_grid_picture(run, tmp_path):
+def test_grid_image(run, tmp_path):
     assert run("plan", "--grid", "6x8", "--steps", 5, "-o", tmp_path / "plan.png")[0] == 0
     with Image.open(tmp_path / "plan.png") as image:
         assert image.width > image.height > 200
@@ -236,7 +236,7 @@ def test_as_a_process(tmp_path):
 
 
 def test_engines(run, folder, tmp_path):
-    """Any that can be had draws the same picture; the others are one line."""
+    """Every available engine makes the same image; the others are an error of one line."""
     for engine in ("auto", "eager"):
         assert generate(run, folder, "-c", 1, "-n", 1, "--engine", engine, "-o", tmp_path / f"{engine}.png")[0] == 0
     pixels = [np.asarray(Image.open(tmp_path / f"{engine}.png")) for engine in ("auto", "eager")]

@@ -51,7 +51,7 @@ def plain(pipe):
     return pipe.generate(NAMES, **STEPS)
 
 
-def test_what_is_drawn_has_the_edges_of_the_drawing(pipe, plain):
+def test_what_is_sampled_has_the_edges_of_the_drawing(pipe, plain):
     led = pipe.generate(NAMES, control=[ControlInput(outline) for outline in OUTLINES], **STEPS)
     assert against_outlines(led).f1_n.min() > 0.6
     assert against_outlines(plain).f1_n.max() < 0.4
@@ -63,7 +63,7 @@ def test_strength_zero_is_the_model_without_control(pipe, plain):
 
 
 def test_what_is_near_stands_before_the_rest(pipe):
-    """Depth, without a class: where the shape ends, what is drawn has an edge."""
+    """Depth, without a class: where the shape ends, what is sampled has an edge."""
     shapes = [ellipses(boxes, fill=200) for boxes in BOXES]
     led = [pipe.control(shape, kind="depth", **STEPS)[0] for shape in shapes]
     assert against_outlines(led).recall_n.min() > 0.8
@@ -88,7 +88,7 @@ def test_without_a_condition_it_is_the_base_architecture():
 
 @pytest.mark.parametrize("kind", ["canny", "depth"])
 def test_odd_conditions(pipe, kind):
-    """What it was never shown still gives finite queries, no larger than those of a drawing, and whole pictures."""
+    """Conditions unlike the training data give finite queries, no larger than those of a drawing, and whole images."""
     dot = np.zeros((96, 96), np.uint8)
     dot[40, 50] = 255
     odd = [
@@ -112,7 +112,7 @@ def test_odd_conditions(pipe, kind):
     assert [image.size for image in images] == [(96, 96)] * len(odd)
 
 
-def test_no_edges_ask_for_an_empty_picture(pipe):
+def test_no_edges_ask_for_an_empty_image(pipe):
     (image,) = pipe.control(Image.new("L", (96, 96)), "Banana", **STEPS)
     assert not edge_maps(np.asarray(image)[None]).any()
 

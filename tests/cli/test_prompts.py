@@ -1,4 +1,4 @@
-"""Prompts through the pipeline and the command line: every picture task, seeds, files, clear errors."""
+"""Prompts through the pipeline and the command line: every image task, seeds, files, clear errors."""
 
 import json
 
@@ -68,8 +68,8 @@ def test_each_image_may_have_its_own_seed(pipe):
         pipe.generate(prompt="apple", seed=[1, 2], steps=3)
 
 
-def test_every_picture_task_takes_prompts(pipe):
-    """What is outside the mask stays; inside, another prompt gives another picture."""
+def test_every_image_task_takes_prompts(pipe):
+    """What is outside the mask stays; inside, another prompt gives another image."""
     picture = noise(8, 8, seed=2)
     mask = Image.fromarray(np.pad(np.full((4, 4), 255, np.uint8), 2))
     calls = {

@@ -89,8 +89,8 @@ def test_other_ways_to_decode(pipe, decode):
         assert same(exact, pipe.control(grey(), 1, kind="depth", guidance=2.0, **one_by_one))
 
 
-def test_a_picture_that_is_inpainted_sees_its_part(pipe):
-    """The view of a long picture is a part of it, and so is that of its condition image, whatever its size."""
+def test_an_image_that_is_inpainted_sees_its_part(pipe):
+    """The view of a long image is a part of it, and so is that of its condition image, whatever its size."""
     picture, mask = noise(24, 8), Image.new("L", (24, 8))
     mask.paste(255, (17, 2, 22, 6))
     control = grey(24, 8, seed=1)
@@ -177,7 +177,7 @@ def test_odd_conditions_do_not_break_it(pipe, name):
 
 
 def test_from_an_image(pipe, extractor):
-    """The picture is cut to the model's size first, then its condition is taken."""
+    """The image is cut to the model's size first, then its condition is taken."""
     picture = noise(30, 20)
     seen = pipe.extract_control(picture, "depth")
     assert seen.image.size == (8, 8)

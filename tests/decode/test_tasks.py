@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Request, cli, make_plan
-from arpg.decode.score import fill_bits, make_orders, token_bits
+from arpg.decode.likelihood import fill_bits, make_orders, token_bits
 from arpg.figures import FRAME_MS, LAST_FRAME_MS, Frames, save_gif
 from arpg.image import to_images, to_pil
 from arpg.model import Condition, class_condition
-from arpg.model.rope import grid_places
+from arpg.model.rope import grid_positions
 from arpg.settings import EXPAND_METHODS, ORDERS, SCHEDULES
 from arpg.tasks.stages import MAX_TOKENS, expand_stage
 from support.decoding import decode_request
@@ -69,7 +69,7 @@ def test_every_task_previews_each_step_and_ends_in_its_images(pipeline, name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_picture_depends_on_its_seed_alone(pipeline, name):
+def test_an_image_depends_on_its_seed_alone(pipeline, name):
     second = begin(pipeline, name, seed=5)
     images = second.run()
     assert second.seeds == [5, 6]
@@ -177,9 +177,9 @@ def test_bits_of_a_fill_follow_its_places(pipeline):
     request = Request.from_nothing(class_condition(model, torch.tensor([1])), (4, 4), (0,))
     whole = token_bits(model, ids, request.condition, make_orders("random", (4, 4), range(1))).sum()
     assert fill_bits(model, request, ids).item() == pytest.approx(whole.item(), rel=1e-5)
-    same_places = dataclasses.replace(request, place_N2=grid_places(4, 4))
+    same_places = dataclasses.replace(request, pos_N2=grid_positions(4, 4))
     assert fill_bits(model, same_places, ids).item() == pytest.approx(whole.item(), rel=1e-5)
-    squeezed = dataclasses.replace(request, place_N2=grid_places(4, 4) / 2)
+    squeezed = dataclasses.replace(request, pos_N2=grid_positions(4, 4) / 2)
     assert abs(fill_bits(model, squeezed, ids).item() - whole.item()) > 1e-2
     closed = dataclasses.replace(request, known_BN=torch.ones(1, 16, dtype=torch.bool))
     assert fill_bits(model, closed, ids).item() == 0
@@ -196,14 +196,14 @@ def test_expansion_keeps_tokens_at_their_places(pipeline):
     assert torch.equal(request.ids_BN.reshape(8, 8)[::2, ::2], small)
     assert request.known_BN.sum() == 16
     assert request.known_BN.reshape(8, 8)[::2, ::2].all()
-    assert torch.equal(request.places().reshape(8, 8, 2)[::2, ::2], grid_places(4, 4).reshape(4, 4, 2))
-    assert request.places().max() <= 3.5
+    assert torch.equal(request.positions().reshape(8, 8, 2)[::2, ::2], grid_positions(4, 4).reshape(4, 4, 2))
+    assert request.positions().max() <= 3.5
 
     request = pipeline.expand_task(image, 1, size=(16, 16), method="checkerboard").next_request()
     board = torch.arange(8)[:, None].add(torch.arange(8)) % 2 == 0
     assert torch.equal(request.known_BN.reshape(8, 8), board)
     assert torch.equal(request.ids_BN.reshape(8, 8)[board], large_ids[board])
-    assert torch.equal(request.places(), grid_places(8, 8) / 2)
+    assert torch.equal(request.positions(), grid_positions(8, 8) / 2)
 
     task = pipeline.expand_task(image, 1, size=(16, 16), method="windows", steps=3)
     seen = torch.zeros(8, 8, dtype=torch.int64)
@@ -212,7 +212,7 @@ def test_expansion_keeps_tokens_at_their_places(pipeline):
     assert (seen[~board] >= 1).all()
     request = task.next_request()
     assert request.grid == (4, 4)
-    assert request.place_N2 is None
+    assert request.pos_N2 is None
     assert request.known_BN.sum() == 8
     task.run()
     assert torch.equal(task._ids_Chw[0][board], large_ids[board])
@@ -232,7 +232,7 @@ def test_any_size_of_the_same_shape(pipeline, method, own, size):
             assert stage.pos_N2.max() < 4
 
 
-def test_a_generated_picture_is_expanded_like_a_given_one(pipeline):
+def test_a_generated_image_is_expanded_like_a_given_one(pipeline):
     (small,) = pipeline.generate(2, seed=9, steps=3)
     task = pipeline.expand_task(None, 2, size=(16, 16), method="positions", seed=9, steps=3)
     *_, last = task.steps()
@@ -357,7 +357,7 @@ def test_command_line(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_previews_show_what_is_not_there_yet_in_grey(pipeline):
-    """In the second window of an outpainting the first one is drawn, the next is not."""
+    """In the second window of an outpainting the first one is sampled, the next is not."""
     task = pipeline.outpaint_task(Image.new("RGB", (8, 8), "black"), 2, right=16, steps=2)
     assert len(task) > 1
     grey = np.asarray(to_pil(torch.full((1, 3, 1, 1), 0.75))[0])[0, 0]

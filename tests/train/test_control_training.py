@@ -331,7 +331,7 @@ def test_the_compiler_keeps_a_version_for_every_use(monkeypatch):
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
         encoder = dataclasses.replace(CONTROL, layers=1)
         model = controlled_model(dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=1, control=encoder))
-        model.compile_parts()
+        model.compile_blocks()
         for learning, batch in ((True, 2), (True, 3), (False, 3)):
             model.train(learning)
             labels, pixels = torch.zeros(batch, dtype=torch.long), torch.zeros(batch, 8, 8, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Condition images: what is drawn from a picture, and what goes wrong clearly."""
+"""Condition images: extraction from images, and clear errors."""
 
 import sys
 
@@ -135,7 +135,7 @@ def test_bad_networks(tmp_path, monkeypatch):
 
 
 def test_depth_by_transformers(tmp_path):
-    """A tiny DPT: the map of the network, at the picture's size, larger is nearer."""
+    """A tiny DPT: the map of the network, at the image's size, larger is nearer."""
     transformers = pytest.importorskip("transformers")
     config = transformers.DPTConfig(
         hidden_size=16,

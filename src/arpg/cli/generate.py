@@ -20,11 +20,11 @@ from arpg.cli.options import (
     GridOption,
     SamplingOptions,
     ScheduleOption,
+    add_options,
     out,
     parse_grid,
     parse_schedule,
     progress_bar,
-    read_options,
     setting_option,
     with_sampling_options,
 )
@@ -143,12 +143,12 @@ def _read_label(
 
 def with_task_options(command: Command) -> Command:
     """Give a command the options of sampling and output; its parameters `sampling` and `output` receive them."""
-    return with_sampling_options(read_options(command, "output", _read_output))
+    return with_sampling_options(add_options(command, _read_output, "output"))
 
 
 def with_image_options(command: Command) -> Command:
     """Also give a command options for one class or prompt, which its parameter `label` receives."""
-    return with_task_options(read_options(command, "label", _read_label))
+    return with_task_options(add_options(command, _read_label, "label"))
 
 
 @with_task_options

@@ -201,7 +201,7 @@ def _info_all() -> None:
 
     import arpg
     from arpg.checkpoint import bundled_folder, read_folder
-    from arpg.decode.execution import choose_mode
+    from arpg.decode.engine import choose_mode
     from arpg.device import choose_device
     from arpg.hub import PUBLISHED, home
 

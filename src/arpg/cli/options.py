@@ -29,7 +29,7 @@ err = Console(stderr=True, soft_wrap=True, highlight=False)
 def setting_help(name: str) -> str:
     """Return the help text of a setting, with its choices."""
     setting = ALL_SETTINGS[name]
-    return setting.help + (f" One of {', '.join(setting.names)}." if setting.choices else "")
+    return setting.help + (f" One of {', '.join(setting.names)}{setting.hint}." if setting.choices else "")
 
 
 def setting_option(name: str, *flags: str) -> Any:
@@ -93,7 +93,7 @@ def with_sampling_options(command: Command) -> Command:
         _parameter(name, Annotated[setting.kind | None, setting_option(name)], None)
         for name, setting in SETTINGS.items()
     ]
-    return add_options(command, "sampling", [*settings, *_parameters(_read_sampling)], _read_sampling)
+    return add_options(command, _read_sampling, "sampling", more=settings)
 
 
 def with_axes(*names: str) -> Callable[[Command], Command]:
@@ -103,34 +103,37 @@ def with_axes(*names: str) -> Callable[[Command], Command]:
         return {name: parse_values(name, text, SETTINGS[name].kind) for name, text in texts.items()}
 
     def decorate(command: Command) -> Command:
-        help_texts = {name: f"{setting_help(name)} Several values with commas." for name in names}
-        parameters = [_parameter(name, Annotated[str, typer.Option(help=help_texts[name])], "") for name in names]
-        return add_options(command, "axes", parameters, read)
+        parameters = []
+        for name in names:
+            choices = ", ".join(SETTINGS[name].names)
+            values = f"One or more of {choices}." if choices else "One or more values, with commas."
+            option = typer.Option(help=f"{SETTINGS[name].help} {values}")
+            parameters.append(_parameter(name, Annotated[str, option], ""))
+        return add_options(command, read, "axes", more=parameters)
 
     return decorate
 
 
 def add_options(
-    command: Command, name: str, parameters: Sequence[inspect.Parameter], read: Callable[..., Any]
+    command: Command, options: Callable[..., Any], name: str, *, more: Sequence[inspect.Parameter] = ()
 ) -> Command:
-    """Replace the parameter `name` of a command by `parameters`; it receives what `read` makes of their values."""
+    """Replace the parameter `name` of a command by those of `options`; it receives what `options` returns.
+
+    `more` are parameters that `options` takes as keywords and does not name.
+    """
     own = [p for p in _parameters(command) if p.name != name]
+    shared = [*more, *_parameters(options)]
 
     def run(**values: Any) -> None:
-        command(**{name: read(**{p.name: values.pop(p.name) for p in parameters})}, **values)
+        command(**{name: options(**{p.name: values.pop(p.name) for p in shared})}, **values)
 
     required = [p for p in own if p.default is p.empty]
     optional = [p for p in own if p.default is not p.empty]
-    every = [*required, *optional, *parameters]
+    every = [*required, *optional, *shared]
     run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in every}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
-
-
-def read_options(command: Command, name: str, read: Callable[..., Any]) -> Command:
-    """Replace the parameter `name` of a command by the parameters of `read`; it receives what `read` returns."""
-    return add_options(command, name, _parameters(read), read)
 
 
 @contextmanager
@@ -195,7 +198,7 @@ def _parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the named parameters of a function, keyword-only, with their annotations resolved."""
-    if hasattr(function, "__signature__"):  # made by `add_options`
+    if hasattr(function, "__signature__"):  # made, not written
         return list(inspect.signature(function).parameters.values())
     hints = get_type_hints(function, include_extras=True)
     named = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from arpg.decode import Plan, Request
-from arpg.decode.running import Running as ContinuousBatch
-from arpg.decode.running import joining_pays as should_merge
+from arpg.decode.continuous import ContinuousBatch, should_merge
 from arpg.model import ARPG
 from arpg.serve.observability import Metrics
 from arpg.settings import SamplingSettings
@@ -61,7 +60,7 @@ class PendingRows:
     def key(self) -> tuple[Any, ...]:
         """Rows with the same key can be decoded together, however long their prompts are."""
         s, request, condition = self.settings, self.request, self.request.condition
-        pos = None if request.place_N2 is None else request.place_N2.numpy().tobytes()
+        pos = None if request.pos_N2 is None else request.pos_N2.numpy().tobytes()
         sampling = (s.attention, s.temperature, s.top_k, s.top_p, s.decode, s.draft)
         return (request.grid, pos, condition.query_BND is None, self.plan.guided, sampling)
 
@@ -216,7 +215,8 @@ class Batcher:
             settings = unfinished[0].pending.settings
             batch = Batch(key, ContinuousBatch(self.model, request, plan, settings), unfinished)
             for other in self._batches:
-                if other.key == key and should_merge(other.decode, batch.decode, call=self.call_overhead_tokens):
+                overhead = self.call_overhead_tokens
+                if other.key == key and should_merge(other.decode, batch.decode, call_overhead_tokens=overhead):
                     other.decode.join(batch.decode)
                     other.rows += batch.rows
                     return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpg.errors import require
 from arpg.image import MAX_PIXELS, Pixels
-from arpg.model.rope import grid_places
+from arpg.model.rope import grid_positions
 from arpg.settings import TASK_SETTINGS
 from arpg.tasks.canvas import Canvas, Mask
 from arpg.tasks.control_input import WHOLE, Part
@@ -124,7 +124,7 @@ def expand_stage(
         preprocess=lambda image: np.asarray(_resize(image, (encoded[1] * stride, encoded[0] * stride))),
         postprocess=lambda made: _resize(made, size),
         token_index_M=token_index,
-        pos_N2=grid_places(high, wide) * min(1.0, window[0] / high, window[1] / wide) if one_window else None,
+        pos_N2=grid_positions(high, wide) * min(1.0, window[0] / high, window[1] / wide) if one_window else None,
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from arpg import tasks
 from arpg.decode import Engine, Request, Step, make_plan
-from arpg.decode.score import fill_bits
+from arpg.decode.likelihood import fill_bits
 from arpg.errors import require
 from arpg.image import sheet, to_images, to_pil
 from arpg.settings import TASK_SETTINGS, SamplingSettings
