@@ -81,7 +81,7 @@ async def measure(
 
 
 async def run(address: str, options: argparse.Namespace, process: int) -> tuple[list[dict[str, Any]], int]:
-    """The measurements, and how many of 16 images that were drawn in company come out the same alone."""
+    """The measurements, and how many of 16 images from shared batches are the same when requested alone."""
     seen: dict[int, set[str]] = {}
     async with httpx.AsyncClient(timeout=600) as client:
         while True:

@@ -19,7 +19,7 @@ VIOLATIONS = """window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));"""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     if CHROMIUM is None:
         pytest.skip("no chromium here: apt-get install chromium")

@@ -31,6 +31,7 @@ from arpg.device import set_threads
 from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
+from arpg.tokenizer import VQTokenizer
 
 PERCENTILES = (50, 95, 99)
 SCALING_TOKENS = (64, 256, 1024, 4096)
@@ -109,6 +110,7 @@ def _roofline(
         floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens, weight_size=weights.itemsize)
         found["roofline token images/s"] = significant(case.batch / floor)
         found["roofline share"] = significant(speed * floor / case.batch, 3)
+    assert isinstance(pipe.tokenizer, VQTokenizer)
     # A GPU could make pixels in 16 bits, whatever it does.
     own = pipe.tokenizer.pixel_dtype or pipe.tokenizer.dtype
     dtype = torch.bfloat16 if pipe.tokenizer.device.type == "cuda" else own

@@ -1,20 +1,20 @@
-// A picture: its pixels for the canvas and its PNG for the server; from base64, a file, a drop or the clipboard.
+// An image: its pixels for the canvas and its PNG for the server; from base64, a file, a drop or the clipboard.
 
 import { readText } from "./png_text.js";
 
-export class Picture {
+export class LoadedImage {
   constructor(bitmap, base64, name) {
     Object.assign(this, { bitmap, base64, name, width: bitmap.width, height: bitmap.height });
   }
 
-  static async fromBase64(base64, name = "picture") {
-    return new Picture(await createImageBitmap(toBlob(base64)), base64, name);
+  static async fromBase64(base64, name = "image") {
+    return new LoadedImage(await createImageBitmap(toBlob(base64)), base64, name);
   }
 
-  /** Opens any image the browser can; one over the limits is scaled down. Returns the picture and what it says it is. */
+  /** Opens any image the browser can; one over the limits is scaled down. Returns the image and what it says it is. */
   static async fromFile(file, limits) {
     const bytes = new Uint8Array(await file.arrayBuffer());
-    const name = file.name ? file.name.replace(/\.[^.]*$/, "") : "picture";
+    const name = file.name ? file.name.replace(/\.[^.]*$/, "") : "image";
     let bitmap;
     try {
       bitmap = await createImageBitmap(file);
@@ -28,7 +28,7 @@ export class Picture {
       Math.sqrt(limits.pixels / (bitmap.width * bitmap.height)),
     );
     const isPng = file.type === "image/png" && bytes.length * 1.4 < limits.bytes;
-    if (scale === 1 && isPng) return { picture: new Picture(bitmap, fromBytes(bytes), name), about, scaled: null };
+    if (scale === 1 && isPng) return { image: new LoadedImage(bitmap, fromBytes(bytes), name), about, scaled: null };
     const size = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
     const canvas = new OffscreenCanvas(...size);
     const context = canvas.getContext("2d");
@@ -36,8 +36,8 @@ export class Picture {
     context.fillStyle = "white";
     context.fillRect(0, 0, ...size); // what is transparent becomes white, as on the page
     context.drawImage(bitmap, 0, 0, ...size);
-    const picture = new Picture(await createImageBitmap(canvas), await canvasBase64(canvas), name);
-    return { picture, about, scaled: scale < 1 ? [bitmap.width, bitmap.height] : null };
+    const image = new LoadedImage(await createImageBitmap(canvas), await canvasBase64(canvas), name);
+    return { image, about, scaled: scale < 1 ? [bitmap.width, bitmap.height] : null };
   }
 }
 

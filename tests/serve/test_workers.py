@@ -1,11 +1,11 @@
-"""The tokenizer's thread: finished pictures first and alone, previews together, failures to those who asked."""
+"""The tokenizer's thread: finished images first and alone, previews together, failures to those who asked."""
 
 import threading
 
 import pytest
 import torch
 
-from arpg.serve.pixels import SharedTokenizer
+from arpg.serve.workers import TokenizerThread
 from support.small import small_tokenizer
 
 
@@ -35,7 +35,7 @@ class Held:
 def test_previews_wait_and_share_a_call():
     tokenizer = small_tokenizer()
     held = Held(tokenizer)
-    shared = SharedTokenizer(held, most=4)
+    shared = TokenizerThread(held, max_batch=4)
     ids = [torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in (1, 1, 2, 3, 2)]
     known = [None, *(torch.rand(x.shape) < 0.5 for x in ids[1:4]), None]
     found = [None] * 5
@@ -63,8 +63,8 @@ def test_previews_wait_and_share_a_call():
         torch.testing.assert_close(found[i], expected)
 
 
-def test_a_failure_is_told_to_who_asked_and_the_thread_goes_on():
-    shared = SharedTokenizer(small_tokenizer(), most=4)
+def test_a_failure_is_raised_in_the_caller_and_the_thread_goes_on():
+    shared = TokenizerThread(small_tokenizer(), max_batch=4)
     with pytest.raises(Exception, match="index"):
         shared.decode(torch.full((1, 16), 999), (4, 4))
     assert shared.alive
