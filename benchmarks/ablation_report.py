@@ -3,8 +3,8 @@
     python benchmarks/ablation_report.py
     python benchmarks/ablation_report.py --write
 
-prints the tables; with --write they go into docs/ablations.md, and docs/images/ablations-*.png are drawn. In the
-page a table stands between <!-- NAME: begin --> and <!-- NAME: end -->.
+prints the tables; with --write they go into docs/results/ablations-appendix.md, and docs/images/ablations-*.png are
+drawn. In the page a table stands between <!-- NAME: begin --> and <!-- NAME: end -->.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from arpg.settings import ORDERS, SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations"
-PAGE = ROOT / "docs" / "ablations.md"
+PAGE = ROOT / "docs" / "results" / "ablations-appendix.md"
 IMAGES = ROOT / "docs" / "images"
 
 SHOWN = ("fid", "kid", "precision", "recall", "accuracy")
@@ -157,7 +157,7 @@ def _rate(measured: Measured, settings: dict[str, Any]) -> str | None:
 
 
 def _figure(title: str, name: str) -> str:
-    return f"\n![{title}](images/ablations-{name}.png)\n"
+    return f"\n![{title}](../images/ablations-{name}.png)\n"
 
 
 def _numbers(line: Line) -> list[str | None]:

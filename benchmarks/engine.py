@@ -6,7 +6,7 @@
 
 Each row is written as soon as it is there; what is there already is not measured again, unless it failed or --again is
 given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256 tokens and
-without pixels, unless they say otherwise. --table only prints; --write puts the table into docs/performance.md.
+without pixels, unless they say otherwise. --table only prints; --write puts the table into docs/performance/results.md.
 --like FOLDER tries everything, small, with that model's configuration.
 """
 
@@ -35,7 +35,7 @@ from arpg.pipeline import Pipeline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "performance" / "results.md"
 REPEATS, WARMUP = 10, 3
 
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--like", metavar="FOLDER", help="To try it: small rows of that model's configuration.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="Measure nothing.")
-    parser.add_argument("--write", action="store_true", help="Put the table into docs/performance.md.")
+    parser.add_argument("--write", action="store_true", help="Put the table into docs/performance/results.md.")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     chosen = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]

@@ -4,7 +4,7 @@
     python benchmarks/metric_truths.py --write
 
 measures (1,360 images go through Inception: minutes on a CPU) and writes the JSON; with --write, only puts the table of
-what the JSON holds into docs/evaluation.md.
+what the JSON holds into docs/guides/evaluate.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from arpg.image import Pixels, adm_crop
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "metric-truths.json"
-PAGE = ROOT / "docs" / "evaluation.md"
+PAGE = ROOT / "docs" / "guides" / "evaluate.md"
 BEGIN, END = "<!-- truths: begin -->\n", "<!-- truths: end -->"
 
 SIZE = 96
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--inception", type=Path, help="Inception weights; none: those of the extra eval.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--write", action="store_true", help="Only fill the table of docs/evaluation.md.")
+    parser.add_argument("--write", action="store_true", help="Only fill the table of docs/guides/evaluate.md.")
     options = parser.parse_args()
     if not options.write:
         images = concatenate([open_images(f"{options.data}/{d}.zip/{d}/train") for d in ("fruits", "flowers")])

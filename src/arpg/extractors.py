@@ -20,7 +20,7 @@ from arpg.errors import InputError, one_of, require
 from arpg.hub import home
 from arpg.image import Pixels, to_rgb
 
-FILE = "fastdepth.onnx"  # MIT; docs/control-score.md has the sha256 of the one tested
+FILE = "fastdepth.onnx"  # MIT; docs/guides/control.md has the sha256 of the one tested
 METRIC = ("depth_pro", "glpn", "zoedepth")  # these say how far, where others say how near
 
 # From an RGB picture to how near each of its pixels is, on any scale: [H, W], larger is nearer.

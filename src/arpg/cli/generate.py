@@ -145,7 +145,7 @@ def expand(
     prompt: PromptOption = None,
     negative: NegativeOption = None,
     way: Annotated[
-        str, typer.Option(help=f"{', '.join(configs.EXPAND_METHODS)}; see docs/gallery.md.")
+        str, typer.Option(help=f"{', '.join(configs.EXPAND_METHODS)}; see docs/guides/edit.md.")
     ] = configs.EXPAND_METHODS[0],
     num: NumOption = 1,
     *,
