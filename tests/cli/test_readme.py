@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import typer.main
 
 from arpg import cli
 from support.paths import ROOT
@@ -24,6 +25,9 @@ MADE = {
     "text.md": ["prompts.png"],
     "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
 }
+
+# Options that are being renamed: new name, old name.
+RENAMED = {"--method": "--way", "--max-seconds": "--most", "--max-pending-requests": "--queue"}
 
 
 def blocks(path, language):
@@ -72,6 +76,31 @@ def test_commands_and_snippets_run(path, folder, done, monkeypatch):
 
 def test_every_page_with_commands_is_run():
     assert {path.name for path in PAGES if commands(path) or blocks(path, "python")} == set(MADE)
+
+
+def documented_commands():
+    """Every `arpg` command of the documentation: page, words."""
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+        text = path.read_text().replace("\\\n", " ")
+        text = re.sub(r"torchrun [^\n]*-m arpg\.cli ", "arpg ", text)
+        for found in re.findall(r"^(?:\$ )?(arpg [^\n#]*)|`(arpg [a-z][^`]*)`", text, flags=re.M):
+            yield path.name, shlex.split("".join(found))
+
+
+def test_options_of_documented_commands_exist():
+    root = typer.main.get_command(cli.app)
+    num = 0
+    for page, words in documented_commands():
+        command, rest = root, words[1:]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command, *rest = command.commands[rest[0]], *rest[1:]
+        assert command is not root, f"{page}: {words}"
+        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        for word in rest:
+            if re.match(r"--?[a-z]", word):
+                assert word in known or RENAMED.get(word) in known, f"{page}: {words} has no {word}"
+        num += 1
+    assert num > 100
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)", "\n".join(commands(ROOT / "README.md")), flags=re.M))
