@@ -22,11 +22,11 @@ from ablation_lines import BITS
 
 from arpg import Pipeline
 from arpg.data.images import concatenate, open_images
-from arpg.decode.score import make_orders, token_bits
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.files import write_whole
 from arpg.image import adm_crop, to_images
 from arpg.settings import ORDERS
-from arpg.tasks import condition
+from arpg.tasks import label_condition
 
 DOMAINS = ("fruits", "flowers")
 BATCH = 8
@@ -48,7 +48,7 @@ def bits_in(pipe: Pipeline, ids_BN: torch.Tensor, labels: Sequence[int], order: 
     parts = []
     for i in range(0, len(labels), BATCH):
         rows = slice(i, i + BATCH)
-        bits_BN = token_bits(model, ids_BN[rows], condition(model, list(labels[rows])), order_BN[rows]).cpu()
+        bits_BN = token_bits(model, ids_BN[rows], label_condition(model, list(labels[rows])), order_BN[rows]).cpu()
         parts.append(bits_BN.gather(1, order_BN[rows]))
     return np.stack([part.mean(1).numpy() for part in torch.cat(parts).tensor_split(3, dim=1)], axis=1)
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from arpg.config import MODELS, ModelConfig
 from arpg.decode.schedule import step_sizes
 from arpg.kernels import attention, few_rows
-from arpg.model.rope import Rotation, grid_places, rotate, rotation
+from arpg.model.rope import Rotation, grid_positions, rotate, rotation
 
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles
@@ -54,7 +54,7 @@ class Layers:
 
     def queries(self, count: int) -> tuple[Tensor, Rotation]:
         if count not in self.inputs:
-            place = grid_places(*GRID, device=DEVICE)[:count].expand(self.rows, -1, -1).contiguous()
+            place = grid_positions(*GRID, device=DEVICE)[:count].expand(self.rows, -1, -1).contiguous()
             self.inputs[count] = self.random(count, 3, self.heads), rotation(place, 64)
         return self.inputs[count]
 

@@ -18,10 +18,10 @@ from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment
 from arpg.config import MODELS, TOKENIZERS
 from arpg.decode import decode
-from arpg.decode.noise import Stream, gumbel, seed_keys
 from arpg.device import has_bfloat16
 from arpg.files import write_whole
 from arpg.image import to_uint8
+from arpg.noise import Stream, gumbel, seed_keys
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import pack_linears
 from arpg.tokenizer import VQTokenizer

@@ -28,10 +28,10 @@ from arpg.bench.record import environment
 from arpg.bench.split import split_time
 from arpg.config import MODELS
 from arpg.decode.sampling import sample
-from arpg.decode.start import start
 from arpg.device import has_bfloat16, set_threads
 from arpg.files import write_whole
 from arpg.model import ARPG
+from arpg.noise import seed_keys
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import unpack_linears
 
@@ -159,7 +159,7 @@ def main() -> None:
 
     # The same tokens, and the same logits on the way.
     ids = generate(model, case)
-    keys = start(model, request, guided=True, causal=False, tokens=1, ragged=False).key_B2
+    keys = seed_keys(request.seeds, device=model.device)
     theirs, logits = plain.run(labels, order, sizes, scales, lambda x, at: sample(x, case.settings, keys, at))
     context = on_context(model, case, ids)
     error = max(float((a - b).norm() / b.norm()) for (a, _), b in zip(context, logits, strict=True))

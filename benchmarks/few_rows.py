@@ -21,20 +21,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from arpg.decode.planned import Planned
+from arpg.decode.recording import shape_of
+from arpg.decode.start import read
+from arpg.kernels.few_rows import TILES, empty_sums, linear
 from torch import Tensor, nn
 
 from arpg import SamplingSettings, kernels, make_plan, tasks
 from arpg.bench.case import Case
 from arpg.config import MODELS
-from arpg.decode.engine import check
-from arpg.decode.execution import Engine
-from arpg.decode.planned import Planned
-from arpg.decode.recording import shape_of
-from arpg.decode.start import read
+from arpg.decode.engine import Engine, check
 from arpg.kernels import draw as draws
 from arpg.kernels import lookup
 from arpg.kernels.attention import attend, attend_and_store
-from arpg.kernels.few_rows import TILES, empty_sums, linear
 from arpg.model import ARPG, rope
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
@@ -152,7 +151,7 @@ def image(model: ARPG, to: tuple[bool, bool], name: str) -> Tensor:
         torch.cuda.synchronize()
         waits[every].append(1e3 * (time.perf_counter() - began))
         tokens.append(step.ids_BN)
-    recording = next(iter(engine.recordings.values()))
+    recording = next(iter(engine.graphs.captured.values()))
     began = time.perf_counter()
     for _ in range(5):
         for graph, _, _ in recording.steps:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.bench.agreement import agreement, draws_of, equal_share, generate, on_context, tokens_of
+from arpg.bench.agreement import agreement, equal_share, generate, on_context, sampled_on_context, tokens_of
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment
 from arpg.config import MODELS
@@ -77,7 +77,7 @@ def engine_rows(name: str, case: Case, kinds: Sequence[str], engines: Sequence[s
             try:
                 way = Engine(eager.model, engine)
                 tokens = equal_share([tokens_of(way, case).cpu()], [free.cpu()])
-                found = [draws.cpu() for draws in draws_of(way, case, free)]
+                found = [draws.cpu() for draws in sampled_on_context(way, case, free)]
                 rows[label] = {"equal draws": equal_share(found, drawn), "equal tokens": tokens}
             except Exception as error:  # a compiler has many ways to fail; the others still count
                 rows[label] = {"left out": _first_line(error)}

@@ -28,7 +28,7 @@ from arpg.bench.agreement import agreement, generate, on_context
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.throughput import Effort, measure
 from arpg.decode import decode
-from arpg.kernels import FLOAT8, fusible
+from arpg.kernels.dispatch import FLOAT8, can_fuse
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import become
 from arpg.quantization.precision import Fp8Linear, to_float8, to_precision
@@ -195,10 +195,11 @@ def check(device: torch.device) -> None:
         x = torch.randn(2, rows, 1024, device=device, dtype=torch.bfloat16)
         told = attempt("layer", lambda x=x: off(made(x), F.linear(to_float8(x).float(), made.weight.float())))
         say(f"check: {2 * rows} rows, a layer off by {told} from its twin, {off(made(x), F.linear(x.float(), weight))}")
-    if not fusible(x):
+    if not can_fuse(x):
         return
-    from arpg.kernels.attention import attend
     from arpg.kernels.residual import residual_norm, residual_norm_float8
+
+    from arpg.kernels.attention import attend
     from arpg.kernels.swiglu import swiglu, swiglu_float8
 
     norm, key = torch.ones(1024, device=device, dtype=x.dtype), torch.empty(0, dtype=torch.int32, device=device)
@@ -260,7 +261,7 @@ def main() -> None:
     done("a generation")
     if "speed" in parts:
         attempt("speed", lambda: tell_speed(pipe, case, options.repeats))
-        pipe.engine.forget()
+        pipe.engine.graphs.clear()
         if attempt("fp8", lambda: to_precision(pipe.model, "fp8", device)) is not None:
             attempt("speed", lambda: tell_speed(pipe, case, options.repeats))
         done("speed")

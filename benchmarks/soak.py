@@ -34,7 +34,7 @@ import uvicorn
 from PIL import Image
 
 from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
-from arpg.decode.running import Running
+from arpg.decode.continuous import ContinuousBatch
 from arpg.serve.app import create_app
 from arpg.serve.house import House, ServeSettings
 from arpg.serve.keys import Keys
@@ -113,11 +113,11 @@ class Faults:
 
     def __init__(self, house: House, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
-        self._step = Running.step
+        self._step = ContinuousBatch.step
         tokenizer = house.studio.tokenizer._tokenizer
         decode = tokenizer.decode
 
-        def step(running: Running) -> None:
+        def step(running: ContinuousBatch) -> None:
             self._maybe()
             self._step(running)
 
@@ -125,7 +125,7 @@ class Faults:
             self._maybe()
             return decode(*arguments, **options)
 
-        Running.step = step  # type: ignore[method-assign]
+        ContinuousBatch.step = step  # type: ignore[method-assign]
         tokenizer.decode = decode_or_fail  # type: ignore[method-assign]
 
     def _maybe(self) -> None:
@@ -135,7 +135,7 @@ class Faults:
             raise (torch.OutOfMemoryError if draw < self.share / 2 else RuntimeError)("injected")
 
     def stop(self) -> None:
-        Running.step = self._step  # type: ignore[method-assign]
+        ContinuousBatch.step = self._step  # type: ignore[method-assign]
         self.share = 0.0
 
 

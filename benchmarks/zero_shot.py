@@ -26,11 +26,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from arpg import Pipeline, tasks
+from arpg import Pipeline, make_plan, tasks
 from arpg.config import EXPAND_METHODS
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.data.pixels import eval_pixels
-from arpg.decode.score import make_orders, token_bits
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.classifier import Classifier, accuracy, predict, train_classifier
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.kernel import KernelDistance, kernel_distance
@@ -39,7 +39,7 @@ from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
 from arpg.model import class_condition
 from arpg.settings import SamplingSettings
 from arpg.tasks.canvas import Canvas, box_mask
-from arpg.tasks.stages import expand
+from arpg.tasks.stages import expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer.losses import LPIPS
 
@@ -81,7 +81,8 @@ class Bench:
             seeds = range(start, start + len(some))
             chosen = None if labels is None else labels[start : start + len(some)].tolist()
             request = tasks.fill(self.pipe.model, chosen, seeds, ids_N=ids_BN, known_N=known_N)
-            for step in self.pipe.run(request, settings):
+            plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+            for step in self.pipe.engine.decode(request, plan, settings):
                 drawn_BN = step.ids_BN
             assert torch.equal(drawn_BN.cpu()[:, known_N], ids_BN.cpu()[:, known_N])
             parts.append(_within(some, to_uint8(tokenizer.decode(drawn_BN, request.grid)).cpu().numpy(), box))
@@ -228,13 +229,13 @@ def enlarge(bench: Bench, num: int) -> dict[str, Any]:
     pipe, real_features = bench.pipe, bench.features(real)
 
     def drawn(way: str, guidance: float) -> Pixels:
-        stage = expand(
-            (SIZE, SIZE), (size, size), window=pipe.model.config.grid, stride=pipe.tokenizer.config.stride, way=way
+        stage = expand_stage(
+            (SIZE, SIZE), (size, size), window=pipe.model.config.grid, stride=pipe.tokenizer.config.stride, method=way
         )
         settings = pipe.sampling.settings(guidance=guidance)
         wanted = TaskSpec(labels, settings, batch_size=bench.batch)
-        drawing = ImageTask(pipe.model, pipe.tokenizer, wanted, stages=[stage], pictures=small)
-        return np.stack([np.asarray(image) for image in pipe.finish(drawing)])
+        drawing = ImageTask(pipe.engine, pipe.tokenizer, wanted, stages=[stage], images=small)
+        return np.stack([np.asarray(image) for image in drawing.run()])
 
     ways: dict[str, Callable[[], Pixels]] = {
         "bicubic": lambda: given,

@@ -74,7 +74,7 @@ def edges(pipe: Pipeline, sources: Shown) -> Image.Image:
     shown: Shown = []
     for row, (picture, name) in enumerate(sources):
         other = sources[(row + 1) % len(sources)][1]
-        condition = pipe.condition_of(picture, "canny")
+        condition = pipe.extract_control(picture, "canny")
         shown += [(picture, "picture"), (condition.image, "edges")]
         shown += [(image, name) for image in pipe.generate(name, control=condition, num_images=2, seed=0)]
         shown += [(pipe.generate(other, control=condition, seed=0)[0], other)]
@@ -108,7 +108,7 @@ def strengths(pipe: Pipeline, sources: Shown) -> Image.Image:
     """The same seed with more and more of the edges."""
     shown: Shown = []
     for picture, name in sources:
-        condition = pipe.condition_of(picture, "canny")
+        condition = pipe.extract_control(picture, "canny")
         shown += [(condition.image, f"{name}: edges")]
         for strength in STRENGTHS:
             control = ControlInput(condition.image, "canny", strength)

@@ -7,8 +7,8 @@
       classes.txt             one line per class: name, synonyms; none where the model takes prompts
 
 A folder may hold the network, the tokenizer or both; writing one leaves the other as it is. Instead of a tokenizer it
-may name a model in the box whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from
-those of a model in the box (`base`).
+may name a bundled model whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from those
+of a bundled model (`base`).
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """What config.json and classes.txt say."""
+    """The contents of config.json and classes.txt."""
 
     model: ModelConfig | None = None
     tokenizer: TokenizerConfig | None = None
     sampling: SamplingDefaults | None = None
     license: str = "unknown"
     classes: ClassNames | None = None
-    tokenizer_of: str | None = None  # a model in the box
-    base: str | None = None  # likewise, where the stored weights are differences from its own
+    tokenizer_of: str | None = None  # a bundled model
+    base: str | None = None  # a bundled model, where the stored weights are differences from its weights
 
 
 def bundled_folder(name: str) -> Path:
-    """The folder of a model in the box."""
+    """Return the folder of a bundled model."""
     return Path(str(resources.files("arpg").joinpath("assets", name)))
 
 
 def read_folder(folder: Path) -> FolderConfig:
+    """Read the configuration and the class names of a model folder."""
     path = folder / CONFIG
     require(path.is_file(), f"{folder} is not a model folder: it has no {CONFIG}")
     try:
@@ -102,7 +103,7 @@ def read_folder(folder: Path) -> FolderConfig:
 def write_folder(
     folder: Path, config: FolderConfig, *, model: State | None = None, tokenizer: State | None = None
 ) -> None:
-    """Write what is given; what the folder has already and is not given stays. Config last: it names the rest."""
+    """Write what is given and keep the rest of an existing folder; config.json comes last, since it names the rest."""
     if (folder / CONFIG).exists():
         old = read_folder(folder)
         kept = {
@@ -133,33 +134,46 @@ def write_folder(
     write_together(writes)
 
 
-def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ARPG:
-    """The network of a folder, in eval mode; in the stored type unless one is given."""
-    described = read_folder(folder)
-    config = present(described.model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
+def load_model(
+    folder: Path,
+    *,
+    config: FolderConfig | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> ARPG:
+    """Load the network of a folder in eval mode; `dtype` None keeps the stored one.
+
+    `config` is what `read_folder` returns, where the caller has it already.
+    """
+    config = config or read_folder(folder)
+    model_config = present(config.model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
     with torch.device("meta"):
-        model = ARPG(config)
-    base = None if described.base is None else load_model(bundled_folder(described.base)).state_dict()
+        model = ARPG(model_config)
+    base = None if config.base is None else load_model(bundled_folder(config.base)).state_dict()
     return _load(model, folder / MODEL, device, dtype, base)
 
 
 def load_tokenizer(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: Path,
+    *,
+    config: FolderConfig | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> VQTokenizer:
-    """The tokenizer of a folder, in eval mode; in the stored type unless one is given."""
-    described = read_folder(folder)
-    if described.tokenizer_of is not None:
-        return load_tokenizer(bundled_folder(described.tokenizer_of), device=device, dtype=dtype)
-    config = present(
-        described.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
+    """Load the tokenizer of a folder in eval mode; arguments as in `load_model`."""
+    config = config or read_folder(folder)
+    if config.tokenizer_of is not None:
+        return load_tokenizer(bundled_folder(config.tokenizer_of), device=device, dtype=dtype)
+    tokenizer_config = present(
+        config.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
     )
     with torch.device("meta"):
-        tokenizer = VQTokenizer(config)
+        tokenizer = VQTokenizer(tokenizer_config)
     return _load(tokenizer, folder / TOKENIZER, device, dtype)
 
 
 def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
-    """What makes them faster where they are, for inference. The weights stay what they are."""
+    """Make inference faster on the device the model is on; the weights do not change."""
     if model.device.type == "cpu":
         pack_linears(model)
     if model.dtype == torch.bfloat16:
@@ -167,11 +181,11 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
 
 
 def write_difference(folder: Path, target: Path, *, base: str, form: str) -> None:
-    """A model folder again, as what differs from a model in the box, whose tokenizer it must have."""
+    """Write a model folder as differences from the bundled model `base`, whose tokenizer it must share."""
     one_of("base", base, BUNDLED)
     described, other = read_folder(folder), bundled_folder(base)
     if described.tokenizer is not None:
-        ours, theirs = load_tokenizer(folder).state_dict(), load_tokenizer(other).state_dict()
+        ours, theirs = load_tokenizer(folder, config=described).state_dict(), load_tokenizer(other).state_dict()
         same = ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t)) for key, t in ours.items())
         require(same, f"the tokenizer of {folder} is not that of {base}; store the model whole")
     states = [load_model(each, dtype=torch.float32).state_dict() for each in (folder, other)]
@@ -180,7 +194,7 @@ def write_difference(folder: Path, target: Path, *, base: str, form: str) -> Non
 
 
 def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -> None:
-    """Every key there, none beside, every shape as the configuration says; else an error that lists them."""
+    """Raise an `InputError` that lists missing keys, unknown keys and wrong shapes, if there are any."""
     expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
     found = {key: tuple(tensor.shape) for key, tensor in state.items()}
     check_keys(set(found), set(expected), where=where)
@@ -191,6 +205,7 @@ def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -
 
 
 def check_keys(found: set[str], expected: set[str], *, where: str) -> None:
+    """Raise an `InputError` that lists missing and unknown keys, if there are any."""
     problems = []
     if missing := sorted(expected - found):
         problems.append(f"missing keys: {_some(missing)}")

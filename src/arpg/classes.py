@@ -1,4 +1,4 @@
-"""The names of a model's classes: one line per class, synonyms separated by commas; look-up by name or id."""
+"""Class names: one line per class, synonyms separated by commas, found by name or id."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class ClassNames:
         return len(self.lines)
 
     def name(self, class_id: int) -> str:
+        """Return the usual name of a class."""
         return self.lines[class_id].split(",")[0].strip()
 
     def find(self, name_or_id: str | int) -> int:
-        """The id of a class. Names ignore case, '_' and '-'; an ambiguous or unknown one is an error that helps."""
+        """Return the id of a class. Names ignore case, '_' and '-'; unknown or ambiguous ones raise an `InputError`."""
         text = str(name_or_id).strip()
         if text.lstrip("-").isdigit():
             class_id = int(text)
@@ -56,11 +57,11 @@ class ClassNames:
         raise InputError(f"class {text!r} is unknown; {self._suggestion(text)}")
 
     def search(self, text: str) -> list[int]:
-        """The ids of all classes one of whose names contains `text`."""
+        """Return the ids of the classes that have `text` in their names."""
         return [i for i, line in enumerate(self.lines) if _key(text) in _key(line)]
 
     def nearest(self, text: str) -> list[int]:
-        """Classes whose names are spelt much like `text` or contain it, at most five."""
+        """Return up to five ids of classes whose names resemble or contain `text`."""
         close = difflib.get_close_matches(_key(text), list(self._ids), n=8, cutoff=0.6)
         return list(dict.fromkeys([i for key in close for i in self._ids[key]] + self.search(text)))[:5]
 
@@ -78,17 +79,18 @@ def _key(name: str) -> str:
 
 
 def numbered_classes(num_classes: int) -> ClassNames:
-    """Names for a model that has none."""
+    """Name the classes of a model without names "class 0", "class 1" and so on."""
     return ClassNames(tuple(f"class {i}" for i in range(num_classes)))
 
 
 def parse_classes(text: str, *, where: str, num_classes: int) -> ClassNames:
+    """Parse class names, one line per class; `where` they come from is named in errors."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
     require(len(lines) == num_classes, f"{where} names {len(lines)} classes; the model has {num_classes}")
     return ClassNames(tuple(lines))
 
 
 def imagenet_classes() -> ClassNames:
-    """The 1,000 ImageNet classes, in the order of their ids."""
+    """Return the names of the 1,000 ImageNet classes."""
     text = resources.files("arpg").joinpath("assets/imagenet_classes.txt").read_text(encoding="utf-8")
     return parse_classes(text, where="the built-in ImageNet list", num_classes=1000)

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from arpg.errors import InputError, one_of, require
-from arpg.settings import SamplingDefaults
+from arpg.settings import CONTROL_KINDS, SamplingDefaults
+from arpg.settings import EXPAND_METHODS as EXPAND_METHODS
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
-ENGINES = ("auto", "eager", "compiled", "graph")  # see decode/execution.py
-EXPAND_METHODS = ("checkerboard", "positions", "windows")  # of making a picture larger; the first is the default
+ENGINES = ("auto", "eager", "compiled", "graph")
 POSITIONS = ("rope", "cosine")
-CONTROLS = ("canny", "soft", "depth")  # kinds of condition images
+CONTROLS = CONTROL_KINDS
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Prompts: which encoder reads them, how wide its states are, and at how many tokens a prompt is cut."""
+    """Text conditioning: the encoder, the width of its states, and the maximum number of tokens of a prompt."""
 
     encoder: str  # minilm, or a T5: a published name, a hub id or a folder
     width: int
@@ -40,8 +40,8 @@ class TextConfig:
 class ControlConfig:
     """Condition images: their kinds, and the encoder that makes a query of each patch.
 
-    `encoder`: "patches", a small ViT of our own, to which width, num_heads and layers belong; or a ViT or DINOv2 of
-    `transformers`, as a hub id or a folder, which brings its own and is trained on with the rest.
+    `encoder` is "patches", a small ViT of our own with `width`, `num_heads` and `layers`; or the hub id or folder of a
+    ViT or DINOv2 of `transformers`, which has its own sizes and is fine-tuned with the rest.
     """
 
     kinds: tuple[str, ...] = ("canny", "depth")
@@ -54,10 +54,10 @@ class ControlConfig:
     def __post_init__(self) -> None:
         require(
             len(self.kinds) >= 1 and len(set(self.kinds)) == len(self.kinds),
-            f"kinds are {list(self.kinds)}; expected different ones of {', '.join(CONTROLS)}",
+            f"kinds are {list(self.kinds)}; expected different ones of {', '.join(CONTROL_KINDS)}",
         )
         for kind in self.kinds:
-            one_of("kinds", kind, CONTROLS)
+            one_of("kinds", kind, CONTROL_KINDS)
         require(bool(self.encoder), "encoder is empty; expected patches, a hub id or a folder")
         for name in ("patch", "width", "num_heads", "layers"):
             value = getattr(self, name)
@@ -69,13 +69,14 @@ class ControlConfig:
         )
 
     def kind_id(self, kind: str) -> int:
+        """Return the index of a kind; raise an `InputError` if the model does not take it."""
         require(kind in self.kinds, f"kind is {kind!r}; the model takes {', '.join(self.kinds)}")
         return self.kinds.index(kind)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The two-pass decoder. The defaults are what every published model shares."""
+    """The two-pass decoder. The defaults are those of all published models."""
 
     width: int
     num_heads: int
@@ -166,12 +167,12 @@ class TokenizerConfig:
         return int(2 ** (len(self.multipliers) - 1))
 
 
-BUNDLED = ("garden", "garden-text", "garden-control")  # the models in the package
+BUNDLED = ("garden", "garden-text", "garden-control")  # models in the package
 DEFAULT_MODEL = "garden"
 DEFAULT_TEXT_MODEL = "garden-text"  # where a prompt is given
 DEFAULT_CONTROL_MODEL = "garden-control"  # where a condition image is given
 
-# Presets. Guidance per number of steps: the paper's table of parallel decoding.
+# Presets; guidance for each number of steps from the paper's table of parallel decoding.
 
 MODELS: dict[str, ModelConfig] = {
     "arpg-l": ModelConfig(width=1024, num_heads=16, pass1_layers=12, pass2_layers=12),
@@ -194,7 +195,7 @@ SAMPLING: dict[str, SamplingDefaults] = {
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as plain JSON values."""
+    """Convert a configuration to plain JSON values."""
     return dataclasses.asdict(config)
 
 
@@ -221,7 +222,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return from_dict(hint, value, where=where)
     if origin is types.UnionType:
         sections = [o for o in args if isinstance(o, type) and dataclasses.is_dataclass(o)]
-        if sections and isinstance(value, Mapping):  # what is wrong in it is said
+        if sections and isinstance(value, Mapping):  # so that errors name the field
             return from_dict(sections[0], value, where=where)
         for option in args:
             try:

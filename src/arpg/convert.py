@@ -1,4 +1,4 @@
-"""Published checkpoints to model folders and back: one explicit key map, used in both directions."""
+"""Conversion of published checkpoints to our weights and back: one key map, used in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torc
 
 
 def key_map(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Our key -> the published ones, whose tensors it holds one below the other."""
+    """Map each of our keys to the published keys whose tensors it concatenates."""
     require(
         config.shared_kv and config.positions == "rope",
         "the published format has shared keys and values and rotary positions; this model has "
@@ -58,7 +58,7 @@ def key_map(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def read_published(path: Path, *, ema: bool = False) -> State:
-    """The weights of a published file, out of whatever wrapper they came in; `ema` takes the averaged ones."""
+    """Read the weights of a published file out of their wrapper; `ema` reads the averaged ones."""
     payload: Any = read_tensors(path) if path.suffix == ".safetensors" else read_pickle(path)
     require(isinstance(payload, dict), f"{path} holds a {type(payload).__name__}; expected a dictionary of weights")
     state: Any = payload
@@ -83,7 +83,7 @@ def read_published(path: Path, *, ema: bool = False) -> State:
 def model_from_published(
     state: State, *, where: str, num_heads: int | None = None, grid: tuple[int, int] = (16, 16)
 ) -> tuple[ModelConfig, State]:
-    """Configuration and weights in our names. The number of heads leaves no trace in the weights."""
+    """Return configuration and weights under our keys. `num_heads` cannot be read off the weights."""
     for key in ("embeddings.weight", "head.weight", "layers.norm.weight"):
         require(key in state, f"{where}: missing keys: {key}; is this an ARPG checkpoint?")
     rows, width = state["embeddings.weight"].shape
@@ -115,6 +115,7 @@ def model_from_published(
 
 
 def model_to_published(config: ModelConfig, state: State) -> State:
+    """Return the weights of a model under the published keys."""
     published: State = {}
     for key, parts in key_map(config).items():
         for part, tensor in zip(parts, state[key].chunk(len(parts)), strict=True):
@@ -123,7 +124,7 @@ def model_to_published(config: ModelConfig, state: State) -> State:
 
 
 def tokenizer_from_published(state: State, *, where: str) -> tuple[TokenizerConfig, State]:
-    """Configuration and weights: our names are the published ones, less the usage buffer."""
+    """Return configuration and weights; our keys are the published ones without the usage buffer."""
     ours = {key: tensor for key, tensor in state.items() if key != USAGE_BUFFER}
     for key in ("encoder.conv_in.weight", "encoder.conv_out.weight", "quantize.embedding.weight"):
         require(key in ours, f"{where}: missing keys: {key}; is this a VQ tokenizer checkpoint?")
@@ -146,6 +147,7 @@ def tokenizer_from_published(state: State, *, where: str) -> tuple[TokenizerConf
 
 
 def write_published(path: Path, state: State) -> None:
+    """Write weights under published keys as a .pt file."""
     write_whole(path, lambda temporary: torch.save({"model": state}, temporary))
 
 
@@ -154,5 +156,5 @@ def _is_state(value: Any) -> bool:
 
 
 def _count(keys: Iterable[str], pattern: str) -> int:
-    """One more than the greatest number that the pattern finds at the start of a key."""
+    """Return one more than the largest number that the pattern finds at the start of a key."""
     return 1 + max((int(m.group(1)) for m in (re.match(pattern, key) for key in keys) if m), default=-1)

@@ -1,4 +1,4 @@
-"""The one exception that is meant for the user: a single clear line."""
+"""InputError, the one exception that is meant for users, and the checks that raise it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def present(value: T | None, message: str) -> T:
-    """The value, or `InputError(message)` where there is none."""
+    """Return the value; None raises `InputError(message)`."""
     if value is None:
         raise InputError(message)
     return value
@@ -27,3 +27,8 @@ def present(value: T | None, message: str) -> T:
 def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
     """Raise an `InputError` unless `value` is one of the choices of `name`."""
     require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, short enough to be part of another one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]

@@ -1,4 +1,4 @@
-"""Extractors: edges, soft edges and depth of a picture, as a grey picture of the same size.
+"""Extractors: edges, soft edges and depth of an image, as a greyscale image of the same size.
 
 Edges are white on black; near is white, far is black. Shapes: H W pixels.
 """
@@ -15,47 +15,46 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from arpg.config import CONTROLS
-from arpg.errors import InputError, one_of, require
+from arpg.errors import InputError, first_line, one_of, require
 from arpg.hub import home
 from arpg.image import Pixels, to_rgb
+from arpg.settings import CONTROL_KINDS
 
-FILE = "fastdepth.onnx"  # MIT; docs/guides/control.md has the sha256 of the one tested
-METRIC = ("depth_pro", "glpn", "zoedepth")  # these say how far, where others say how near
+FASTDEPTH_FILE = "fastdepth.onnx"  # MIT; docs/guides/control.md has the sha256 of the one tested
+METRIC_DEPTH_MODELS = ("depth_pro", "glpn", "zoedepth")  # predict distance, where others predict nearness
 
-# From an RGB picture to how near each of its pixels is, on any scale: [H, W], larger is nearer.
+# From an RGB image to the nearness of its pixels on any scale: [H, W], larger is nearer.
 DepthModel = Callable[[Image.Image], NDArray[np.float32]]
 
-KINDS = CONTROLS
-LOW, HIGH = 100, 200  # Canny's thresholds, as the paper has them
-SCALES = (1, 2, 4)  # pixels, of the blurs before the gradients of soft edges
-STEP = 0.2  # the gradient of a sharp step of half the range, whatever the scale: this much is white
+CANNY_THRESHOLDS = (100, 200)  # our choice: the common one of OpenCV's examples; the paper names none
+SOFT_SCALES = (1, 2, 4)  # pixels of blur before the gradients of soft edges
+SOFT_WHITE = 0.2  # the gradient that becomes white: that of a sharp step of half the range, at every scale
 
 
 def extract(kind: str, image: Image.Image, *, depth: DepthModel | str | Path | None = None) -> Image.Image:
-    """The condition of a kind that is in a picture: mode "L", same size.
+    """Extract the condition of a kind from an image: mode "L", same size.
 
-    `depth` says by what depth is estimated: see `open_depth`. A ready-made condition needs only `ready_made`.
+    `depth` is the depth model, see `open_depth`. A condition image that exists already needs `to_condition` only.
     """
-    one_of("kind", kind, KINDS)
+    one_of("kind", kind, CONTROL_KINDS)
     rgb = to_rgb(image)
     if kind == "canny":
         return Image.fromarray(canny(np.asarray(rgb)))
     if kind == "soft":
         return Image.fromarray(soft_edges(np.asarray(rgb)))
     model = depth if callable(depth) else open_depth(depth)
-    return Image.fromarray(stretched(model(rgb)))
+    return Image.fromarray(stretch_to_grey(model(rgb)))
 
 
 def can_extract(kind: str) -> bool:
-    """Whether what the kind needs is here: OpenCV; for depth, ONNX Runtime and FastDepth in $ARPG_HOME."""
+    """Return whether the kind can be extracted: with OpenCV; depth with ONNX Runtime and FastDepth in $ARPG_HOME."""
     if kind == "depth":
-        return find_spec("onnxruntime") is not None and (home() / FILE).is_file()
+        return find_spec("onnxruntime") is not None and (home() / FASTDEPTH_FILE).is_file()
     return find_spec("cv2") is not None
 
 
-def ready_made(image: Image.Image) -> Image.Image:
-    """A condition that someone drew or computed, as it is: upright, grey, black where it is transparent."""
+def to_condition(image: Image.Image) -> Image.Image:
+    """Convert a ready-made condition image: upright (EXIF), greyscale, black where it is transparent."""
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         black = Image.new("RGBA", image.size, "black")
@@ -64,32 +63,32 @@ def ready_made(image: Image.Image) -> Image.Image:
 
 
 def canny(pixels_HW3: Pixels) -> Pixels:
-    """Canny's edges, 0 or 255, of the channel in which the gradient is largest."""
-    edges: Pixels = opencv().Canny(np.ascontiguousarray(pixels_HW3), LOW, HIGH)
+    """Return Canny's edges, 0 or 255, of the channel in which the gradient is largest."""
+    edges: Pixels = import_opencv().Canny(np.ascontiguousarray(pixels_HW3), *CANNY_THRESHOLDS)
     return edges
 
 
 def soft_edges(pixels_HW3: Pixels) -> Pixels:
-    """Soft edges: gradients at three scales, thinned towards their ridges; nothing here is learned.
+    """Return soft edges: gradients at three scales, thinned towards their ridges.
 
-    This stands where others use HED. It is not HED: it knows light and shade only, not what belongs to an object.
+    Others use HED here. Unlike HED, nothing is learned: edges come from light and shade only, not from objects.
     """
-    cv2 = opencv()
+    cv2 = import_opencv()
     image = np.asarray(pixels_HW3, np.float32) / 255
     strongest = np.zeros(image.shape[:2], np.float32)
-    for scale in SCALES:
+    for scale in SOFT_SCALES:
         smooth = cv2.GaussianBlur(image, (0, 0), scale)
         along = [cv2.Sobel(smooth, cv2.CV_32F, x, 1 - x, ksize=3, scale=1 / 8) for x in (1, 0)]
         # Times the scale: a step then counts the same at every scale.
         size = scale * np.hypot(*along).max(-1)
         highest = cv2.dilate(size, np.ones((2 * scale + 1, 2 * scale + 1), np.uint8))
         strongest = np.maximum(strongest, size * (size / np.maximum(highest, 1e-6)) ** 2)
-    grey: Pixels = np.clip(255 * strongest / STEP + 0.5, 0, 255).astype(np.uint8)
+    grey: Pixels = np.clip(255 * strongest / SOFT_WHITE + 0.5, 0, 255).astype(np.uint8)
     return grey
 
 
-def stretched(near_HW: NDArray[np.floating[Any]]) -> Pixels:
-    """Nearness on any scale as grey: the nearest is white, the farthest black; without any difference, mid-grey."""
+def stretch_to_grey(near_HW: NDArray[np.floating[Any]]) -> Pixels:
+    """Scale nearness to 0..255: the nearest pixel is white, the farthest black; if all are equal, mid-grey."""
     require(bool(np.isfinite(near_HW).all()), "the depth has values that are not numbers; choose another depth model")
     low, high = float(near_HW.min()), float(near_HW.max())
     if high <= low:
@@ -98,14 +97,14 @@ def stretched(near_HW: NDArray[np.floating[Any]]) -> Pixels:
 
 
 def depth_map(depth_HW: NDArray[np.floating[Any]]) -> Pixels:
-    """Depth that is known, from 0 (near) to 1 (far), as grey: composed scenes have it. Nothing is stretched."""
+    """Convert known depth from 0 (near) to 1 (far), such as that of composed scenes, to 255..0 without scaling."""
     good = bool(np.isfinite(depth_HW).all()) and float(depth_HW.min()) >= 0 and float(depth_HW.max()) <= 1
     require(good, "the depth has values outside of 0 to 1; expected 0 (near) to 1 (far)")
     return np.round(255 * (1 - depth_HW)).astype(np.uint8)
 
 
-def opencv() -> Any:
-    """The library, if it is there."""
+def import_opencv() -> Any:
+    """Import OpenCV; raise an `InputError` that names the extra where it is not installed."""
     try:
         import cv2
     except ImportError:
@@ -114,10 +113,10 @@ def opencv() -> Any:
 
 
 def open_depth(name: str | Path | None = None) -> DepthModel:
-    """An ONNX file like FastDepth's (none: fastdepth.onnx in $ARPG_HOME), or a model of `transformers`: a hub id or a
-    folder. Opened once.
+    """Open a depth model: an ONNX file like FastDepth's (None: fastdepth.onnx in $ARPG_HOME), or a model of
+    `transformers`, a hub id or a folder. The last two models stay open.
     """
-    return _open(str(home() / FILE if name is None else name))
+    return _open(str(home() / FASTDEPTH_FILE if name is None else name))
 
 
 @lru_cache(maxsize=2)
@@ -134,7 +133,7 @@ def _open(name: str) -> DepthModel:
 
 
 def open_session(path: Path) -> Any:
-    """ONNX Runtime's session of a file, on the CPU: a picture takes milliseconds there."""
+    """Open an ONNX file on the CPU, where an image takes milliseconds."""
     try:
         import onnxruntime
     except ImportError:
@@ -146,11 +145,11 @@ def open_session(path: Path) -> Any:
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):  # its errors have no class in common
             raise
-        raise InputError(f"{path} is not an ONNX network ({_first_line(error)}); copy it again") from None
+        raise InputError(f"{path} is not an ONNX network ({first_line(error)}); copy it again") from None
 
 
 class FastDepth:
-    """A network from `[1, 3, h, w]` in [0, 1] to the distance `[1, 1, h, w]`. FastDepth learned indoor scenes."""
+    """A network from `[1, 3, h, w]` in [0, 1] to distance `[1, 1, h, w]`. FastDepth was trained on indoor scenes."""
 
     def __init__(self, session: Any, *, where: str) -> None:
         inputs, outputs = session.get_inputs(), session.get_outputs()
@@ -170,7 +169,7 @@ class FastDepth:
 
 
 class TransformersDepth:
-    """Any network that `AutoModelForDepthEstimation` knows: Depth Anything, DPT (MiDaS), GLPN, ZoeDepth, Depth Pro."""
+    """Any model of `AutoModelForDepthEstimation`: Depth Anything, DPT (MiDaS), GLPN, ZoeDepth, Depth Pro."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -184,12 +183,12 @@ class TransformersDepth:
             self.network: Any = transformers.AutoModelForDepthEstimation.from_pretrained(name).eval()
         except (OSError, ValueError, ImportError) as error:
             raise InputError(
-                f"depth model {name!r} could not be loaded ({_first_line(error)}); expected an .onnx file, or a hub id "
+                f"depth model {name!r} could not be loaded ({first_line(error)}); expected an .onnx file, or a hub id "
                 "or a folder with a depth model of transformers"
             ) from None
         config = self.network.config
         metric = getattr(config, "depth_estimation_type", "relative") == "metric"
-        self.sign = -1.0 if metric or config.model_type in METRIC else 1.0
+        self.sign = -1.0 if metric or config.model_type in METRIC_DEPTH_MODELS else 1.0
 
     def __call__(self, image: Image.Image) -> NDArray[np.float32]:
         import torch
@@ -200,7 +199,3 @@ class TransformersDepth:
         sizes = [(image.height, image.width)]
         found = self.processor.post_process_depth_estimation(outputs, target_sizes=sizes)[0]["predicted_depth"]
         return self.sign * np.asarray(found.float().cpu().numpy(), np.float32)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]

@@ -19,12 +19,13 @@ from arpg.settings import ORDERS, SamplingSettings
 
 SIDE = 192  # pixels of the longer side of a map
 MARGIN, CAPTION = 14, 26
+FRAME_MS, LAST_FRAME_MS = 120, 2000  # milliseconds that a frame of an animation is shown
 # Early to late: the stops of a dark-to-light colour ramp.
 RAMP = np.array([(38, 22, 74), (104, 37, 119), (178, 54, 95), (232, 103, 62), (251, 178, 76), (252, 244, 190)])
 
 
 def draw_plans(grid: tuple[int, int], settings: SamplingSettings, *, seed: int) -> Image.Image:
-    """One map per order, four in a row."""
+    """Return a figure with the step of every token, one map per order, four in a row."""
     cell = max(1, SIDE // max(grid))
     width, height = grid[1] * cell, grid[0] * cell
     columns = 4
@@ -45,7 +46,7 @@ def draw_plans(grid: tuple[int, int], settings: SamplingSettings, *, seed: int) 
 
 
 def draw_bits(bits_hw: NDArray[np.float32], image: Image.Image) -> Image.Image:
-    """The picture, and beside it the bits of each token: the least surprising is darkest, the most brightest."""
+    """Return a figure of an image with the bits of each token beside it: the more bits, the brighter."""
     cell = max(1, SIDE // max(bits_hw.shape))
     height, width = (side * cell for side in bits_hw.shape)
     low, high = float(bits_hw.min()), float(bits_hw.max())
@@ -61,7 +62,7 @@ def draw_bits(bits_hw: NDArray[np.float32], image: Image.Image) -> Image.Image:
 
 
 def _colours(plan: SamplePlan) -> NDArray[np.uint8]:
-    """`[N, 3]`: the colour of each position's step."""
+    """Return the colour of each token's step, `[N, 3]`."""
     step_of = np.repeat(np.arange(len(plan.sizes)), plan.sizes)
     share = np.empty(len(plan.order))
     share[np.array(plan.order)] = step_of / max(1, len(plan.sizes) - 1)
@@ -69,28 +70,25 @@ def _colours(plan: SamplePlan) -> NDArray[np.uint8]:
 
 
 def ramp(share_N: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """`[N, 3]`: the colours of numbers from 0 (dark) to 1 (light)."""
+    """Return the colours of numbers from 0 (dark) to 1 (light), `[N, 3]`."""
     stops = np.linspace(0, 1, len(RAMP))
     channels = [np.interp(share_N, stops, RAMP[:, c]) for c in range(3)]
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
-PACE, HOLD = 120, 2000  # milliseconds of a frame, and of the last one
-
-
 class Frames:
-    """The previews of every candidate, in the order in which they were drawn."""
+    """The previews of every candidate, in the order of the steps."""
 
     def __init__(self) -> None:
         self._previews: dict[int, list[Image.Image]] = {}
 
     def add(self, rows: range, previews: Sequence[Image.Image]) -> None:
-        """The candidates `rows` after a step."""
+        """Add the previews of the candidates `rows` after a step."""
         for row, image in zip(rows, previews, strict=True):
             self._previews.setdefault(row, []).append(image)
 
     def sheets(self, kept: Sequence[int], *, columns: int | None = None) -> list[Image.Image]:
-        """One frame per step: the candidates that were kept, side by side, all at the size of the finished ones."""
+        """Return one sheet per step with the kept candidates, all at the size of the last preview."""
         shown = [self._previews[row] for row in kept]
         size = shown[0][-1].size
         frames = []
@@ -102,12 +100,12 @@ class Frames:
 
 
 def save_gif(frames: Sequence[Image.Image], path: Path) -> None:
-    """Whole or not at all; it loops, and the last frame stays for a while."""
-    durations = [PACE] * (len(frames) - 1) + [HOLD]
+    """Write a looping GIF whose last frame is shown longer; an incomplete file is never left behind."""
+    durations = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
     # A palette for each frame; dithering would flicker.
-    few = [frame.quantize(256, dither=Image.Dither.NONE) for frame in frames]
+    frames = [frame.quantize(256, dither=Image.Dither.NONE) for frame in frames]
 
     def write(temporary: Path) -> None:
-        few[0].save(temporary, format="GIF", save_all=True, append_images=few[1:], duration=durations, loop=0)
+        frames[0].save(temporary, format="GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
 
     write_whole(path, write)

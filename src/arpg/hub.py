@@ -1,4 +1,4 @@
-"""Where models come from: the box, a folder, a published name (fetched, converted, kept) or a Hugging Face hub id."""
+"""Find models by name: bundled, in a folder, published (fetched, converted and cached) or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, bun
 from arpg.classes import imagenet_classes
 from arpg.config import BUNDLED, MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
-from arpg.errors import InputError, require
+from arpg.errors import InputError, first_line, require
 from arpg.settings import SamplingDefaults
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a hub repository."""
+    """A file in a hub repository."""
 
     repo: str
     file: str
@@ -29,7 +29,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Published:
-    """A published model: where its files are and what must be in them."""
+    """A published model: where its files are and which configuration they must have."""
 
     model_source: Source
     tokenizer_source: Source
@@ -58,7 +58,7 @@ PUBLISHED = {
 
 
 def home() -> Path:
-    """Where fetched models are kept: $ARPG_HOME, else the user's cache folder."""
+    """Return the folder of fetched models: $ARPG_HOME, or else one in the user's cache folder."""
     if value := os.environ.get("ARPG_HOME"):
         return Path(value)
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -66,7 +66,7 @@ def home() -> Path:
 
 
 def resolve(name: str | Path) -> Path:
-    """The folder of a model: a shipped name, an existing folder, a published name, or `user/repository` on the hub."""
+    """Return the folder of a model: a bundled name, a folder, a published name, or `user/repository` on the hub."""
     folder, text = Path(name), str(name)
     if text in BUNDLED:
         return bundled_folder(text)
@@ -77,13 +77,13 @@ def resolve(name: str | Path) -> Path:
     if text.count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/"):
         return _snapshot(text)
     raise InputError(
-        f"model {text!r} is neither in the box ({', '.join(BUNDLED)}), a folder, a published name "
+        f"model {text!r} is neither bundled ({', '.join(BUNDLED)}), a folder, a published name "
         f"({', '.join(PUBLISHED)}) nor a hub id (user/repository)"
     )
 
 
 def pull(name: str, *, force: bool = False) -> Path:
-    """Fetch a published model and its tokenizer, convert them, and return the folder they are kept in."""
+    """Fetch and convert a published model with its tokenizer, and return its folder; `force` does so again."""
     require(name in PUBLISHED, f"model {name!r} is not published; expected one of {', '.join(PUBLISHED)}")
     published = PUBLISHED[name]
     folder = home() / "models" / name
@@ -113,7 +113,7 @@ def pull(name: str, *, force: bool = False) -> Path:
 
 
 def _fetch(name: str, published: Published, source: Source) -> Path:
-    """A file put there by hand, or fetched from the hub."""
+    """Return a file that the user put into the downloads folder, or else fetch it from the hub."""
     by_hand = home() / "downloads" / source.file
     if by_hand.is_file():
         return by_hand
@@ -127,13 +127,13 @@ def _fetch(name: str, published: Published, source: Source) -> Path:
         both = (published.model_source, published.tokenizer_source)
         files = " and ".join(f"{s.file} (huggingface.co/{s.repo})" for s in both)
         raise InputError(
-            f"{source.file} could not be fetched ({_first_line(error)}); get {files}, put them into "
+            f"{source.file} could not be fetched ({first_line(error)}); get {files}, put them into "
             f"{by_hand.parent} and run `arpg pull {name}` again"
         ) from None
 
 
 def _snapshot(repo: str) -> Path:
-    """The files of a model folder that somebody put on the hub."""
+    """Fetch the files of a model folder on the hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
@@ -151,11 +151,7 @@ def _snapshot(repo: str) -> Path:
             fetch(CLASSES)
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"model {repo!r} is no folder here, and the hub did not give it ({_first_line(error)}); "
+            f"model {repo!r} is no folder here, and the hub did not give it ({first_line(error)}); "
             "check the name and the connection, or give the path of a folder"
         ) from None
     return folder
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]

@@ -1,4 +1,4 @@
-"""Pixels: tensors to PIL images, crops, sheets of images, and image files."""
+"""Images: conversion between tensors, arrays and PIL, crops, sheets, and image files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GAP = 2  # pixels between the images of a sheet
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Upright (EXIF), on white where it is transparent, three channels of 8 bits."""
+    """Convert to 8-bit RGB: upright (EXIF), and on white where it is transparent."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
@@ -37,7 +37,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def open_image(path: Path, *, what: str = "image") -> Image.Image:
-    """A picture from a file, as RGB. Its size is checked before a pixel is decoded."""
+    """Open an image file as RGB; its size is checked before any pixel is decoded."""
     require(path.is_file(), f"{what} {path} does not exist; expected an image file")
     try:
         with (
@@ -56,30 +56,37 @@ def open_image(path: Path, *, what: str = "image") -> Image.Image:
 
 
 def check_pixels(pixels: Pixels, *, what: str = "pixels") -> None:
+    """Raise an `InputError` unless `pixels` are images as uint8 `[n, H, W, 3]`."""
     require(
         pixels.ndim == 4 and pixels.shape[-1] == 3 and len(pixels) > 0 and pixels.dtype == np.uint8,
         f"{what} are {pixels.dtype} {list(pixels.shape)}; expected images as uint8 [n, H, W, 3], at least one",
     )
 
 
+def normalize(pixels: Tensor) -> Tensor:
+    """Scale floating-point pixels from [0, 255] to [-1, 1]."""
+    return pixels / 127.5 - 1
+
+
 def to_images(pixels_BHW3: Pixels | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """`[B, 3, H, W]` in [-1, 1], channels last; `to_uint8` gives the pixels back exactly."""
+    """Convert uint8 `[B, H, W, 3]` to `[B, 3, H, W]` in [-1, 1], channels last in memory; `to_uint8` is the inverse."""
     # A copy, because arrays from files are often read-only, which tensors cannot be.
     tensor = torch.from_numpy(np.array(pixels_BHW3)) if isinstance(pixels_BHW3, np.ndarray) else pixels_BHW3
-    return tensor.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return normalize(tensor.to(device).permute(0, 3, 1, 2).float())
 
 
 def to_uint8(image_B3HW: Tensor) -> Tensor:
-    """`[B, H, W, 3]` from images in [-1, 1], rounded as the published code does: truncate(127.5 x + 128)."""
+    """Convert images in [-1, 1] to uint8 `[B, H, W, 3]`, rounded as the published code does: trunc(127.5 x + 128)."""
     return (127.5 * image_B3HW.float() + 128.0).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def to_pil(image_B3HW: Tensor) -> list[Image.Image]:
+    """Convert images in [-1, 1] to PIL images."""
     return [Image.fromarray(array) for array in to_uint8(image_B3HW).cpu().numpy()]
 
 
 def adm_crop(image: Image.Image, size: int) -> Image.Image:
-    """The centre square of `size` pixels as ADM prepares ImageNet: halved by boxes while it can be, then bicubic."""
+    """Crop the centre square at `size` pixels as ADM does for ImageNet: box filter by halves, then bicubic."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -90,7 +97,7 @@ def adm_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def ten_crop(image: Image.Image, size: int) -> list[Image.Image]:
-    """Ten views of an ADM square a tenth larger: the corners in reading order, the centre, and their mirror images."""
+    """Crop an ADM square that is a tenth larger at its corners and its centre, and mirror these five views."""
     room = int(1.1 * size) - size
     square = adm_crop(image, size + room)
     middle = round(room / 2)
@@ -102,7 +109,7 @@ def ten_crop(image: Image.Image, size: int) -> list[Image.Image]:
 def sheet(
     images: Sequence[Image.Image], *, columns: int | None = None, captions: Sequence[str] | None = None
 ) -> Image.Image:
-    """All images in one, row by row; about square unless the number of columns is given. Captions stand below them."""
+    """Lay out images in one, row by row, about square unless `columns` is given, with captions below them."""
     columns = min(columns or math.ceil(math.sqrt(len(images))), len(images))
     rows = math.ceil(len(images) / columns)
     if captions is not None:
@@ -115,7 +122,7 @@ def sheet(
 
 
 def _captioned(image: Image.Image, text: str) -> Image.Image:
-    """A small picture twice as large, with up to three lines of text below."""
+    """Enlarge a small image to about 192 pixels and write up to three lines of text below it."""
     scale, line = max(1, 192 // image.width), 11
     width, height = image.width * scale, image.height * scale
     canvas = Image.new("RGB", (width, height + 3 * line + 4), "white")
@@ -127,7 +134,7 @@ def _captioned(image: Image.Image, text: str) -> Image.Image:
 
 
 def check_output(path: Path, *, folder: bool) -> None:
-    """Fail before the work starts, not after it, when the result could not be written."""
+    """Raise an `InputError` if an image file, or with `folder` a folder of them, could not be written."""
     require(folder or not path.is_dir(), f"{path} is a folder; expected the name of an image file, like {path}/out.png")
     require(not folder or not path.exists() or path.is_dir(), f"{path} is a file; expected a folder for the images")
     if not folder:
@@ -137,7 +144,7 @@ def check_output(path: Path, *, folder: bool) -> None:
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
-    """Whether a file (or files in a folder) could be written there, made or not."""
+    """Raise an `InputError` if a file, or with `folder` files in a folder, could not be written."""
     target = path if folder else path.parent
     existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
     require(existing.is_dir(), f"{path} cannot be written: {existing} is a file; choose another place")
@@ -145,7 +152,7 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
 
 
 def save(image: Image.Image, path: Path, *, about: str = "") -> None:
-    """Write an image whole; `about` (the settings that made it) is kept in a PNG's text."""
+    """Write an image file completely or not at all; a PNG keeps `about` (the settings that made it) as text."""
     text = PngImagePlugin.PngInfo()
     text.add_text("arpg", about)
     options = {"pnginfo": text} if path.suffix.lower() == ".png" and about else {}

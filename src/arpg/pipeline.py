@@ -1,8 +1,9 @@
-"""Pipeline: tokenizer, network, class names or text encoder together; the API that most users need."""
+"""Pipeline: model, tokenizer, class names or text encoder together; the API that most users need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,48 @@ from PIL import Image
 
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import EXPAND_METHODS
-from arpg.decode import Engine, Request, Step, make_plan
+from arpg.decode import Engine
+from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
 from arpg.errors import require
 from arpg.hub import home, resolve
 from arpg.image import to_rgb
-from arpg.likelihood import picture_bits
 from arpg.model import ARPG
 from arpg.quantization.precision import Precision, to_precision
-from arpg.settings import SamplingDefaults, SamplingSettings
-from arpg.tasks import Label, Prompt, stages
+from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, SamplingDefaults, canonical_names
+from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.canvas import Box, Canvas, box_mask
-from arpg.tasks.control_input import ControlInput, Controls, checked
-from arpg.tasks.task import ImageTask, TaskSpec
+from arpg.tasks.control_input import ControlInput, Controls, check_controls
+from arpg.tasks.task import ImageTask, OnStep, TaskSpec
 from arpg.text import Prompts
 from arpg.tokenizer import VQTokenizer
 
-OnStep = Callable[[Step], None] | None
+Classes = str | int | Sequence[str | int] | None
+Seed = int | torch.Generator | Sequence[int | torch.Generator]
 
 
 class Pipeline:
-    """From class names, or from prompts, to images.
+    """Generates and edits images of classes or prompts.
 
     >>> pipe = Pipeline.from_pretrained("arpg-xl")
     >>> images = pipe.generate(["golden retriever", "volcano"], num_images=4, seed=0)
+    >>> task = pipe.outpaint_task(images[0], "volcano", right=48)  # every verb has a task, which can be streamed
+    >>> for previews in task.stream():
+    ...     previews[0].save("preview.png")
 
-    Where a method takes a class, a model that was trained on text takes `prompt` and `negative` (what guidance leads
-    away from) instead.
+    Where a method takes a class, a model that was trained on text takes `prompt` and `negative` (a prompt that guidance
+    leads away from) instead. Every task takes these options, and accepts the names of diffusers for some of them:
+
+    - `num_images` (`num_images_per_prompt`): images of each class or prompt.
+    - `seed` (`generator`): image i has seed `seed + i`; a list has one for each image. A `torch.Generator` stands for
+      its initial seed: it is not advanced.
+    - `best_of`: candidates sampled for each image (with consecutive seeds), of which the most likely is kept.
+    - `batch_size`: images decoded together; does not change them.
+    - `control`: a `ControlInput`, or a list with one for each image.
+    - `steps` (`num_inference_steps`), `guidance` (`guidance_scale`) and the other sampling settings
+      (`arpg.settings.SETTINGS`); what is not given is the model's recommendation.
+
+    Methods that return images also take `on_step`, a function that is called with every `Step`.
     """
 
     def __init__(
@@ -54,13 +69,13 @@ class Pipeline:
         prompts: Prompts | None = None,
         engine: str = "auto",
     ) -> None:
-        """`prompts`: where the states of prompts come from; by default, the encoder that the model names.
+        """`prompts` encodes prompts; the default is the encoder that the model's configuration names.
 
-        `engine`: how the loop is executed, see `decode/execution.py`.
+        `engine` is how the decode loop is executed, see `from_pretrained`.
         """
         require(
             model.config.vocab_size == tokenizer.config.codebook_size,
-            f"the model speaks {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
+            f"the model has {model.config.vocab_size} codes, the tokenizer {tokenizer.config.codebook_size}; "
             "they do not belong together",
         )
         patch, stride = model.config.control and model.config.control.patch, tokenizer.config.stride
@@ -84,19 +99,20 @@ class Pipeline:
         dtype: Precision | None = None,
         engine: str = "auto",
     ) -> Pipeline:
-        """Load a folder, a published name (`arpg-l`, `arpg-xl`, `arpg-xxl`) or a hub id.
+        """Load a bundled model (`garden`, `garden-text`, `garden-control`), a folder, a published model (`arpg-l`,
+        `arpg-xl`, `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
-        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch type; `dtype` is its old name.
-        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.execution`).
-        The tokenizer stays in float32, but where the model computes in bfloat16, pixels are made in it, too.
+        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `dtype` is its old name.
+        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.engine`).
+        The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
         precision = precision if dtype is None else dtype
-        model = to_precision(load_model(folder), precision, on)
-        tokenizer = load_tokenizer(folder, device=on, dtype=torch.float32)
+        model = to_precision(load_model(folder, config=config), precision, on)
+        tokenizer = load_tokenizer(folder, config=config, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
         prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
@@ -111,6 +127,7 @@ class Pipeline:
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
+        """Write a model folder that `from_pretrained` loads."""
         config = FolderConfig(
             model=self.model.config,
             tokenizer=self.tokenizer.config,
@@ -120,47 +137,10 @@ class Pipeline:
         )
         write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
-    def generate_task(
-        self,
-        classes: str | int | Sequence[str | int] | None = None,
-        *,
-        prompt: str | Sequence[str] | None = None,
-        negative: str | Sequence[str | None] | None = None,
-        num_images: int = 1,
-        seed: int | Sequence[int] = 0,
-        batch_size: int = 32,
-        best_of: int = 1,
-        control: Controls = None,
-        **settings: Any,
-    ) -> ImageTask:
-        """`num_images` images of each class or prompt; image i has seed `seed + i`, or its own of a list.
-
-        `negative`: what guidance leads away from, one text for all prompts or one for each.
-
-        `best_of`: so many candidates are drawn for each image (with seeds that count on), and the one that the model
-        finds most likely is kept. `control`: a condition image for all of them (then the class may be left out), or a
-        list with one for each. `settings`: steps, guidance, order, schedule, guidance_schedule, temperature, top_k,
-        top_p, attention, decode, draft; what is not given is the model's own recommendation.
-        """
-        asked: Any = prompt if classes is None else classes
-        items: list[Any] = [asked] if asked is None or isinstance(asked, str | int) else list(asked)
-        something = asked is not None or control is not None
-        require(something and len(items) >= 1, f"no {self._takes} is given; there is nothing to draw")
-        negatives = [negative] * len(items) if negative is None or isinstance(negative, str) else list(negative)
-        require(
-            len(negatives) == len(items),
-            f"there are {len(negatives)} negative prompts for {len(items)}; expected one each",
-        )
-        given = None if prompt is None or classes is None else str(prompt)
-        asks = [(None, item) if classes is None else (item, given) for item in items]
-        found = [self._label(name, text, no) for (name, text), no in zip(asks, negatives, strict=True)]
-        labels = tuple(label for label in found for _ in range(_number(num_images)))
-        resolved = self.sampling.settings(**settings)
-        first, own = (seed, None) if isinstance(seed, int) else (0, tuple(seed))
-        wanted = TaskSpec(
-            labels, resolved, first, best_of, batch_size, own, checked(control, self.model.config.control)
-        )
-        return ImageTask(self.model, self.tokenizer, wanted, stages=[stages.from_nothing(self.model.config.grid)])
+    def generate_task(self, classes: Classes = None, **options: Any) -> ImageTask:
+        """Images of classes or prompts from empty grids, see `generate`."""
+        spec = self._generate_spec(classes, **options)
+        return ImageTask(self.engine, self.tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)])
 
     def inpaint_task(
         self,
@@ -171,20 +151,15 @@ class Pipeline:
         feather: int = 0,
         **options: Any,
     ) -> ImageTask:
-        """Fill the white of the mask, given the rest, with a class, a prompt or what fits; pixels outside stay as they
-        are.
-
-        `feather` blends that many pixels inside the mask. Options: prompt, negative, num_images and all that
-        `generate_task` takes; a condition image covers the whole picture.
-        """
-        wanted, picture = self._wanted(class_, **options), to_rgb(image)
+        """Sample the white part of a mask, see `inpaint`."""
+        spec, rgb = self._spec(class_, **options), to_rgb(image)
         masked = np.asarray(mask.convert("L")) >= 128
-        canvas = Canvas.fit(picture, masked, grid=self.model.config.grid, stride=self.tokenizer.config.stride)
-        stage = stages.fill(canvas, feather=feather)
-        return ImageTask(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
+        canvas = Canvas.fit(rgb, masked, grid=self.model.config.grid, stride=self.tokenizer.config.stride)
+        stage = stages.inpaint_stage(canvas, feather=feather)
+        return ImageTask(self.engine, self.tokenizer, spec, stages=[stage], images=[rgb])
 
     def edit_task(self, image: Image.Image, box: Box, class_: str | int | None = None, **options: Any) -> ImageTask:
-        """Put a class or a prompt into the box (left, top, right, bottom) of an image; options as in `inpaint_task`."""
+        """Replace a box of an image, see `edit`."""
         given = class_ is not None or options.get("prompt") is not None
         require(given, f"there is nothing to put into the box; give a {self._takes}")
         mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
@@ -201,15 +176,11 @@ class Pipeline:
         bottom: int = 0,
         **options: Any,
     ) -> ImageTask:
-        """Continue a picture beyond its sides, by as many pixels as wanted; the picture itself stays as it is.
-
-        A canvas larger than the trained grid is filled window by window, each leaning on what is there already. A
-        condition image covers the whole canvas, and each window sees its part of it.
-        """
-        wanted, picture = self._wanted(class_, **options), to_rgb(image)
+        """Continue an image beyond its sides, see `outpaint`."""
+        spec, rgb = self._spec(class_, **options), to_rgb(image)
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
-        stage = stages.extend(Canvas.extend(picture, (left, top, right, bottom), grid=grid, stride=stride), grid)
-        return ImageTask(self.model, self.tokenizer, wanted, stages=[stage], pictures=[picture])
+        stage = stages.outpaint_stage(Canvas.extend(rgb, (left, top, right, bottom), grid=grid, stride=stride), grid)
+        return ImageTask(self.engine, self.tokenizer, spec, stages=[stage], images=[rgb])
 
     def expand_task(
         self,
@@ -217,52 +188,27 @@ class Pipeline:
         class_: str | int | None = None,
         *,
         size: tuple[int, int],
-        way: str = EXPAND_METHODS[0],
         **options: Any,
     ) -> ImageTask:
-        """A picture, or without one a picture of the class or prompt that is drawn first, at a larger (width, height).
-
-        `way`: positions, windows or checkerboard, see `stages.expand`. Other options as in `generate_task`.
-        """
+        """Enlarge an image, see `expand`."""
         given = class_ is not None or options.get("prompt") is not None
-        require(image is not None or given, f"there is neither a picture nor a {self._takes}; give one of them")
-        wanted, picture = self._wanted(class_, **options), None if image is None else to_rgb(image)
+        require(image is not None or given, f"there is neither an image nor a {self._takes}; give one of them")
+        options = canonical_names(options)
+        method = options.pop("method", None) or EXPAND_METHODS[0]
+        spec, images = self._spec(class_, **options), [] if image is None else [to_rgb(image)]
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
-        own = (grid[1] * stride, grid[0] * stride) if picture is None else picture.size
-        stage = stages.expand(own, size, window=grid, stride=stride, way=way)
-        first = [stages.from_nothing(grid)] if picture is None else []
-        pictures = [] if picture is None else [picture]
-        return ImageTask(self.model, self.tokenizer, wanted, stages=[*first, stage], pictures=pictures)
+        image_size = images[0].size if images else self.image_size
+        stage = stages.expand_stage(image_size, size, window=grid, stride=stride, method=method)
+        first = [] if images else [stages.generate_stage(grid)]
+        return ImageTask(self.engine, self.tokenizer, spec, stages=[*first, stage], images=images)
 
-    def control(
-        self,
-        image: Image.Image,
-        class_: str | int | None = None,
-        *,
-        kind: str = "canny",
-        strength: float = 1.0,
-        from_image: bool = False,
-        on_step: OnStep = None,
-        **options: Any,
-    ) -> list[Image.Image]:
-        """Images of a class or prompt (or of whatever fits) that follow a condition image, or with `from_image` what a
-        picture shows of the kind; options as in `generate_task`.
+    def generate(self, classes: Classes = None, *, on_step: OnStep = None, **options: Any) -> list[Image.Image]:
+        """Generate `num_images` images of each class or prompt.
+
+        `prompt` and `negative` are a text or a list of texts. `control` is a condition image for all images (then the
+        class may be left out), or a list with one for each.
         """
-        steer = self.condition_of(image, kind, strength) if from_image else ControlInput(image, kind, strength)
-        return self.finish(self.generate_task(class_, control=steer, **options), on_step)
-
-    def condition_of(
-        self, picture: Image.Image, kind: str = "canny", strength: float = 1.0, *, depth: str | None = None
-    ) -> ControlInput:
-        """What a picture shows of a kind, at the size that the model was trained with; `depth`: see `open_depth`."""
-        high, wide = (side * self.tokenizer.config.stride for side in self.model.config.grid)
-        return ControlInput.of(picture, kind, strength, size=(wide, high), depth=depth)
-
-    def generate(
-        self, classes: str | int | Sequence[str | int] | None = None, *, on_step: OnStep = None, **options: Any
-    ) -> list[Image.Image]:
-        """Images of classes or prompts, as in `generate_task`. `on_step` is called after every step."""
-        return self.finish(self.generate_task(classes, **options), on_step)
+        return self.generate_task(classes, **options).run(on_step)
 
     def inpaint(
         self,
@@ -273,20 +219,27 @@ class Pipeline:
         on_step: OnStep = None,
         **options: Any,
     ) -> list[Image.Image]:
-        """Fill the white of the mask, as in `inpaint_task`."""
-        return self.finish(self.inpaint_task(image, mask, class_, **options), on_step)
+        """Fill the white part of a mask, given the rest of the image; pixels outside of the mask do not change.
+
+        `feather` blends that many pixels inside the mask with the original. A condition image covers the whole image.
+        """
+        return self.inpaint_task(image, mask, class_, **options).run(on_step)
 
     def edit(
         self, image: Image.Image, box: Box, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Put a class or a prompt into a box, as in `edit_task`."""
-        return self.finish(self.edit_task(image, box, class_, **options), on_step)
+        """Replace the box (left, top, right, bottom) of an image by a class or a prompt; options as in `inpaint`."""
+        return self.edit_task(image, box, class_, **options).run(on_step)
 
     def outpaint(
         self, image: Image.Image, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
     ) -> list[Image.Image]:
-        """Continue a picture beyond its sides, as in `outpaint_task`."""
-        return self.finish(self.outpaint_task(image, class_, **options), on_step)
+        """Continue an image by `left`, `top`, `right` and `bottom` pixels; its own pixels do not change.
+
+        A canvas larger than the trained grid is sampled window by window, each given what is known already. A
+        condition image covers the whole canvas, and each window takes its part of it.
+        """
+        return self.outpaint_task(image, class_, **options).run(on_step)
 
     def expand(
         self,
@@ -297,64 +250,113 @@ class Pipeline:
         on_step: OnStep = None,
         **options: Any,
     ) -> list[Image.Image]:
-        """A larger picture, as in `expand_task`."""
-        return self.finish(self.expand_task(image, class_, size=size, **options), on_step)
+        """Enlarge an image to `size` (width, height) with newly sampled detail; without an image, generate one first.
 
-    def stream(
-        self, classes: str | int | Sequence[str | int] | None = None, *, num_images: int = 1, **options: Any
-    ) -> Iterator[list[Image.Image]]:
-        """The images of `generate_task` after each step, all in one batch; patches that are not there yet are grey."""
-        asked = options.get("prompt") if classes is None else classes
-        batch = max(1, num_images) * (1 if asked is None or isinstance(asked, str | int) else max(1, len(asked)))
-        return self.previews(self.generate_task(classes, num_images=num_images, batch_size=batch, **options))
+        `method` is checkerboard (the default), positions or windows, see `arpg.tasks.stages.expand_stage`.
+        """
+        return self.expand_task(image, class_, size=size, **options).run(on_step)
 
-    def previews(self, drawing: ImageTask) -> Iterator[list[Image.Image]]:
-        """What is there after each step of a drawing."""
-        for step in self.steps(drawing):
-            yield drawing.preview(step)
-
-    def finish(self, drawing: ImageTask, on_step: OnStep = None) -> list[Image.Image]:
-        """Draw it."""
-        for step in self.steps(drawing):
-            if on_step is not None:
-                on_step(step)
-        return drawing.images()
-
-    def steps(self, drawing: ImageTask) -> Iterator[Step]:
-        """Put the requests of a drawing through the loop, one after the other."""
-        while (request := drawing.next_request()) is not None:
-            for step in self.run(request, drawing.spec.settings):
-                yield step
-            drawing.accept(step)
-
-    def run(self, request: Request, settings: SamplingSettings) -> Iterator[Step]:
-        """Plan a request and put it through the loop."""
-        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        return self.engine.decode(request, plan, settings)
-
-    def _wanted(
+    def control(
         self,
-        class_: str | int | None,
+        image: Image.Image,
+        class_: str | int | None = None,
         *,
-        prompt: str | None = None,
-        negative: str | None = None,
+        kind: str = CONTROL_KINDS[0],
+        strength: float = 1.0,
+        from_image: bool = False,
+        on_step: OnStep = None,
+        **options: Any,
+    ) -> list[Image.Image]:
+        """Generate images of a class, a prompt or neither that follow a condition image; options as in `generate`.
+
+        `from_image`: `image` is a photograph or the like, whose edges or depth are the condition.
+        """
+        control = self.extract_control(image, kind, strength) if from_image else ControlInput(image, kind, strength)
+        return self.generate(class_, control=control, on_step=on_step, **options)
+
+    def extract_control(
+        self, image: Image.Image, kind: str = CONTROL_KINDS[0], strength: float = 1.0, *, depth: str | None = None
+    ) -> ControlInput:
+        """Extract the edges or the depth of an image at the size that the model was trained with.
+
+        `depth` names the depth model, see `arpg.extractors.open_depth`.
+        """
+        return ControlInput.from_image(image, kind, strength, size=self.image_size, depth=depth)
+
+    def stream(self, classes: Classes = None, **options: Any) -> Iterator[list[Image.Image]]:
+        """Generate as `generate` does, all images in one batch, and yield previews of them after every step.
+
+        Patches that are not sampled yet are grey. Other tasks: `pipe.inpaint_task(...).stream()` and so on.
+        """
+        spec = self._generate_spec(classes, **options)
+        spec = dataclasses.replace(spec, batch_size=len(spec.labels))
+        stage = stages.generate_stage(self.model.config.grid)
+        return ImageTask(self.engine, self.tokenizer, spec, stages=[stage]).stream()
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Width and height of a generated image in pixels."""
+        (high, wide), stride = self.model.config.grid, self.tokenizer.config.stride
+        return wide * stride, high * stride
+
+    def _generate_spec(
+        self,
+        classes: Classes = None,
+        *,
+        prompt: str | Sequence[str] | None = None,
+        negative: str | Sequence[str | None] | None = None,
+        **options: Any,
+    ) -> TaskSpec:
+        """Resolve one or several classes or prompts, and the options of a task."""
+        given: Any = prompt if classes is None else classes
+        items: list[Any] = [given] if given is None or isinstance(given, str | int) else list(given)
+        something = given is not None or options.get("control") is not None
+        require(something and len(items) >= 1, f"no {self._takes} is given; there is nothing to generate")
+        negatives = [negative] * len(items) if negative is None or isinstance(negative, str) else list(negative)
+        require(
+            len(negatives) == len(items),
+            f"there are {len(negatives)} negative prompts for {len(items)}; expected one each",
+        )
+        both = None if prompt is None or classes is None else str(prompt)  # an error that `_label` explains
+        pairs = [(None, item) if classes is None else (item, both) for item in items]
+        labels = [self._label(name, text, no) for (name, text), no in zip(pairs, negatives, strict=True)]
+        return self._task_spec(labels, **canonical_names(options))
+
+    def _spec(
+        self, class_: str | int | None, *, prompt: str | None = None, negative: str | None = None, **options: Any
+    ) -> TaskSpec:
+        """Resolve a class or a prompt, and the options of a task."""
+        return self._task_spec([self._label(class_, prompt, negative)], **canonical_names(options))
+
+    def _task_spec(
+        self,
+        labels: Sequence[Label],
+        *,
         num_images: int = 1,
-        seed: int = 0,
+        seed: Seed = 0,
         batch_size: int = 32,
         best_of: int = 1,
         control: Controls = None,
         **settings: Any,
     ) -> TaskSpec:
-        labels = (self._label(class_, prompt, negative),) * _number(num_images)
-        controls = checked(control, self.model.config.control)
-        return TaskSpec(labels, self.sampling.settings(**settings), seed, best_of, batch_size, None, controls)
+        TASK_SETTINGS["num_images"].check(num_images)
+        seed = read_seed(seed)
+        return TaskSpec(
+            tuple(label for label in labels for _ in range(num_images)),
+            self.sampling.settings(**settings),
+            seed=seed if isinstance(seed, int) else 0,
+            seeds=None if isinstance(seed, int) else tuple(seed),
+            best_of=best_of,
+            batch_size=batch_size,
+            controls=check_controls(control, self.model.config.control),
+        )
 
     @property
     def _takes(self) -> str:
         return "class" if self.prompts is None else "prompt"
 
     def _label(self, class_: str | int | None, prompt: str | None, negative: str | None) -> Label:
-        """What a picture shall show; a class or a prompt where the model takes the other is an error that says so."""
+        """Return the class id or the encoded prompt; the other of both is an `InputError`."""
         if self.prompts is None:
             for name, value in (("prompt", prompt), ("negative", negative)):
                 require(
@@ -377,26 +379,31 @@ class Pipeline:
         order: str = "random",
         seed: int = 0,
     ) -> NDArray[np.float32]:
-        """`[orders, h, w]`: the bits of each token of an image under each order; their mean is the bits per token.
+        """Return the bits of each token of an image under each of several orders, `[orders, h, w]`.
 
-        The image is brought to the model's size by a centre crop. No class or prompt: the unconditional likelihood.
+        Their mean is the bits per token. The image is centre-cropped to the model's size. Without a class or prompt it
+        is the unconditional likelihood.
         """
-        labels = [self._label(class_, prompt, None)]
-        found = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
+        labels = label_condition(self.model, [self._label(class_, prompt, None)])
+        found = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order=order, seed=seed)
         bits: NDArray[np.float32] = found[0]
         return bits
 
     def classify(self, image: Image.Image, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
-        """`[classes]`: bits per token of an image under each class, over the same random orders; the least is best."""
+        """Return the bits per token of an image under each class, `[classes]`; fewest bits: the most likely class."""
         require(
             self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
         )
-        labels = range(self.model.config.num_classes)
-        bits = picture_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
+        labels = label_condition(self.model, range(self.model.config.num_classes))
+        bits = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
 
 
-def _number(num_images: int) -> int:
-    require(num_images >= 1, f"the number of images is {num_images}; expected 1 or more")
-    return num_images
+def read_seed(seed: Seed) -> int | Sequence[int]:
+    """Return an int or a list of ints; a torch generator stands for its initial seed."""
+    if isinstance(seed, torch.Generator):
+        return seed.initial_seed()
+    if isinstance(seed, Sequence):
+        return [each.initial_seed() if isinstance(each, torch.Generator) else each for each in seed]
+    return seed

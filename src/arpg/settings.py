@@ -1,7 +1,8 @@
-"""Sampling settings: one table of name, type, default, limits and help.
+"""Settings of sampling and of image tasks: name, type, default, limits, choices and help of each, written once.
 
-The checks of `SamplingSettings`, the CLI options, the HTTP schema, `/v1/arpg/info`, the axes of a sweep and the
-controls of the page are made from `SETTINGS`.
+`SETTINGS` describes how tokens are sampled, `TASK_SETTINGS` what else an image task takes. The checks of
+`SamplingSettings`, the CLI options, the HTTP schema, `/v1/arpg/info`, the axes of a sweep and the controls of the page
+are made from them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from arpg.errors import one_of, require
 
 @dataclass(frozen=True)
 class Setting:
-    """One sampling setting as every surface presents it."""
+    """One setting as every surface presents it."""
 
     name: str
     kind: type[int] | type[float] | type[str]
@@ -30,7 +31,7 @@ class Setting:
     maximum: float | None = None  # the most that a server accepts; the library itself has no upper limit but top_p's
     above_minimum: bool = False  # the minimum itself is not allowed
     hint: str = ""  # what an error adds
-    aliases: tuple[str, ...] = ()  # names that Python callers may use instead, as in diffusers
+    aliases: tuple[str, ...] = ()  # other accepted names: those of diffusers, and former ones
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,7 +41,7 @@ class Setting:
     def check(self, value: Any) -> None:
         """Raise an `InputError` unless `value` is allowed."""
         if self.choices:
-            one_of(self.name, value, self.names)
+            one_of(self.name, value, self.names, self.hint)
             return
         low = self.minimum
         if low is None:
@@ -52,127 +53,162 @@ class Setting:
         require(good, f"{self.name} is {value}; expected {number}{low:g} or more{self.hint}")
 
 
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
-    {
-        setting.name: setting
-        for setting in (
-            Setting(
-                "steps",
-                int,
-                32,
-                "Decoding steps.",
-                minimum=1,
-                maximum=4096,
-                hint=" (32 is a good start)",
-                aliases=("num_inference_steps",),
-            ),
-            Setting(
-                "guidance",
-                float,
-                1.0,
-                "Guidance scale; 1 turns guidance off.",
-                minimum=0,
-                maximum=100,
-                hint=" (1 turns guidance off)",
-                aliases=("guidance_scale",),
-            ),
-            Setting(
-                "guidance_schedule",
-                str,
-                "linear",
-                "How the guidance scale changes from step to step.",
-                {
-                    "linear": "Grows from 1 to the full scale with the share of tokens that are known.",
-                    "constant": "The full scale from the first step.",
-                    "none": "No guidance.",
-                },
-            ),
-            Setting(
-                "order",
-                str,
-                "random",
-                "The order in which tokens are decoded.",
-                {
-                    "random": "A uniformly random permutation, as in training.",
-                    "raster": "Row by row.",
-                    "spiral-in": "Along the border first, then inwards.",
-                    "spiral-out": "From the middle outwards.",
-                    "z-curve": "Small squares, then larger ones (Morton order).",
-                    "alternate": "Row by row, every second row from right to left.",
-                    "halton": "Evenly spread over the image at every step.",
-                    "local": "Close to what is known, but the tokens of a step far from each other.",
-                },
-            ),
-            Setting(
-                "schedule",
-                str,
-                "arccos",
-                "How many tokens each step decodes: a name, or the number of tokens of each step.",
-                {
-                    "arccos": "Few tokens at first, many at the end; the paper's choice.",
-                    "cosine": "Very few at first, very many at the end.",
-                    "linear": "The same number in every step.",
-                },
-            ),
-            Setting(
-                "attention",
-                str,
-                "block",
-                "Whether the tokens of a step see each other in Pass 1.",
-                {
-                    "block": "The tokens of a step see each other.",
-                    "causal": "A token sees only those before it, as in training.",
-                },
-            ),
-            Setting(
-                "decode",
-                str,
-                "steps",
-                "The decoding strategy; exact and speculative need causal attention.",
-                {
-                    "steps": "Several tokens at once, as the schedule says.",
-                    "exact": "The tokens of one-at-a-time decoding, in fewer calls of the network.",
-                    "speculative": "The distribution of one-at-a-time decoding, in fewer calls of the network.",
-                },
-            ),
-            Setting(
-                "draft",
-                int,
-                16,
-                "Tokens that exact and speculative decoding draft per call.",
-                minimum=1,
-                maximum=1024,
-                hint=" tokens to draft (16 is good)",
-            ),
-            Setting(
-                "temperature",
-                float,
-                1.0,
-                "Sampling temperature; 0 is greedy.",
-                minimum=0,
-                maximum=100,
-                hint=" (0 is greedy)",
-            ),
-            Setting(
-                "top_k",
-                int,
-                None,
-                "Sample from the k most likely codes only.",
-                minimum=1,
-                maximum=2**31,
-                hint=", or nothing for all codes",
-            ),
-            Setting(
-                "top_p",
-                float,
-                1.0,
-                "Sample from the most likely codes that together reach this probability.",
-                minimum=0,
-                maximum=1,
-                above_minimum=True,
-            ),
-        )
-    }
+def _table(*settings: Setting) -> Mapping[str, Setting]:
+    return MappingProxyType({setting.name: setting for setting in settings})
+
+
+def _choice(name: str, help: str, choices: Mapping[str, str], **more: Any) -> Setting:
+    """Return a setting with named choices, the first of which is the default."""
+    return Setting(name, str, next(iter(choices)), help, choices, **more)
+
+
+SETTINGS: Mapping[str, Setting] = _table(
+    Setting(
+        "steps",
+        int,
+        32,
+        "Decoding steps.",
+        minimum=1,
+        maximum=4096,
+        hint=" (32 is a good start)",
+        aliases=("num_inference_steps",),
+    ),
+    Setting(
+        "guidance",
+        float,
+        1.0,
+        "Guidance scale; 1 turns guidance off.",
+        minimum=0,
+        maximum=100,
+        hint=" (1 turns guidance off)",
+        aliases=("guidance_scale",),
+    ),
+    _choice(
+        "guidance_schedule",
+        "How the guidance scale changes from step to step.",
+        {
+            "linear": "Grows from 1 to the full scale with the share of tokens that are known.",
+            "constant": "The full scale from the first step.",
+            "none": "No guidance.",
+        },
+    ),
+    _choice(
+        "order",
+        "The order in which tokens are decoded.",
+        {
+            "random": "A uniformly random permutation, as in training.",
+            "raster": "Row by row.",
+            "spiral-in": "Along the border first, then inwards.",
+            "spiral-out": "From the middle outwards.",
+            "z-curve": "Small squares, then larger ones (Morton order).",
+            "alternate": "Row by row, every second row from right to left.",
+            "halton": "Evenly spread over the image at every step.",
+            "local": "Close to what is known, but the tokens of a step far from each other.",
+        },
+    ),
+    _choice(
+        "schedule",
+        "How many tokens each step decodes.",
+        {
+            "arccos": "Few tokens at first, many at the end; the paper's choice.",
+            "cosine": "Very few at first, very many at the end.",
+            "linear": "The same number in every step.",
+        },
+        hint=" or the tokens of each step, like 16,48,80",
+    ),
+    _choice(
+        "attention",
+        "Whether the tokens of a step see each other in Pass 1.",
+        {
+            "block": "The tokens of a step see each other.",
+            "causal": "A token sees only those before it, as in training.",
+        },
+    ),
+    _choice(
+        "decode",
+        "The decoding strategy; exact and speculative need causal attention.",
+        {
+            "steps": "Several tokens at once, as the schedule says.",
+            "exact": "The tokens of one-at-a-time decoding, in fewer calls of the network.",
+            "speculative": "The distribution of one-at-a-time decoding, in fewer calls of the network.",
+        },
+    ),
+    Setting(
+        "draft",
+        int,
+        16,
+        "Tokens that exact and speculative decoding draft per call.",
+        minimum=1,
+        maximum=1024,
+        hint=" tokens to draft (16 is good)",
+    ),
+    Setting(
+        "temperature", float, 1.0, "Sampling temperature; 0 is greedy.", minimum=0, maximum=100, hint=" (0 is greedy)"
+    ),
+    Setting(
+        "top_k",
+        int,
+        None,
+        "Sample from the k most likely codes only.",
+        minimum=1,
+        maximum=2**31,
+        hint=", or nothing for all codes",
+    ),
+    Setting(
+        "top_p",
+        float,
+        1.0,
+        "Sample from the most likely codes that together reach this probability.",
+        minimum=0,
+        maximum=1,
+        above_minimum=True,
+    ),
+)
+
+TASK_SETTINGS: Mapping[str, Setting] = _table(
+    Setting("num_images", int, 1, "Number of images.", minimum=1, aliases=("num_images_per_prompt",)),
+    Setting(
+        "seed", int, 0, "Random seed; image i has seed SEED + i.", minimum=0, maximum=2**64 - 1, aliases=("generator",)
+    ),
+    Setting(
+        "best_of",
+        int,
+        1,
+        "Candidates sampled for each image, of which the most likely is kept.",
+        minimum=1,
+        hint=" candidates for each image",
+    ),
+    Setting("batch_size", int, 32, "Images decoded together; does not change them.", minimum=1),
+    Setting(
+        "feather", int, 0, "Blend this many pixels inside the mask with the original image.", minimum=0, hint=" pixels"
+    ),
+    _choice(
+        "method",
+        "How an image is enlarged.",
+        {
+            "checkerboard": "Keep every other token of the resized image, sample the rest in one grid.",
+            "positions": "Spread the image's own tokens over the larger grid, sample those between them.",
+            "windows": "Keep every other token of the resized image, sample the rest window by window.",
+        },
+        aliases=("way",),
+    ),
+    _choice(
+        "kind",
+        "Kind of the condition image.",
+        {
+            "canny": "Thin edges, white on black.",
+            "soft": "Soft edges, brighter where they are stronger.",
+            "depth": "Depth: near is white, far is black.",
+        },
+    ),
+    Setting(
+        "strength",
+        float,
+        1.0,
+        "Weight of the condition image: 0 ignores it, 1 is as trained.",
+        minimum=0,
+        hint=" (0 ignores the condition image, 1 is as trained)",
+    ),
 )
 
 ORDERS = SETTINGS["order"].names
@@ -180,7 +216,24 @@ SCHEDULES = SETTINGS["schedule"].names
 GUIDANCE_SCHEDULES = SETTINGS["guidance_schedule"].names
 ATTENTIONS = SETTINGS["attention"].names
 DECODES = SETTINGS["decode"].names
-ALIASES = {alias: setting.name for setting in SETTINGS.values() for alias in setting.aliases}
+EXPAND_METHODS = TASK_SETTINGS["method"].names
+CONTROL_KINDS = TASK_SETTINGS["kind"].names
+ALIASES = {
+    alias: setting.name
+    for table in (SETTINGS, TASK_SETTINGS)
+    for setting in table.values()
+    for alias in setting.aliases
+}
+
+
+def canonical_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` with aliases replaced by the names of the settings; naming one setting twice is an error."""
+    named: dict[str, Any] = {}
+    for given, value in options.items():
+        name = ALIASES.get(given, given)
+        require(name not in named, f"{given} is another name of {name}, which is given too; leave one of them out")
+        named[name] = value
+    return named
 
 
 @dataclass(frozen=True)
@@ -213,7 +266,7 @@ class SamplingSettings:
 
     def _check_schedule(self) -> None:
         if isinstance(self.schedule, str):
-            one_of("schedule", self.schedule, SCHEDULES, " or the tokens of each step, like 16,48,80")
+            SETTINGS["schedule"].check(self.schedule)
         else:
             require(
                 len(self.schedule) >= 1 and min(self.schedule) >= 1,
@@ -257,7 +310,7 @@ class SamplingDefaults:
         Guidance follows the number of steps. Exact and speculative decoding are causal, and guided like the largest
         number of steps.
         """
-        given = {ALIASES.get(name, name): value for name, value in overrides.items() if value is not None}
+        given = canonical_names({name: value for name, value in overrides.items() if value is not None})
         unknown = sorted(set(given) - set(SETTINGS))
         require(not unknown, f"unknown sampling setting {', '.join(unknown)}; known: {', '.join(sorted(SETTINGS))}")
         schedule = given.get("schedule", self.schedule)

@@ -9,15 +9,29 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typer.main import get_command
 
-from arpg import Pipeline, __version__
+from arpg import Pipeline, __version__, cli
 from arpg.convert import read_published
+from arpg.settings import SETTINGS, TASK_SETTINGS
 from support.command import check_error
 from support.paths import GOLDEN
 
 
 def generate(run, folder, *more):
     return run("generate", "--model", folder, "--steps", 3, "--device", "cpu", *more)
+
+
+@pytest.mark.parametrize("verb", ["generate", "inpaint", "edit", "outpaint", "expand", "control"])
+def test_sampling_options_are_those_of_the_table(verb):
+    options = {option.name: option for option in get_command(cli.app).commands[verb].params}
+    for name, setting in SETTINGS.items():
+        assert options[name].help.startswith(setting.help)
+        assert options[name].default is None, "what is not given is the model's recommendation"
+        assert all(choice in options[name].help for choice in setting.choices)
+    for name in ("best_of", "batch_size", "kind", "strength", "seed"):
+        assert options[name].help.startswith(TASK_SETTINGS[name].help)
+        assert options[name].default == TASK_SETTINGS[name].default
 
 
 def test_a_sheet(run, folder, tmp_path):
@@ -113,7 +127,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(run, folder, tmp_path,
 
 def test_broken_models(run, folder, tmp_path):
     output = ["-c", 0, "-o", tmp_path / "out.png"]
-    check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither in the box")
+    check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither bundled")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:999])
     check_error(generate(run, folder, *output), "model.safetensors", "not a whole safetensors file")
@@ -189,7 +203,7 @@ def test_info_and_classes(run, folder):
     check_error(run("pull", "arpg-m"), "'arpg-m'", "arpg-xl")
 
 
-def test_grid_picture(run, tmp_path):
+def test_grid_image(run, tmp_path):
     assert run("plan", "--grid", "6x8", "--steps", 5, "-o", tmp_path / "plan.png")[0] == 0
     with Image.open(tmp_path / "plan.png") as image:
         assert image.width > image.height > 200
@@ -222,7 +236,7 @@ def test_as_a_process(tmp_path):
 
 
 def test_engines(run, folder, tmp_path):
-    """Any that can be had draws the same picture; the others are one line."""
+    """Every available engine makes the same image; the others are an error of one line."""
     for engine in ("auto", "eager"):
         assert generate(run, folder, "-c", 1, "-n", 1, "--engine", engine, "-o", tmp_path / f"{engine}.png")[0] == 0
     pixels = [np.asarray(Image.open(tmp_path / f"{engine}.png")) for engine in ("auto", "eager")]

@@ -1,4 +1,4 @@
-"""The models in the box: small, quick to load, and they draw what they are asked for."""
+"""The bundled models: small, quick to load, and their images show the requested class or prompt."""
 
 import numpy as np
 import pytest
@@ -84,8 +84,8 @@ def test_its_images_are_most_likely_under_their_own_class(garden):
     assert losses.argmin(0).tolist() == [0, 1, 2, 3]
 
 
-def test_the_tokenizer_keeps_pictures(garden):
-    """A drawn apple-like disc survives encoding and decoding (far better than its mean colour would)."""
+def test_the_tokenizer_keeps_images(garden):
+    """A painted apple-like disc survives encoding and decoding (far better than its mean colour would)."""
     from PIL import Image, ImageDraw, ImageFilter
 
     image = Image.new("RGB", (120, 120), "white")
@@ -122,7 +122,7 @@ def test_backgrounds_are_as_prompted(garden_text):
         assert border.argmax() == channel
 
 
-def test_a_picture_is_most_likely_under_its_own_prompt(garden_text):
+def test_an_image_is_most_likely_under_its_own_prompt(garden_text):
     """The prompt's encoder, the prefix and the network together."""
     prompts = ["a banana", "three purple stars on a yellow background", "a rocket above a house"]
     images = garden_text.generate(prompt=prompts, steps=12)

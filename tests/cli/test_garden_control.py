@@ -1,4 +1,4 @@
-"""The model in the box that follows condition images: it does, and nothing that is drawn for it breaks it."""
+"""The bundled model that follows condition images: it does, and no condition image breaks it."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def plain(pipe):
     return pipe.generate(NAMES, **STEPS)
 
 
-def test_what_is_drawn_has_the_edges_of_the_drawing(pipe, plain):
+def test_what_is_sampled_has_the_edges_of_the_drawing(pipe, plain):
     led = pipe.generate(NAMES, control=[ControlInput(outline) for outline in OUTLINES], **STEPS)
     assert against_outlines(led).f1_n.min() > 0.6
     assert against_outlines(plain).f1_n.max() < 0.4
@@ -63,7 +63,7 @@ def test_strength_zero_is_the_model_without_control(pipe, plain):
 
 
 def test_what_is_near_stands_before_the_rest(pipe):
-    """Depth, without a class: where the shape ends, what is drawn has an edge."""
+    """Depth, without a class: where the shape ends, what is sampled has an edge."""
     shapes = [ellipses(boxes, fill=200) for boxes in BOXES]
     led = [pipe.control(shape, kind="depth", **STEPS)[0] for shape in shapes]
     assert against_outlines(led).recall_n.min() > 0.8
@@ -88,7 +88,7 @@ def test_without_a_condition_it_is_the_base_architecture():
 
 @pytest.mark.parametrize("kind", ["canny", "depth"])
 def test_odd_conditions(pipe, kind):
-    """What it was never shown still gives finite queries, no larger than those of a drawing, and whole pictures."""
+    """Conditions unlike the training data give finite queries, no larger than those of a drawing, and whole images."""
     dot = np.zeros((96, 96), np.uint8)
     dot[40, 50] = 255
     odd = [
@@ -101,18 +101,18 @@ def test_odd_conditions(pipe, kind):
         OUTLINES[1].resize((640, 64)),
         Image.new("L", (1, 1), 255),
     ]
-    drawing = pipe.generate_task(
+    task = pipe.generate_task(
         ["Banana"] * len(odd), control=[ControlInput(image, kind) for image in odd], steps=2, seed=0
     )
-    queries = drawing.next_request().condition.query_BND
+    queries = task.next_request().condition.query_BND
     usual = pipe.generate_task("Banana", control=ControlInput(OUTLINES[0], kind)).next_request().condition.query_BND
     assert queries.isfinite().all()
     assert queries.norm(dim=-1).mean(1).max() < 3 * usual.norm(dim=-1).mean()
-    images = pipe.finish(drawing)
+    images = task.run()
     assert [image.size for image in images] == [(96, 96)] * len(odd)
 
 
-def test_no_edges_ask_for_an_empty_picture(pipe):
+def test_no_edges_ask_for_an_empty_image(pipe):
     (image,) = pipe.control(Image.new("L", (96, 96)), "Banana", **STEPS)
     assert not edge_maps(np.asarray(image)[None]).any()
 
@@ -134,7 +134,7 @@ def test_the_page_shows_the_thumbnails_of_garden():
     assert read_folder(resolve("garden-control")).classes.lines == read_folder(resolve("garden")).classes.lines
 
 
-def test_a_condition_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):
+def test_a_condition_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
     edges, out = tmp_path / "edges.png", tmp_path / "out.png"
     OUTLINES[0].save(edges)
     shared = ["--steps", 1, "--device", "cpu", "-o", out]
@@ -150,4 +150,4 @@ def test_a_condition_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):
             assert json.loads(image.text["arpg"])["model"] == "garden-control"
     assert "differences from garden" in run("info", "garden-control")[1]
     check_error(run("control", edges, "--model", "garden", *shared), "takes no condition images", "garden-control")
-    check_error(run("control", edges, "--prompt", "a lemon", *shared), "no model in the box takes a prompt and")
+    check_error(run("control", edges, "--prompt", "a lemon", *shared), "no bundled model takes a prompt and")

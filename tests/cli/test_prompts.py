@@ -1,4 +1,4 @@
-"""Prompts through the pipeline and the command line: every picture task, seeds, files, clear errors."""
+"""Prompts through the pipeline and the command line: every image task, seeds, files, clear errors."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Pipeline
-from arpg.cli.prompts import Line, read_prompts
+from arpg.cli.generate import PromptLine, read_prompts
 from arpg.text import Prompts
 from support.command import check_error
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
@@ -58,18 +58,18 @@ def test_prompts_and_negative_prompts_matter(pipe):
 
 
 def test_each_image_may_have_its_own_seed(pipe):
-    drawing = pipe.generate_task(prompt=["apple", "pear"], seed=[70, 3], steps=3, best_of=2)
-    images = pipe.finish(drawing)
-    assert drawing.seeds[0] in (70, 71)
-    assert drawing.seeds[1] in (3, 4)
-    again = pipe.generate(prompt="pear", seed=drawing.seeds[1], steps=3)
+    task = pipe.generate_task(prompt=["apple", "pear"], seed=[70, 3], steps=3, best_of=2)
+    images = task.run()
+    assert task.seeds[0] in (70, 71)
+    assert task.seeds[1] in (3, 4)
+    again = pipe.generate(prompt="pear", seed=task.seeds[1], steps=3)
     assert again[0].tobytes() == images[1].tobytes()
     with pytest.raises(InputError, match="2 seeds for 1 images"):
         pipe.generate(prompt="apple", seed=[1, 2], steps=3)
 
 
-def test_every_picture_task_takes_prompts(pipe):
-    """What is outside the mask stays; inside, another prompt gives another picture."""
+def test_every_image_task_takes_prompts(pipe):
+    """What is outside the mask stays; inside, another prompt gives another image."""
     picture = noise(8, 8, seed=2)
     mask = Image.fromarray(np.pad(np.full((4, 4), 255, np.uint8), 2))
     calls = {
@@ -107,7 +107,7 @@ def test_the_other_kind_of_model_is_named(pipe, pipeline):
         (lambda: pipe.generate(), "no prompt is given"),
         (lambda: pipe.generate(prompt=[]), "no prompt is given"),
         (lambda: pipe.edit(picture, (0, 0, 4, 4)), "give a prompt"),
-        (lambda: pipe.expand(size=(16, 16)), "neither a picture nor a prompt"),
+        (lambda: pipe.expand(size=(16, 16)), "neither an image nor a prompt"),
         (lambda: pipe.classify(picture), "takes prompts, so it has no classes"),
         (lambda: pipe.generate(prompt=["a", "b"], negative=["c"]), "1 negative prompts for 2"),
         (lambda: pipeline.generate(prompt="apple"), "prompt is 'apple', but the model takes classes"),
@@ -179,7 +179,7 @@ def test_generate_from_a_file(run, pipe, text_folder, tmp_path):
 def test_prompt_files(tmp_path):
     plain = tmp_path / "p.txt"
     plain.write_text("\ufeffa red apple\n\n# a comment\n  two pears \n", encoding="utf-8")
-    assert read_prompts(plain, "blur") == [Line("a red apple", "blur"), Line("two pears", "blur")]
+    assert read_prompts(plain, "blur") == [PromptLine("a red apple", "blur"), PromptLine("two pears", "blur")]
     lines = tmp_path / "p.jsonl"
     for text, message in (
         ('{"prompt": 3}', 'line 1 has no "prompt"'),
@@ -212,7 +212,7 @@ def test_editing_verbs_take_prompts(run, text_folder, tmp_path):
     assert opened(out).size == (16, 16)
 
 
-def test_a_prompt_goes_to_the_model_in_the_box_that_takes_it(run, tmp_path):
+def test_a_prompt_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
     out = tmp_path / "banana.png"
     for what, model in ((("--prompt", "a banana"), "garden-text"), (("--class", "Banana"), "garden")):
         code, _, err = run("generate", *what, "--steps", 1, "-n", 1, "--device", "cpu", "-o", out)

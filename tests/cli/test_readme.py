@@ -27,7 +27,7 @@ MADE = {
 }
 
 # Options that are being renamed: new name, old name.
-RENAMED = {"--method": "--way", "--max-seconds": "--most", "--max-pending-requests": "--queue"}
+RENAMED = {"--max-seconds": "--most", "--max-pending-requests": "--queue"}
 
 
 def blocks(path, language):

@@ -10,8 +10,7 @@ from arpg import InputError, Pipeline, Request, SamplingSettings, checkpoint, de
 from arpg.checkpoint import FolderConfig, bundled_folder, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
-from arpg.decode import engine
-from arpg.decode.score import fill_bits
+from arpg.decode.likelihood import fill_bits
 from arpg.model import class_condition, control_condition, text_condition
 from arpg.model.condition import training_control
 from arpg.quantization.storage import BITS, pack, unpack
@@ -45,23 +44,17 @@ def model():
     return controlled_model()
 
 
-def record(model, request, settings, monkeypatch):
-    raw, draw = [], engine.sample
-
-    def keep(logits, *arguments, **options):
-        raw.append(logits)
-        return draw(logits, *arguments, **options)
-
-    monkeypatch.setattr(engine, "sample", keep)
+def record(model, request, settings):
+    raw = []
     plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-    last = list(decode(model, request, plan, settings))[-1]
-    monkeypatch.undo()
+    steps = decode(model, request, plan, settings, hook=lambda state, step, logits, sampled: raw.append(logits))
+    last = list(steps)[-1]
     return plan, last.ids_BN, raw
 
 
 @pytest.mark.parametrize("attention", ["block", "causal"])
 @pytest.mark.parametrize("order", ["random", "local"])
-def test_decoding_equals_the_oracle(model, attention, order, monkeypatch):
+def test_decoding_equals_the_oracle(model, attention, order):
     """Guided, ragged, on another grid: the conditional rows ask with the image, the others with [MASK]."""
     grid, seeds = (3, 5), (7, 8)
     ids = torch.randint(24, (2, 15), generator=torch.Generator().manual_seed(3))
@@ -71,7 +64,7 @@ def test_decoding_equals_the_oracle(model, attention, order, monkeypatch):
         condition = controlled(model, [1, 4], maps(2, size=(6, 10)), [1.0, 0.5], ["canny", "depth"])
     request = Request(condition, grid, ids, known, seeds)
     settings = SamplingSettings(steps=4, guidance=2.0, order=order, attention=attention)
-    plan, drawn, raw = record(model, request, settings, monkeypatch)
+    plan, drawn, raw = record(model, request, settings)
     base = dataclasses.replace(model.config, control=None)
     weights = {key: t for key, t in model.state_dict().items() if not key.startswith("control.")}
     published = model_to_published(base, weights)
@@ -151,7 +144,7 @@ def test_each_position_asks_with_its_own_patch(model):
     config = dataclasses.replace(CONTROL, layers=1)
     model = controlled_model(dataclasses.replace(SMALL, control=config))
     model.control.encoder.blocks = torch.nn.ModuleList()
-    model.control.encoder.norm.forward = lambda x, delta: (x, x)
+    model.control.encoder.norm.forward = lambda stream: (stream, stream.x_BSD)
     (image,) = maps(1, size=(8, 12))
     other = image.clone()
     other[2:4, 8:10] += 9  # row 1, column 4 of 4 x 6 patches of 2 x 2 pixels

@@ -10,8 +10,9 @@ from PIL import Image
 
 from arpg import ControlInput, InputError, Pipeline, cli
 from arpg.tasks import control_input as picture
-from arpg.tasks.control_input import WHOLE, depth_map
+from arpg.tasks.control_input import WHOLE
 from arpg.tasks.task import ImageTask
+from support.decoding import decode_request
 from support.small import controlled_model, noise, small_tokenizer
 
 STEPS = {"steps": 3, "guidance": 2.0}
@@ -38,13 +39,13 @@ def same(one, other):
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one, other, strict=True))
 
 
-def queries(pipe, drawing):
+def queries(pipe, task):
     """The queries of each request."""
     found = []
-    while (request := drawing.next_request()) is not None:
+    while (request := task.next_request()) is not None:
         found.append(request.condition.query_BND)
-        *_, step = pipe.run(request, drawing.spec.settings)
-        drawing.accept(step)
+        *_, step = decode_request(pipe, request, task.spec.settings)
+        task.accept(step)
     return found
 
 
@@ -65,7 +66,7 @@ def test_strength_zero_is_exact_for_every_task(pipe):
     without = {"seed": 4, **STEPS}
     assert same(pipe.inpaint(picture, mask, 1, **off), pipe.inpaint(picture, mask, 1, **without))
     assert same(pipe.outpaint(picture, 1, left=9, **off), pipe.outpaint(picture, 1, left=9, **without))
-    larger = {"size": (40, 28), "way": "windows"}
+    larger = {"size": (40, 28), "method": "windows"}
     assert same(pipe.expand(picture, 1, **larger, **off), pipe.expand(picture, 1, **larger, **without))
 
 
@@ -88,8 +89,8 @@ def test_other_ways_to_decode(pipe, decode):
         assert same(exact, pipe.control(grey(), 1, kind="depth", guidance=2.0, **one_by_one))
 
 
-def test_a_picture_that_is_inpainted_sees_its_part(pipe):
-    """The view of a long picture is a part of it, and so is that of its condition image, whatever its size."""
+def test_an_image_that_is_inpainted_sees_its_part(pipe):
+    """The view of a long image is a part of it, and so is that of its condition image, whatever its size."""
     picture, mask = noise(24, 8), Image.new("L", (24, 8))
     mask.paste(255, (17, 2, 22, 6))
     control = grey(24, 8, seed=1)
@@ -104,10 +105,10 @@ def test_a_picture_that_is_inpainted_sees_its_part(pipe):
 
 def test_each_window_gets_its_part(pipe):
     picture, control = noise(8, 8), grey(24, 8, seed=2)
-    drawing = pipe.outpaint_task(picture, 1, left=8, right=8, control=ControlInput(control, "depth"), **STEPS)
-    corners = drawing.stages[0].corners
+    task = pipe.outpaint_task(picture, 1, left=8, right=8, control=ControlInput(control, "depth"), **STEPS)
+    corners = task.stages[0].corners
     assert len(corners) >= 2
-    for found, (_, left) in zip(queries(pipe, drawing), corners, strict=True):
+    for found, (_, left) in zip(queries(pipe, task), corners, strict=True):
         part = control.crop((2 * left, 0, 2 * left + 8, 8))
         (alone,) = queries(pipe, pipe.generate_task(1, control=ControlInput(part, "depth"), **STEPS))
         assert torch.equal(found, alone)
@@ -124,7 +125,7 @@ def test_one_for_each_image(pipe):
 
 def test_best_of_scores_with_the_condition(pipe):
     best = pipe.generate_task(1, control=ControlInput(grey(), "depth"), best_of=3, **STEPS)
-    pipe.finish(best)
+    best.run()
     single = [pipe.control(grey(), 1, kind="depth", seed=s, **STEPS)[0] for s in range(3)]
     assert same(best.images(), [single[best.kept[0]]])
 
@@ -169,24 +170,20 @@ def test_odd_conditions_do_not_break_it(pipe, name):
         "transparent": Image.new("RGBA", (8, 8), (0, 0, 0, 0)),
     }[name]
     for kind in ("canny", "depth"):
-        drawing = pipe.generate_task(1, control=ControlInput(odd, kind), num_images=2, **STEPS)
-        request = drawing.next_request()
+        task = pipe.generate_task(1, control=ControlInput(odd, kind), num_images=2, **STEPS)
+        request = task.next_request()
         assert torch.isfinite(request.condition.query_BND).all()
         assert all(image.size == (8, 8) for image in pipe.control(odd, 1, kind=kind, num_images=2, **STEPS))
 
 
 def test_from_an_image(pipe, extractor):
-    """The picture is cut to the model's size first, then its condition is taken."""
+    """The image is cut to the model's size first, then its condition is taken."""
     picture = noise(30, 20)
-    seen = pipe.condition_of(picture, "depth")
+    seen = pipe.extract_control(picture, "depth")
     assert seen.image.size == (8, 8)
     taken = pipe.control(picture, 1, kind="depth", from_image=True, **STEPS)
     assert same(taken, pipe.control(seen.image, 1, kind="depth", **STEPS))
     assert not same(taken, pipe.control(picture, 1, kind="depth", **STEPS))
-
-
-def test_depth_maps_are_white_where_it_is_near():
-    assert depth_map(np.array([[0.0, 0.5, 1.0, 2.0]], np.float32)).tolist() == [[255, 128, 0, 0]]
 
 
 def test_bad_input(pipe, pipeline):
@@ -200,9 +197,9 @@ def test_bad_input(pipe, pipeline):
         pipe.control(grey(), 1, strength=float("nan"))
     with pytest.raises(InputError, match="no class is given"):
         pipe.generate()
-    drawing = pipe.generate_task(1)
+    task = pipe.generate_task(1)
     with pytest.raises(InputError, match="no condition image to show"):
-        ImageTask.beside(drawing, [0], [grey()])
+        ImageTask.beside_conditions(task, [0], [grey()])
 
 
 @pytest.fixture
@@ -240,7 +237,7 @@ def test_the_command(run, pipe, tmp_path, extractor):
     with Image.open(made) as image:
         assert image.size == (18, 8)  # both, and the gap
         left = image.crop((0, 0, 8, 8)).convert("L")
-        assert same([left], [pipe.condition_of(noise(30, 20), "depth").image])
+        assert same([left], [pipe.extract_control(noise(30, 20), "depth").image])
     with Image.open(tmp_path / "steps.gif") as steps:
         assert steps.n_frames >= 3
 
@@ -265,7 +262,7 @@ def test_bad_commands(run, tmp_path):
     for arguments, message in (
         (["control"], "give an image or --condition"),
         (["control", edges, "--condition", edges], "give an image or --condition"),
-        (["control", "--condition", edges, "--from-image"], "--from-image needs a picture"),
+        (["control", "--condition", edges, "--from-image"], "--from-image needs an image"),
         (["control", tmp_path / "none.png"], "does not exist"),
         (["control", edges, "--kind", "sketch"], "'sketch'"),
         (["control", edges, "--strength", "-1"], "strength is -1"),

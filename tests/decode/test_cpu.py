@@ -8,12 +8,12 @@ import torch
 from arpg import InputError, Pipeline, SamplingSettings, tasks
 from arpg import device as cpu
 from arpg.decode import decode, make_plan
-from arpg.decode.noise import seed_keys
 from arpg.decode.sampling import sample
-from arpg.quantization.packed import PackedLinear, can_pack, pack_linears, unpack_linears
+from arpg.noise import seed_keys
+from arpg.quantization.packed import PACKED_TYPES, PackedLinear, can_pack, pack_linears, unpack_linears
 from support.small import small_model, small_tokenizer
 
-needs_packing = pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no packed products")
 
 
 def tokens(model, **settings):
@@ -27,14 +27,14 @@ def tokens(model, **settings):
 def test_a_packed_model_draws_the_same_tokens():
     plain, packed = small_model(), pack_linears(small_model())
     kinds = {type(layer).__name__ for layer in packed.modules() if isinstance(layer, PackedLinear)}
-    assert kinds == {"PackedLinear", "PackedMemoryProjection"}
+    assert kinds == {"PackedLinear"}
     assert not [layer for layer in packed.modules() if type(layer) is torch.nn.Linear]
     assert torch.equal(tokens(plain), tokens(packed))
     torch.testing.assert_close(packed.head(torch.eye(32)), plain.head(torch.eye(32)), atol=1e-6, rtol=1e-6)
 
 
 @needs_packing
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [t for t in PACKED_TYPES if can_pack(t)])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 32, 24), (3, 7, 5), (130, 64, 100), (2, 1, 1)])
 def test_products_of_any_size(rows, inputs, outputs, dtype):
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_the_plain_loop_of_the_benchmark_draws_the_same(model):
 
 def test_a_loaded_pipeline_is_packed_and_can_be_saved(folder, tmp_path):
     pipe = Pipeline.from_pretrained(folder, device="cpu")
-    assert isinstance(pipe.model.head, PackedLinear) == can_pack()
+    assert isinstance(pipe.model.head, PackedLinear) == can_pack(torch.float32)
     pipe.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 

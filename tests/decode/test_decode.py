@@ -7,9 +7,9 @@ import torch
 
 from arpg import InputError, Request, SamplingSettings, decode, make_plan, tasks
 from arpg.decode import engine
-from arpg.decode.running import Running
-from arpg.decode.start import start
-from arpg.decode.state import Ask, State
+from arpg.decode.continuous import ContinuousBatch
+from arpg.decode.state import DecodeState, prefill, to_device
+from arpg.decode.steps import PredictArgs
 from arpg.model import Cache, class_condition
 from support.small import SMALL, small_model
 
@@ -114,8 +114,8 @@ def test_more_steps_than_tokens_is_one_token_each(model):
 def test_fractional_places_are_used(model):
     request = tasks.generate(model, [1, 2, 3], [0, 1, 2])
     settings = SamplingSettings(steps=16)
-    same = dataclasses.replace(request, place_N2=request.places())
-    squeezed = dataclasses.replace(request, place_N2=request.places() * 0.37)
+    same = dataclasses.replace(request, pos_N2=request.positions())
+    squeezed = dataclasses.replace(request, pos_N2=request.positions() * 0.37)
     expected = run(model, request, settings)[-1].ids_BN
     assert torch.equal(run(model, same, settings)[-1].ids_BN, expected)
     assert not torch.equal(run(model, squeezed, settings)[-1].ids_BN, expected)
@@ -174,50 +174,51 @@ def test_same_tokens_on_the_gpu_and_no_waiting():
     assert torch.equal(last.ids_BN.cpu(), expected)
 
 
-def asked(model, request, *, guided=True):
-    """How many positions of the first step the network is asked for, and the logits of all."""
-    state = start(model, request, guided=guided, causal=False, tokens=16, ragged=False)
+def predicted(model, request, *, guided=True):
+    """How many positions of the first step the network predicts, the logits of all, and those without the shortcut."""
+    state = to_device(model, request, guided=guided, ragged=False)
+    state = prefill(model, state, causal=False, num_slots=16, ragged=False)
     calls = []
     plain = model.predict
 
-    def predict(place, *rest):
-        calls.append(place.shape[1])
-        return plain(place, *rest)
+    def predict(pos, *rest):
+        calls.append(pos.shape[1])
+        return plain(pos, *rest)
 
-    ask = Ask(torch.arange(16).expand(len(request.seeds), -1), None)
     model.predict = predict
     try:
-        logits = state.predict(model, ask)
+        logits = state.predict(model, PredictArgs(torch.arange(16).expand(len(request.seeds), -1), None))
     finally:
         del model.predict
-    return calls, logits, plain(state._at(model, ask.position_BS), None, state.cache)
+    every = state.pos_BN2[:, :16].repeat(2 if guided else 1, 1, 1)
+    return calls, logits, plain(every, None, state.cache)
 
 
 @torch.no_grad()
-def test_the_first_step_asks_once_where_all_positions_are_alike():
+def test_the_first_step_predicts_once_where_all_positions_are_alike():
     """With nothing known but one class slot; not with known tokens, another encoding of positions or own queries."""
     model = small_model()
     request = tasks.generate(model, [1, 4], [0, 1])
-    calls, logits, every = asked(model, request)
+    calls, logits, every = predicted(model, request)
     assert calls == [1]
     assert logits.shape == (4, 16, 24)
     torch.testing.assert_close(logits, every)
 
     known = torch.arange(16) == 3
-    assert asked(model, tasks.fill(model, 1, [0, 1], ids_N=torch.arange(16), known_N=known))[0] == [16]
+    assert predicted(model, tasks.fill(model, 1, [0, 1], ids_N=torch.arange(16), known_N=known))[0] == [16]
     condition = dataclasses.replace(request.condition, query_BND=torch.randn(2, 16, 32))
-    assert asked(model, dataclasses.replace(request, condition=condition))[0] == [16]
+    assert predicted(model, dataclasses.replace(request, condition=condition))[0] == [16]
     cosine = small_model(dataclasses.replace(SMALL, positions="cosine"))
-    calls, logits, every = asked(cosine, tasks.generate(cosine, [1, 4], [0, 1]))
+    calls, logits, every = predicted(cosine, tasks.generate(cosine, [1, 4], [0, 1]))
     assert calls == [16]
     assert not torch.allclose(logits[:, :1].expand_as(logits), every, atol=1e-3)
 
 
 @pytest.fixture
 def seen_settled(monkeypatch):
-    """What readers of a cache are told to be settled, checked: nothing that was written since the last `put`."""
+    """What readers of a cache are told to be settled, checked: nothing that was written since the last `scatter`."""
     seen, lowest = [], {}
-    reserve, read, put, gather = Cache.reserve, Cache.read, State.put, Cache.gather
+    reserve, read, scatter, gather = Cache.reserve, Cache.read, DecodeState.scatter, Cache.gather
 
     def reserves(cache, num_new):
         first = cache.end if cache.length_B is None else int(cache.length_B.min())
@@ -230,24 +231,25 @@ def seen_settled(monkeypatch):
         seen.append((read(cache, layer).settled, lowest.get(id(cache), 0)))
         return read(cache, layer)
 
-    def puts(state, *args):
+    def scatters(state, *args):
         lowest[id(state.cache)] = state.cache.end
-        put(state, *args)
+        scatter(state, *args)
 
     def gathers(*args):
         cache = gather(*args)
         lowest[id(cache)] = 0
         return cache
 
-    for owner, name, function in ((Cache, "reserve", reserves), (Cache, "read", reads), (State, "put", puts)):
-        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(Cache, "reserve", reserves)
+    monkeypatch.setattr(Cache, "read", reads)
+    monkeypatch.setattr(DecodeState, "scatter", scatters)
     monkeypatch.setattr(Cache, "gather", gathers)
     return seen
 
 
 @pytest.mark.parametrize("known", [0, 3])
 @pytest.mark.parametrize("ways", [{}, {"attention": "causal"}, {"decode": "exact"}, {"decode": "speculative"}])
-def test_what_is_settled_was_written_before_the_last_put(model, seen_settled, ways, known):
+def test_what_is_settled_was_written_before_the_last_scatter(model, seen_settled, ways, known):
     settings = SamplingSettings(
         steps=5, guidance=3.0, **({"attention": "causal", "draft": 2} | ways if "decode" in ways else ways)
     )
@@ -264,7 +266,9 @@ def test_what_is_settled_was_written_before_the_last_put(model, seen_settled, wa
 def test_what_is_settled_when_samples_join(model, seen_settled):
     def running(seed, steps):
         request, settings = tasks.generate(model, [1], [seed]), SamplingSettings(steps=steps)
-        return Running(model, request, make_plan(request.grid, request.known_BN, request.seeds, settings), settings)
+        return ContinuousBatch(
+            model, request, make_plan(request.grid, request.known_BN, request.seeds, settings), settings
+        )
 
     first, second = running(0, 4), running(1, 4)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Exact and speculative decoding: the same tokens, or the same law, as one token at a time, in fewer calls."""
+"""Exact and speculative decoding: the same tokens, or the same distribution, as one token at a time, in fewer calls."""
 
 import dataclasses
 import itertools
@@ -10,13 +10,13 @@ import torch
 from arpg import InputError, ModelConfig, Request, SamplingDefaults, SamplingSettings, decode, make_plan, tasks
 from arpg.decode import engine, speculative
 from arpg.decode.exact import Exact
-from arpg.decode.queue import Queue
-from arpg.decode.sampling import guide, law
+from arpg.decode.sampling import guide, probs
 from arpg.decode.speculative import Speculative
+from arpg.decode.steps import TokenCursor
 from arpg.model import Condition, class_condition
 from support.small import small_model
 
-EXPAND_METHODS = ("exact", "speculative")
+STRATEGIES = ("exact", "speculative")
 BASE = SamplingSettings(guidance=3.0, order="halton", attention="causal")
 TINY = ModelConfig(width=16, num_heads=2, pass1_layers=1, pass2_layers=1, vocab_size=3, num_classes=2, grid=(2, 2))
 
@@ -30,8 +30,8 @@ def sequential(settings):
     return dataclasses.replace(settings, decode="steps", steps=1000, schedule="arccos")
 
 
-def by(way, draft, settings=BASE):
-    return dataclasses.replace(settings, decode=way, draft=draft)
+def by(strategy, draft, settings=BASE):
+    return dataclasses.replace(settings, decode=strategy, draft=draft)
 
 
 def masked_request(model, rows=(0, 1, 2, 3)):
@@ -71,7 +71,7 @@ def test_greedy_speculation_is_greedy_decoding(model, draft):
     assert torch.equal(run(model, request, by("speculative", draft, settings))[-1].ids_BN, expected)
 
 
-# The law, by enumeration: every way the noise can fall, with its probability.
+# The distribution, by enumeration: every way the noise can fall, with its probability.
 
 
 class Fork:
@@ -96,7 +96,7 @@ class Fork:
         return choice
 
 
-def enumerate_law(model, settings, play, monkeypatch):
+def enumerate_distribution(model, settings, play, monkeypatch):
     """The probability of every image: `play(fork)` puts the fork's choices in the place of all randomness."""
     found, scripts, rows = defaultdict(float), [()], 0
     while scripts:
@@ -143,13 +143,13 @@ def play_exact(fork, patch):
                 polygon = clip(polygon, weights)
         return polygon if chances[code] > 0 else []
 
-    def sample(logits, settings, _, position, *, scale_BS):
+    def sample(logits, settings, _, position, *, scale_BS, static):
         logits, drawn = guide(logits, scale_BS), torch.zeros_like(position)
         for row, s in itertools.product(*map(range, position.shape)):
             p = int(position[row, s])
             if p == 4:  # padding
                 continue
-            chances = law(logits[row, s], settings).tolist()
+            chances = probs(logits[row, s], settings).tolist()
             cells = [cell(where[row, p], chances, code) for code in range(3)]
             total = sum(map(area, cells))
             drawn[row, s] = code = fork.choose(row, [area(c) / total for c in cells])
@@ -161,7 +161,7 @@ def play_exact(fork, patch):
 
 def play_speculative(fork, patch):
     """Drafts, acceptances and replacements are independent choices."""
-    turns = itertools.count()
+    calls = itertools.count()
 
     def choose(chances, position):
         rows = zip(chances.tolist(), position.tolist(), strict=True)
@@ -169,10 +169,10 @@ def play_speculative(fork, patch):
             [[0 if p == 4 else fork.choose(b, c) for c, p in zip(*row, strict=True)] for b, row in enumerate(rows)]
         )
 
-    def sample(logits, settings, _, position, *, scale_BS):
-        if next(turns) % 2:  # a turn that checks uses none of these draws
+    def sample(logits, settings, _, position, *, scale_BS, static):
+        if next(calls) % 2:  # a turn that checks uses none of these draws
             return torch.zeros_like(position)
-        return choose(law(guide(logits, scale_BS), settings), position)
+        return choose(probs(guide(logits, scale_BS), settings), position)
 
     class Uniform:
         """u, of which only `u * q < p` is ever asked."""
@@ -201,10 +201,12 @@ def play_speculative(fork, patch):
 
     patch.setattr(engine, "sample", sample)
     patch.setattr(speculative, "uniform", lambda key, stream, position, num: Uniform(position))
-    patch.setattr(speculative, "draw", lambda logits, key, stream, position: choose(logits.softmax(-1), position))
+    patch.setattr(
+        speculative, "sample_from", lambda logits, key, stream, position: choose(logits.softmax(-1), position)
+    )
 
 
-def sequential_law(model, settings):
+def sequential_distribution(model, settings):
     """Of every image, from teacher forcing: the product of its tokens' probabilities, raster order."""
     images = torch.tensor(list(itertools.product(range(3), repeat=4)))
     order = torch.arange(4).expand(81, 4)
@@ -212,8 +214,8 @@ def sequential_law(model, settings):
         logits = [model(images, order, class_condition(model, torch.full((81,), label))) for label in (1, 2)]
     plan = make_plan((2, 2), torch.zeros(1, 4, dtype=torch.bool), [0], sequential(settings))
     scale = torch.tensor([plan.samples[0].scales], dtype=torch.float64).expand(81, 4)
-    laws = law(guide(torch.cat(logits), scale), settings)
-    chances = laws.gather(2, images[..., None])[..., 0].prod(1)
+    found = probs(guide(torch.cat(logits), scale), settings)
+    chances = found.gather(2, images[..., None])[..., 0].prod(1)
     return {tuple(image): chance for image, chance in zip(images.tolist(), chances.tolist(), strict=True)}
 
 
@@ -226,7 +228,7 @@ def tiny_model(dtype=torch.float64):
     return model
 
 
-@pytest.mark.parametrize("way", EXPAND_METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "change",
     [
@@ -237,26 +239,26 @@ def tiny_model(dtype=torch.float64):
         {"guidance": 3.0, "temperature": 2.0, "top_p": 0.9},
     ],
 )
-def test_the_enumerated_law_is_that_of_one_token_at_a_time(way, change, monkeypatch):
+def test_the_enumerated_distribution_is_that_of_one_token_at_a_time(strategy, change, monkeypatch):
     model = tiny_model()
     settings = SamplingSettings(order="raster", attention="causal", **change)
-    expected = sequential_law(model, settings)
+    expected = sequential_distribution(model, settings)
     for draft in (1, 3):
-        play = {"exact": play_exact, "speculative": play_speculative}[way]
-        found, rows = enumerate_law(model, by(way, draft, settings), play, monkeypatch)
-        assert rows > len(found) or (way, draft) == ("speculative", 1)  # many an image comes about in several ways
+        play = {"exact": play_exact, "speculative": play_speculative}[strategy]
+        found, rows = enumerate_distribution(model, by(strategy, draft, settings), play, monkeypatch)
+        assert rows > len(found) or (strategy, draft) == ("speculative", 1)  # many an image comes about in several ways
         assert sum(found.values()) == pytest.approx(1, abs=1e-12)
         assert max(abs(found[image] - chance) for image, chance in expected.items()) < 1e-9
 
 
-@pytest.mark.parametrize("way", EXPAND_METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_the_sampled_law_is_at_the_noise_floor(way, guidance):
+def test_the_sampled_distribution_is_at_the_noise_floor(strategy, guidance):
     """Chi-square of 10,000 images over the possible ones, the rare ones together; p about 1e-5."""
     model, num = tiny_model(torch.float32), 10_000
     settings = SamplingSettings(order="raster", attention="causal", guidance=guidance, temperature=2.0)
-    ids = run(model, tasks.generate(model, [1] * num, range(num)), by(way, 3, settings))[-1].ids_BN
-    expected = torch.tensor(list(sequential_law(model.double(), settings).values())) * num
+    ids = run(model, tasks.generate(model, [1] * num, range(num)), by(strategy, 3, settings))[-1].ids_BN
+    expected = torch.tensor(list(sequential_distribution(model.double(), settings).values())) * num
     count = torch.bincount((ids * torch.tensor([27, 9, 3, 1])).sum(1), minlength=81)
     often = expected > 5
     expected, count = (torch.cat((x[often], x[~often].sum()[None])) for x in (expected, count))
@@ -265,38 +267,38 @@ def test_the_sampled_law_is_at_the_noise_floor(way, guidance):
     assert ((count - expected) ** 2 / expected).sum() < free + 4.3 * (2 * free) ** 0.5 + 10
 
 
-# What the laws are made of.
+# What the distributions are made of.
 
 
 def recorded(model, request, settings, monkeypatch):
     """The final ids, and for each turn its positions, guided logits and which draws were kept."""
-    turns, scales = [], []
-    for way in (Exact, Speculative):
+    calls, scales = [], []
+    for strategy in (Exact, Speculative):
 
-        def turn(self, state, plain=way.turn):
-            said = plain(self, state)
-            scales.append(None if said is None else said.ask.scale_BS)
-            return said
+        def next_step(self, state, plain=strategy.next_step):
+            step = plain(self, state)
+            scales.append(None if step is None else step.predict.scale_BS)
+            return step
 
-        def keep(self, state, logits, drawn, plain=way.keep):
+        def accept(self, state, logits, sampled, plain=strategy.accept):
             position = self._position_BS
-            ids, kept = plain(self, state, logits, drawn)
-            turns.append((position, guide(logits, scales[-1]), kept))
+            ids, kept = plain(self, state, logits, sampled)
+            calls.append((position, guide(logits, scales[-1]), kept))
             return ids, kept
 
-        monkeypatch.setattr(way, "turn", turn)
-        monkeypatch.setattr(way, "keep", keep)
+        monkeypatch.setattr(strategy, "next_step", next_step)
+        monkeypatch.setattr(strategy, "accept", accept)
     steps = run(model, request, settings)
-    return steps[-1].ids_BN, turns
+    return steps[-1].ids_BN, calls
 
 
-@pytest.mark.parametrize("way", EXPAND_METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("draft", [3, 8])
-def test_every_law_that_decides_is_the_teacher_forced_one(model, way, draft, monkeypatch):
+def test_every_distribution_that_decides_is_the_teacher_forced_one(model, strategy, draft, monkeypatch):
     """Whatever the draft, and whatever was guessed behind: the logits of what is kept are those of the final image."""
     labels, seeds = [1, 4, 2], (7, 8, 9)
     request = tasks.generate(model, labels, seeds)
-    ids, turns = recorded(model, request, by(way, draft), monkeypatch)
+    ids, calls = recorded(model, request, by(strategy, draft), monkeypatch)
     plan = make_plan(request.grid, request.known_BN, seeds, sequential(BASE))
     order = torch.tensor([sample.order for sample in plan.samples])
     null = torch.full((3,), 5)
@@ -305,7 +307,7 @@ def test_every_law_that_decides_is_the_teacher_forced_one(model, way, draft, mon
     expected = guide(torch.cat(forced), torch.tensor([sample.scales for sample in plan.samples]))
     place = order.argsort(1)
     times = torch.zeros(3, 17, dtype=torch.long)
-    for position, logits, kept in turns:
+    for position, logits, kept in calls:
         for b, s in kept.nonzero().tolist():
             p = int(position[b, s])
             times[b, p] += 1
@@ -314,11 +316,11 @@ def test_every_law_that_decides_is_the_teacher_forced_one(model, way, draft, mon
     assert (times[:, :16] == 1).all()
 
 
-@pytest.mark.parametrize("way", EXPAND_METHODS)
-def test_garbage_behind_what_is_decided_changes_nothing(model, way, monkeypatch):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_garbage_behind_what_is_decided_changes_nothing(model, strategy, monkeypatch):
     request = masked_request(model)
-    expected = run(model, request, by(way, 4))[-1].ids_BN
-    advance = Queue.advance
+    expected = run(model, request, by(strategy, 4))[-1].ids_BN
+    advance = TokenCursor.advance
     poisoned = []
 
     def poison(self, state, count):
@@ -328,18 +330,18 @@ def test_garbage_behind_what_is_decided_changes_nothing(model, way, monkeypatch)
             state.cache.value_LBTHK[:, row, length:] = -1e4
             poisoned.append(length)
 
-    monkeypatch.setattr(Queue, "advance", poison)
-    assert torch.equal(run(model, request, by(way, 4))[-1].ids_BN, expected)
+    monkeypatch.setattr(TokenCursor, "advance", poison)
+    assert torch.equal(run(model, request, by(strategy, 4))[-1].ids_BN, expected)
     assert len(set(poisoned)) > 5
 
 
-@pytest.mark.parametrize("way", EXPAND_METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("draft", [1, 4, 30])
-def test_never_more_calls_than_places_and_nothing_is_taken_back(model, way, draft):
+def test_never_more_calls_than_places_and_nothing_is_taken_back(model, strategy, draft):
     """Every call decides at least one place of each sample that has any left."""
     request = tasks.generate(model, [1, 2, 3], [0, 1, 2])
     before = request.known_BN
-    steps = run(model, request, by(way, draft))
+    steps = run(model, request, by(strategy, draft))
     for i, step in enumerate(steps):
         assert (step.index, step.calls, step.last) == (i, i + 1, i == len(steps) - 1)
         new = (step.known_BN & ~before).sum(1)
@@ -354,15 +356,15 @@ def test_never_more_calls_than_places_and_nothing_is_taken_back(model, way, draf
     assert steps[-1].num_steps == len(steps)
 
 
-@pytest.mark.parametrize("way", EXPAND_METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("draft", [2, 5])
-def test_a_ragged_batch_with_known_tokens_gives_what_its_samples_give_alone(model, way, draft):
+def test_a_ragged_batch_with_known_tokens_gives_what_its_samples_give_alone(model, strategy, draft):
     request = masked_request(model)
-    together = run(model, request, by(way, draft))[-1].ids_BN
+    together = run(model, request, by(strategy, draft))[-1].ids_BN
     assert torch.equal(together[request.known_BN], request.ids_BN[request.known_BN])
     for r in range(4):
-        assert torch.equal(run(model, masked_request(model, [r]), by(way, draft))[-1].ids_BN[0], together[r]), r
-    if way == "exact":
+        assert torch.equal(run(model, masked_request(model, [r]), by(strategy, draft))[-1].ids_BN[0], together[r]), r
+    if strategy == "exact":
         assert torch.equal(together, run(model, request, sequential(BASE))[-1].ids_BN)
 
 
@@ -370,9 +372,9 @@ def test_a_ragged_batch_with_known_tokens_gives_what_its_samples_give_alone(mode
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_the_same_tokens_on_the_gpu():
     cpu, gpu = small_model(), small_model().cuda()
-    for way in EXPAND_METHODS:
-        expected = run(cpu, masked_request(cpu), by(way, 4))[-1].ids_BN
-        assert torch.equal(run(gpu, masked_request(gpu), by(way, 4))[-1].ids_BN.cpu(), expected)
+    for strategy in STRATEGIES:
+        expected = run(cpu, masked_request(cpu), by(strategy, 4))[-1].ids_BN
+        assert torch.equal(run(gpu, masked_request(gpu), by(strategy, 4))[-1].ids_BN.cpu(), expected)
 
 
 def test_a_condition_with_queries_of_its_own(model):

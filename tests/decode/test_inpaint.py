@@ -1,4 +1,4 @@
-"""Inpainting and editing: what is not masked never changes, what is masked is drawn anew, at any size."""
+"""Inpainting and editing: what is not masked never changes, what is masked is sampled anew, at any size."""
 
 import struct
 import sys
@@ -14,7 +14,7 @@ from PIL import Image, ImageFile
 from arpg import InputError, cli
 from arpg.image import open_image
 from arpg.tasks.canvas import Canvas, box_mask
-from arpg.tasks.windows import plan_windows
+from arpg.tasks.stages import plan_windows
 
 
 def noise(width, height, seed=0):
@@ -65,7 +65,7 @@ def test_pixels_outside_the_mask_are_identical(pipeline, size, feather):
         assert not np.array_equal(before[inside], after[inside])
 
 
-def test_a_wide_mask_is_seen_with_the_whole_picture(pipeline):
+def test_a_wide_mask_is_seen_with_the_whole_image(pipeline):
     image, mask = noise(64, 16), mask_image((64, 16), (2, 3, 60, 9))
     canvas = Canvas.fit(image, np.asarray(mask) > 0, grid=(4, 4), stride=2)
     assert canvas.view == (0, 0, 64, 16)
@@ -75,7 +75,7 @@ def test_a_wide_mask_is_seen_with_the_whole_picture(pipeline):
     assert np.array_equal(np.asarray(result)[9:], np.asarray(image)[9:])
 
 
-def test_an_empty_mask_returns_the_picture(pipeline):
+def test_an_empty_mask_returns_the_image(pipeline):
     image = noise(31, 22)
     (result,) = pipeline.inpaint(image, Image.new("L", image.size, 0), 1, steps=4)
     assert np.array_equal(np.asarray(result), np.asarray(image))
@@ -90,7 +90,7 @@ def test_a_full_mask_is_plain_generation(pipeline, options):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_known_tokens_are_the_pictures_own_and_orders_fill_the_rest(pipeline):
+def test_known_tokens_are_the_images_own_and_orders_fill_the_rest(pipeline):
     seen = []
     image, mask = noise(8, 8), mask_image((8, 8), (0, 0, 4, 8))
     pipeline.inpaint(image, mask, 3, steps=3, order="raster", on_step=seen.append)
@@ -141,11 +141,11 @@ def test_bad_calls(pipeline):
         pipeline.inpaint(image, Image.new("L", (8, 8), 255), 1, feather=-1)
     with pytest.raises(InputError, match="'tiger' is unknown"):
         pipeline.inpaint(image, Image.new("L", (8, 8), 255), "tiger")
-    with pytest.raises(InputError, match="number of images is 0"):
+    with pytest.raises(InputError, match="num_images is 0"):
         pipeline.inpaint(image, Image.new("L", (8, 8), 255), 1, num_images=0)
 
 
-def test_pictures_of_every_kind(pipeline, tmp_path):
+def test_images_of_every_kind(pipeline, tmp_path):
     """Alpha, greyscale, 16 bits, palette, CMYK and a rotated photograph are taken as what they show."""
     image = noise(12, 8)
     image.convert("CMYK").save(tmp_path / "cmyk.jpg")
@@ -167,7 +167,7 @@ def test_pictures_of_every_kind(pipeline, tmp_path):
     assert np.asarray(open_image(tmp_path / "deep.png")).min() == 255
 
 
-def test_pictures_show_what_they_should(tmp_path):
+def test_images_show_what_they_should(tmp_path):
     """Turned the right way round, 16 bits scaled (not clipped), half-transparent on white, colours kept."""
     image = noise(12, 8)
     pixels = np.asarray(image)
@@ -271,7 +271,7 @@ def test_windows_cover_everything_and_lean_on_what_is_known(height, width, seed)
     "sides", [{"left": 8}, {"right": 5, "bottom": 11}, {"top": 1}, {"left": 9, "top": 7, "right": 3}]
 )
 @pytest.mark.parametrize("size", [(8, 8), (20, 12)])
-def test_outpainting_leaves_the_picture_as_it_is(pipeline, size, sides):
+def test_outpainting_leaves_the_image_as_it_is(pipeline, size, sides):
     image = noise(*size)
     results = pipeline.outpaint(image, 2, **sides, num_images=2, steps=4)
     left, top, right, bottom = (sides.get(side, 0) for side in ("left", "top", "right", "bottom"))
@@ -293,7 +293,7 @@ def test_outpainting_draws_each_window_anew(pipeline):
 
 @pytest.mark.parametrize("sides", [{}, {"left": -1}, {"left": 4, "right": -2}, {"right": 10**9}])
 def test_bad_sides(pipeline, sides):
-    with pytest.raises(InputError, match=r"expected 0 or more|ask for less"):
+    with pytest.raises(InputError, match=r"expected 0 or more|choose fewer"):
         pipeline.outpaint(noise(8, 8), 1, **sides)
 
 

@@ -10,13 +10,13 @@ from arpg import InputError, ModelConfig, Request, SamplingSettings, decode, mak
 from arpg.checkpoint import FolderConfig, load_model, write_folder
 from arpg.config import TextConfig, from_dict, to_dict
 from arpg.convert import model_to_published
-from arpg.decode import engine, score
-from arpg.decode.running import Running
+from arpg.decode import likelihood
+from arpg.decode.continuous import ContinuousBatch
+from arpg.decode.likelihood import fill_bits, token_bits
 from arpg.decode.sampling import guide
-from arpg.decode.score import fill_bits, token_bits
 from arpg.model import text_condition
 from arpg.model.condition import training_condition
-from arpg.model.rope import rotation, unturned
+from arpg.model.rope import identity_positions, make_rope
 from support import oracle
 from support.small import SMALL, TEXT, small_model, text_states
 
@@ -68,22 +68,16 @@ def masked_logits(model, states, ids, known, plan, *, width, causal):
     return torch.cat(result)
 
 
-def run(model, request, settings, monkeypatch):
-    raw, draw = [], engine.sample
-
-    def record(logits, *arguments, **options):
-        raw.append(logits)
-        return draw(logits, *arguments, **options)
-
-    monkeypatch.setattr(engine, "sample", record)
+def run(model, request, settings):
+    raw = []
     plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-    last = list(decode(model, request, plan, settings))[-1]
-    monkeypatch.undo()
+    steps = decode(model, request, plan, settings, hook=lambda state, step, logits, sampled: raw.append(logits))
+    last = list(steps)[-1]
     return plan, last.ids_BN, raw
 
 
 @pytest.mark.parametrize("attention", ["block", "causal"])
-def test_decoding_equals_the_masked_formulation(text_model, attention, monkeypatch):
+def test_decoding_equals_the_masked_formulation(text_model, attention):
     """Prompts of 1, 4 and 7 tokens with 0, 3 and 11 known tokens in one guided batch; the null has 7 slots, or 2."""
     states = text_states(1, 4, 7)
     ids = torch.randint(24, (3, 12), generator=torch.Generator().manual_seed(3))
@@ -94,7 +88,7 @@ def test_decoding_equals_the_masked_formulation(text_model, attention, monkeypat
     settings = SamplingSettings(steps=4, guidance=2.0, guidance_schedule="constant", attention=attention)
     for negative in (None, [None, *text_states(2, 5, seed=9)]):
         request = Request(text_condition(text_model, states, negative), (4, 3), ids, known, (5, 6, 7))
-        plan, drawn, raw = run(text_model, request, settings, monkeypatch)
+        plan, drawn, raw = run(text_model, request, settings)
         null = [text_model.text.null_TE if n is None else n for n in (negative or [None] * 3)]
         for row, prompt in enumerate([*states, *null]):
             b = row % 3
@@ -106,12 +100,12 @@ def test_decoding_equals_the_masked_formulation(text_model, attention, monkeypat
             assert (ours - expected).abs().max() < 1e-4
 
 
-def test_teacher_forcing_equals_one_token_at_a_time(text_model, monkeypatch):
+def test_teacher_forcing_equals_one_token_at_a_time(text_model):
     for change in ({}, {"shared_kv": False}, {"pass1_layers": 0, "pass2_layers": 3}, {"positions": "cosine"}):
         model = small_model(dataclasses.replace(TEXT, **change))
         condition = text_condition(model, text_states(2, 6))
         request = Request.from_nothing(condition, (4, 4), (7, 8))
-        plan, ids, raw = run(model, request, SamplingSettings(steps=16), monkeypatch)
+        plan, ids, raw = run(model, request, SamplingSettings(steps=16))
         order = torch.tensor([sample.order for sample in plan.samples])
         with torch.no_grad():
             forced = model(ids, order, condition)
@@ -209,7 +203,7 @@ def test_prompts_join_and_leave_a_running_batch(text_model, guidance):
     while waiting or running is not None:
         if waiting:
             name = min(waiting)
-            new = Running(text_model, waiting.pop(name), plans[name], settings)
+            new = ContinuousBatch(text_model, waiting.pop(name), plans[name], settings)
             names.append(name)
             if running is None:
                 running = new
@@ -226,21 +220,18 @@ def test_prompts_join_and_leave_a_running_batch(text_model, guidance):
     assert all(torch.equal(found[i], expected[i]) for i in made)
 
 
-def test_guidance_with_a_negative_prompt_is_the_formula(text_model, monkeypatch):
+def test_guidance_with_a_negative_prompt_is_the_formula(text_model):
     """negative + s (prompt - negative), each from a run of its own without guidance."""
     prompt, negative = text_states(5), text_states(3, seed=8)
-    guided, draw = [], engine.sample
+    guided = []
 
-    def record(logits, *arguments, scale_BS):
-        guided.append(guide(logits, scale_BS))
-        return draw(logits, *arguments, scale_BS=scale_BS)
-
-    monkeypatch.setattr(engine, "sample", record)
+    def hook(state, step, logits, sampled):
+        guided.append(guide(logits, step.predict.scale_BS))
 
     def first_logits(condition, settings):
         guided.clear()
         request = Request.from_nothing(condition, (4, 4), (3,))
-        list(decode(text_model, request, make_plan((4, 4), request.known_BN, (3,), settings), settings))
+        list(decode(text_model, request, make_plan((4, 4), request.known_BN, (3,), settings), settings, hook=hook))
         return guided[0]
 
     plain = SamplingSettings(steps=3)
@@ -254,7 +245,7 @@ def test_guidance_with_a_negative_prompt_is_the_formula(text_model, monkeypatch)
 
 
 def test_text_slots_are_not_rotated():
-    cos, sin = rotation(unturned(1, 3), 8)
+    cos, sin = make_rope(identity_positions(1, 3), 8)
     assert bool((cos == 1).all())
     assert not sin.any()
 
@@ -265,7 +256,7 @@ def test_likelihoods_take_prompts_in_parts(text_model, monkeypatch):
     request = Request.from_nothing(condition, (4, 4), (0, 1, 2))
     ids = torch.randint(24, (3, 16), generator=torch.Generator().manual_seed(1))
     whole = fill_bits(text_model, request, ids)
-    monkeypatch.setattr(score, "CHUNK", 16)
+    monkeypatch.setattr(likelihood, "_CHUNK_TOKENS", 16)
     assert torch.allclose(fill_bits(text_model, request, ids), whole, rtol=1e-5)
     order = torch.arange(16).expand(3, 16)
     other = text_condition(text_model, text_states(2, 7, 4, seed=5))

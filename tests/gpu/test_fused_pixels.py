@@ -7,7 +7,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from arpg import TokenizerConfig, VQTokenizer
-from arpg.kernels import groupnorm
+from arpg.kernels import group_norm as groupnorm
 from arpg.tokenizer.fused import FusedDecoder, small_weights
 from support.small import small_tokenizer
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from arpg import Plan, Request, SamplingSettings, VQTokenizer, decode
 from arpg.convert import tokenizer_from_published
-from arpg.decode import SamplePlan, engine
+from arpg.decode import SamplePlan
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.image import to_uint8
 from arpg.model import class_condition
@@ -31,8 +31,8 @@ def test_teacher_forced_logits_and_loss(golden):
 
 
 @pytest.mark.parametrize("run", range(4))
-def test_every_step_of_every_recorded_run(golden, run, monkeypatch):
-    """Through the one loop: each draw is replaced by the recorded one, and the logits before it are compared."""
+def test_every_step_of_every_recorded_run(golden, run):
+    """Through the one loop: each sampled token is replaced by the recorded one, and the logits are compared."""
     info, t = golden.info["generate"][run], golden.tensors
     order, ids = ORDERS[f"{golden.path.stem}.gen{run}"], t[f"gen{run}.ids"]
     sizes = step_sizes(info["schedule"], len(order), info["steps"])
@@ -42,15 +42,14 @@ def test_every_step_of_every_recorded_run(golden, run, monkeypatch):
 
     seen = []
 
-    def record(logits, settings, key, position, *, scale_BS):
+    def hook(state, step, logits, sampled):
         seen.append(logits.chunk(2))
-        return ids.gather(1, position)
+        return ids.gather(1, step.predict.position_BS)
 
-    monkeypatch.setattr(engine, "sample", record)
     condition = class_condition(golden.model, t["train.labels"])
     request = Request.from_nothing(condition, golden.model.config.grid, tuple(range(len(ids))))
     plan = Plan((SamplePlan(tuple(order), sizes, scales),) * len(ids))
-    last = list(decode(golden.model, request, plan, SamplingSettings()))[-1]
+    last = list(decode(golden.model, request, plan, SamplingSettings(), hook=hook))[-1]
 
     assert torch.equal(last.ids_BN, ids)
     cond, uncond = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))

@@ -7,8 +7,9 @@ import torch
 
 from arpg import ARPG, InputError, ModelConfig, VQTokenizer
 from arpg.config import MODELS, TOKENIZERS
+from arpg.kernels.ops import apply_rope
 from arpg.model import class_condition
-from arpg.model.rope import grid_places, nowhere, rotate, rotation, sinusoids
+from arpg.model.rope import grid_positions, make_rope, no_positions, sinusoids
 from support.small import SMALL, small_model
 
 
@@ -47,7 +48,7 @@ def test_tokenizer_sizes():
 def test_rotation_is_complex_multiplication():
     place = torch.tensor([[[0.0, 0.0], [3.0, 5.0], [2.5, 7.25]]])
     x = torch.randn(1, 3, 2, 8, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, rotation(place, 8))
+    turned = apply_rope(x, make_rope(place, 8))
     frequency = 10000 ** -(torch.arange(2) / 2)
     for s, (row, column) in enumerate(place[0].tolist()):
         angle = torch.cat((row * frequency, column * frequency))
@@ -61,22 +62,22 @@ def test_rotation_depends_on_differences_only():
     q, k = torch.randn(2, 1, 1, 1, 16, generator=generator).unbind(0)
 
     def score(a, b):
-        turned = [rotate(x, rotation(torch.tensor([[p]]), 16)) for x, p in ((q, a), (k, b))]
+        turned = [apply_rope(x, make_rope(torch.tensor([[p]]), 16)) for x, p in ((q, a), (k, b))]
         return (turned[0] * turned[1]).sum().item()
 
     assert score([1.0, 2.0], [4.0, 3.0]) == pytest.approx(score([6.0, 4.5], [9.0, 5.5]), abs=1e-4)
 
 
 def test_the_class_slot_vanishes():
-    by = rotation(nowhere(1, 1), 8)
+    by = make_rope(no_positions(1, 1), 8)
     assert not by.cos_BSK.any()
     assert not by.sin_BSK.any()
-    assert not sinusoids(nowhere(1, 1), 16).any()
+    assert not sinusoids(no_positions(1, 1), 16).any()
     assert sinusoids(torch.zeros(1, 1, 2), 16).any()
 
 
 def test_places_are_row_then_column():
-    assert grid_places(2, 3).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    assert grid_positions(2, 3).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
 
 
 @pytest.mark.parametrize("change", [{}, {"pass1_layers": 0, "pass2_layers": 2}, {"shared_kv": False}])
@@ -117,15 +118,15 @@ def test_a_longer_prefix_is_causal_too(model):
     wide = dataclasses.replace(
         condition,
         prefix_BPD=condition.prefix_BPD.repeat(1, 4, 1) * torch.tensor([1.0, -1.0, 0.5, 2.0])[:, None],
-        place_BP2=torch.zeros(2, 4, 2),
+        pos_BP2=torch.zeros(2, 4, 2),
     )
     ids, order = torch.arange(16).expand(2, 16), torch.arange(16).expand(2, 16)
     with torch.no_grad():
         forced = model(ids, order, wide)
         cache = model.allocate_cache(2, 20)
-        model.encode(wide.prefix_BPD, wide.place_BP2, cache, causal=True)
+        model.encode(wide.prefix_BPD, wide.pos_BP2, cache, causal=True)
         for r in range(16):
-            place = grid_places(4, 4)[None, r : r + 1].expand(2, -1, -1)
+            place = grid_positions(4, 4)[None, r : r + 1].expand(2, -1, -1)
             assert torch.allclose(model.predict(place, None, cache)[:, 0], forced[:, r], atol=1e-4)
             model.encode(model.embed(ids[:, r : r + 1]), place, cache, causal=False)
 
@@ -135,7 +136,7 @@ def test_visible_limits_each_query(model):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 6, 32, generator=generator)
     place = torch.rand(2, 6, 2, generator=generator) * 4
-    ask = grid_places(4, 4)[None, :3].expand(2, -1, -1)
+    ask = grid_positions(4, 4)[None, :3].expand(2, -1, -1)
     with torch.no_grad():
         short = model.allocate_cache(2, 6)
         model.encode(x[:, :4], place[:, :4], short, causal=True)

@@ -7,30 +7,23 @@ import torch
 
 from arpg import Request, SamplingSettings, decode, make_plan
 from arpg.convert import model_to_published
-from arpg.decode import engine
 from arpg.model import class_condition
 from arpg.settings import ORDERS
 from support import oracle
 from support.small import SMALL, small_model
 
 
-def decode_and_record(model, request, settings, monkeypatch):
+def decode_and_record(model, request, settings):
     """The plan, the final ids, and the raw logits of every step."""
     raw = []
-    sample = engine.sample
-
-    def record(logits, *rest, **scale):
-        raw.append(logits)
-        return sample(logits, *rest, **scale)
-
-    monkeypatch.setattr(engine, "sample", record)
     plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-    last = list(decode(model, request, plan, settings))[-1]
+    steps = decode(model, request, plan, settings, hook=lambda state, step, logits, sampled: raw.append(logits))
+    last = list(steps)[-1]
     return plan, last.ids_BN, raw
 
 
-def check_against_oracle(model, request, labels, settings, monkeypatch):
-    plan, ids, raw = decode_and_record(model, request, settings, monkeypatch)
+def check_against_oracle(model, request, labels, settings):
+    plan, ids, raw = decode_and_record(model, request, settings)
     published = model_to_published(model.config, model.state_dict())
     batch = len(request.seeds)
     for row in range(2 * batch if plan.guided else batch):
@@ -53,14 +46,14 @@ def check_against_oracle(model, request, labels, settings, monkeypatch):
 
 @pytest.mark.parametrize("attention", ["block", "causal"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_on_a_non_square_grid(model, order, attention, monkeypatch):
+def test_every_order_on_a_non_square_grid(model, order, attention):
     request = Request.from_nothing(class_condition(model, torch.tensor([1, 4])), (3, 5), (7, 8))
     settings = SamplingSettings(steps=4, guidance=3.0, order=order, attention=attention)
-    check_against_oracle(model, request, [1, 4], settings, monkeypatch)
+    check_against_oracle(model, request, [1, 4], settings)
 
 
 @pytest.mark.parametrize("attention", ["block", "causal"])
-def test_known_tokens_and_ragged_rows(model, attention, monkeypatch):
+def test_known_tokens_and_ragged_rows(model, attention):
     """Three samples with 0, 5 and 12 known tokens of 12 share one decode."""
     known = torch.zeros(3, 12, dtype=torch.bool)
     known[1, [0, 3, 4, 9, 11]] = True
@@ -70,18 +63,18 @@ def test_known_tokens_and_ragged_rows(model, attention, monkeypatch):
     condition = class_condition(model, torch.tensor([0, 2, 3]))
     request = Request(condition, (4, 3), ids, known, (5, 6, 7))
     settings = SamplingSettings(steps=5, guidance=2.0, guidance_schedule="constant", attention=attention)
-    check_against_oracle(model, request, [0, 2, 3], settings, monkeypatch)
+    check_against_oracle(model, request, [0, 2, 3], settings)
 
 
-def test_without_guidance_the_batch_is_not_doubled(model, monkeypatch):
+def test_without_guidance_the_batch_is_not_doubled(model):
     request = Request.from_nothing(class_condition(model, torch.tensor([1, 4])), (4, 4), (7, 8))
     for settings in (SamplingSettings(steps=3), SamplingSettings(steps=3, guidance=9.0, guidance_schedule="none")):
-        check_against_oracle(model, request, [1, 4], settings, monkeypatch)
-        _, _, raw = decode_and_record(model, request, settings, monkeypatch)
+        check_against_oracle(model, request, [1, 4], settings)
+        _, _, raw = decode_and_record(model, request, settings)
         assert all(len(logits) == 2 for logits in raw)
 
 
-def test_teacher_forcing_is_sequential_causal_decoding(model, monkeypatch):
+def test_teacher_forcing_is_sequential_causal_decoding(model):
     """For every ablation: the logits of a one-token-at-a-time decode are those of one teacher-forced pass."""
     for change in (
         {},
@@ -94,15 +87,14 @@ def test_teacher_forcing_is_sequential_causal_decoding(model, monkeypatch):
         condition = class_condition(model, torch.tensor([1, 4]))
         request = Request.from_nothing(condition, (4, 4), (7, 8))
         settings = SamplingSettings(steps=16)
-        plan, ids, raw = decode_and_record(model, request, settings, monkeypatch)
+        plan, ids, raw = decode_and_record(model, request, settings)
         order = torch.tensor([sample.order for sample in plan.samples])
         with torch.no_grad():
             forced = model(ids, order, condition)
         assert (torch.cat(raw, dim=1) - forced).abs().max() < 1e-4, change
-        monkeypatch.undo()
 
 
-def test_condition_queries_replace_the_mask(model, monkeypatch):
+def test_condition_queries_replace_the_mask(model):
     """Queries equal to [MASK] change nothing; other ones do, but only for the conditional rows."""
     plain = class_condition(model, torch.tensor([1, 4]))
     mask = model.embedding.weight[model.config.mask_id].detach()
@@ -110,8 +102,7 @@ def test_condition_queries_replace_the_mask(model, monkeypatch):
 
     def first_logits(condition):
         request = Request.from_nothing(condition, (4, 4), (7, 8))
-        logits = decode_and_record(model, request, settings, monkeypatch)[2][0]
-        monkeypatch.undo()
+        logits = decode_and_record(model, request, settings)[2][0]
         return logits
 
     same = dataclasses.replace(plain, query_BND=mask.expand(2, 16, -1))

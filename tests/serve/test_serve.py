@@ -94,7 +94,7 @@ def test_the_best_of_several_is_kept(client, pipeline):
     body = {"class": 1, "num": 2, "best_of": 3, "steps": 4, "seed": 5}
     answer = post(client, "generate", body)
     drawing = pipeline.generate_task(1, num_images=2, best_of=3, steps=4, seed=5)
-    pipeline.finish(drawing)
+    drawing.run()
     assert [entry["seed"] for entry in answer["images"]] == drawing.seeds
     stream = events(client.post("/v1/arpg/generate", json={**body, "stream": True}).text)
     assert len(stream[1][1]["previews"]) == 2

@@ -112,11 +112,11 @@ def test_what_is_taken_from_a_picture(client, pipe, extractor):
     source, mask = noise(20, 14), Image.new("L", (20, 14))
     mask.paste(255, (4, 4, 12, 10))
     body = {"image": b64(source), "mask": b64(mask), "control": asked(source, from_image=True), **STEPS}
-    expected = pipe.inpaint(source, mask, control=ControlInput.of(source, "depth", size=source.size), **STEPS)
+    expected = pipe.inpaint(source, mask, control=ControlInput.from_image(source, "depth", size=source.size), **STEPS)
     assert same(post(client, "inpaint", body), expected)
     shown = post(client, "condition", {"image": b64(photo), "kind": "depth"})
     assert (shown["kind"], shown["width"], shown["height"]) == ("depth", 8, 8)
-    assert np.array_equal(np.asarray(picture(shown)), np.asarray(pipe.condition_of(photo, "depth").image))
+    assert np.array_equal(np.asarray(picture(shown)), np.asarray(pipe.extract_control(photo, "depth").image))
 
 
 def test_extraction_does_not_hold_up_the_event_loop(house, extractor):

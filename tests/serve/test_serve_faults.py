@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from arpg import cli
-from arpg.decode.running import Running
+from arpg.decode.continuous import ContinuousBatch
 from support.paths import ROOT
 
 
@@ -23,14 +23,14 @@ class Brake:
 
     def __init__(self, monkeypatch):
         self.allowed, self.standing = threading.Semaphore(0), threading.Semaphore(0)
-        step = Running.step
+        step = ContinuousBatch.step
 
         def braked(running):
             self.standing.release()
             assert self.allowed.acquire(timeout=60)
             step(running)
 
-        monkeypatch.setattr(Running, "step", braked)
+        monkeypatch.setattr(ContinuousBatch, "step", braked)
 
     def reached(self):
         assert self.standing.acquire(timeout=60)
@@ -129,16 +129,16 @@ def test_a_full_house(live, brake):
 def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, caplog):
     address, _ = live()
     caplog.set_level("CRITICAL")
-    step = Running.step
+    step = ContinuousBatch.step
 
     def failing(running):
         raise MemoryError("a secret detail")
 
-    monkeypatch.setattr(Running, "step", failing)
+    monkeypatch.setattr(ContinuousBatch, "step", failing)
     status, answer = ask(address, {"class": 1})
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert "secret" not in json.dumps(answer)
-    monkeypatch.setattr(Running, "step", step)
+    monkeypatch.setattr(ContinuousBatch, "step", step)
     assert ask(address, {"class": 1, "steps": 2})[0] == 200
 
 

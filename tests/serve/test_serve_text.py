@@ -99,7 +99,7 @@ def test_every_task_takes_prompts(client, pipe):
     assert np.array_equal(pixels(picture(answer["images"][0])), pipe.expand(size=(16, 16), **texts, **options)[0])
     best = post(client, "generate", {**texts, **options, "best_of": 3})
     drawing = pipe.generate_task(**texts, **options, best_of=3)
-    pipe.finish(drawing)
+    drawing.run()
     assert best["images"][0]["seed"] == drawing.seeds[0]
 
 

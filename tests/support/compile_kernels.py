@@ -43,10 +43,21 @@ def half(*shape):
 
 
 def main():
-    from arpg.kernels import adamw, attention, draw, few_rows, groupnorm, lookup, quantised, residual, rotary, swiglu
+    from arpg.kernels import (
+        adamw,
+        attention,
+        group_norm,
+        int8_gemm,
+        residual_norm,
+        rope,
+        sample,
+        small_gemm,
+        swiglu,
+        token_io,
+    )
 
-    for module in (attention, draw, few_rows, lookup, rotary):
-        module.ahead = lambda x: True  # this compiles what it would leave out, too
+    for module in (attention, sample, small_gemm, token_io, rope):
+        module.prefetch_weights = lambda x: True  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
         qkv, by = half(2, slots, 3, 4, 64), (torch.zeros(2, slots, 64), torch.zeros(2, slots, 64))
@@ -56,7 +67,7 @@ def main():
         attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths)
     qkv, by = half(2, 5, 3, 4, 64), (torch.zeros(2, 5, 64), torch.zeros(2, 5, 64))
     long = half(2, 520, 4, 64), half(2, 520, 4, 64)
-    for settled in (90, 200, 300):  # read before the wait
+    for settled in (90, 200, 300):  # prefetched
         seen = [x[:, : settled + 5] for x in long]
         for limit in (None, torch.ones(2, 5, dtype=torch.long)):
             attention.attend(qkv[:, :, 0], *seen, limit, by, settled=settled)
@@ -73,47 +84,50 @@ def main():
     attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
     for rows in (2, 24):
         few, weight = half(rows, 1024), half(1024)
-        few_rows.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5)
-        few_rows.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True)
-        squares = few_rows.empty_sums(few, half(1024, 2816))
-        few_rows.linear(half(rows, 2816), half(1024, 2816), add=few, sums_PM=squares)
-        few_rows.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5, squares_PM=squares)
-        few_rows.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
-    rotary.split_turned(qkv, *by)
-    rotary.join_turned(*qkv.unbind(2), *by)
-    rotary.turn(qkv[:, :, 0], *by)
-    rotary.angles(torch.zeros(2, 5, 2), 64, 1e4)
+        small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5)
+        small_gemm.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True)
+        squares = small_gemm.empty_sums(few, half(1024, 2816))
+        small_gemm.linear(half(rows, 2816), half(1024, 2816), add=few, sums_PM=squares)
+        small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5, squares_PM=squares)
+        small_gemm.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
+    rope.split_qkv_rope(qkv, *by)
+    rope.merge_qkv_rope(*qkv.unbind(2), *by)
+    rope.apply_rope(qkv[:, :, 0], *by)
+    rope.rope_table(torch.zeros(2, 5, 2), 64, 1e4)
     key, value = qkv[:, :, 1], qkv[:, :, 2]
-    rotary.store_turned(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=7)
-    rotary.store_turned(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths)
+    rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=7)
+    rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths)
     ids, known, place = (
         torch.zeros(2, 257, dtype=torch.long),
         torch.zeros(2, 257, dtype=torch.bool),
         torch.zeros(2, 257, 2),
     )
     at, to = torch.zeros(2, 5, dtype=torch.long), {"copies": 2, "head_dim": 64, "base": 1e4}
-    lookup.turned_at(place, at, **to)
-    lookup.embedded_at(half(20000, 1024), ids, place, at, **to)
-    lookup.put(ids, known, at, at)
+    token_io.rope_at(place, at, **to)
+    token_io.rope_at(place, at, **to, static=True)
+    token_io.embed_at(half(20000, 1024), ids, place, at, **to)
+    token_io.embed_at(half(20000, 1024), ids, place, at, **to, static=True)
+    token_io.scatter_tokens(ids, known, at, at)
 
     key, position = torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
-    draw.draw(half(2, 3, 8192), None, 1.0, key, 0, position)
-    draw.draw(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
-    draw.draw(half(4, 3, 16384), torch.ones(2, 1), 1.0, key, 0, position)
+    sample.sample(half(2, 3, 8192), None, 1.0, key, 0, position)
+    sample.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position, static=True)
+    sample.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
+    sample.sample(half(4, 3, 16384), torch.ones(2, 1), 1.0, key, 0, position)
     many = torch.zeros(2, 200, dtype=torch.long)
-    draw.draw(half(4, 200, 8192), torch.ones(2, 1), 1.0, key, 0, many)
-    draw.draw(half(2, 200, 8192), None, 1.0, key, 0, many)
+    sample.sample(half(4, 200, 8192), torch.ones(2, 1), 1.0, key, 0, many)
+    sample.sample(half(2, 200, 8192), None, 1.0, key, 0, many)
 
     x, weight, drop = half(2, 8, 1024), half(1024), torch.zeros(2, dtype=torch.int32)
     for p in (0.0, 0.1):
-        residual.residual_norm(x, x, weight, drop, p, 1e-5)
-        residual.residual_norm_backward(x, x, x, weight, drop, p, 1e-5)
+        residual_norm.residual_norm(x, x, weight, drop, p, 1e-5)
+        residual_norm.residual_norm_backward(x, x, x, weight, drop, p, 1e-5)
     swiglu.swiglu(half(16, 5632))
     swiglu.swiglu_backward(half(16, 5632), half(16, 2816))
 
     swiglu.swiglu_float8(half(16, 5632))
-    residual.residual_norm_float8(x, x, weight, 1e-5)
-    quantised.int8_product(half(9, 1024), torch.zeros(2048, 1024, dtype=torch.int8), torch.ones(2048))
+    residual_norm.residual_norm_float8(x, x, weight, 1e-5)
+    int8_gemm.int8_gemm(half(9, 1024), torch.zeros(2048, 1024, dtype=torch.int8), torch.ones(2048))
 
     tensors = adamw.Tensors([2048, 100], torch.device("cpu"))
     for columns in (4, 5):
@@ -122,10 +136,10 @@ def main():
         tensors.update(column, torch.ones(2, 2), torch.ones(()), rates)
 
     image, bias = half(2, 128, 16, 16).to(memory_format=torch.channels_last), half(128)
-    moments = groupnorm.moments(image)
-    groupnorm.add(image, image, bias)
-    groupnorm.spread(half(2, 512, 9, 9), bias)
-    groupnorm.norm(image, moments, bias, torch.nn.GroupNorm(32, 128).to(torch.bfloat16))
+    moments = group_norm.moments(image)
+    group_norm.add(image, image, bias)
+    group_norm.spread(half(2, 512, 9, 9), bias)
+    group_norm.norm(image, moments, bias, torch.nn.GroupNorm(32, 128).to(torch.bfloat16))
     print(*sorted(set(COMPILED)), sep="\n")  # noqa: T201
 
 

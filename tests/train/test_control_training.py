@@ -258,9 +258,9 @@ def test_a_fine_tune_starts_from_the_base_and_learns_to_follow(recipe, tmp_path)
     assert pipe.classes.lines == tuple("abcde")
     maps = np.random.default_rng(9).random((4, 4)) < 0.5
     drawing = pipe.generate_task(2, control=_control(maps), num_images=4, steps=16, guidance=1.0)
-    step = list(pipe.steps(drawing))[-1]
+    step = list(drawing.steps())[-1]
     assert (step.ids_BN.cpu().numpy() == maps.ravel()).mean() > 0.9
-    plain = list(pipe.steps(pipe.generate_task(2, num_images=4, steps=16, guidance=1.0)))[-1]
+    plain = list(pipe.generate_task(2, num_images=4, steps=16, guidance=1.0).steps())[-1]
     assert (plain.ids_BN.cpu().numpy() == maps.ravel()).mean() < 0.8
 
 
@@ -331,7 +331,7 @@ def test_the_compiler_keeps_a_version_for_every_use(monkeypatch):
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
         encoder = dataclasses.replace(CONTROL, layers=1)
         model = controlled_model(dataclasses.replace(SMALL, pass1_layers=1, pass2_layers=1, control=encoder))
-        model.compile_parts()
+        model.compile_blocks()
         for learning, batch in ((True, 2), (True, 3), (False, 3)):
             model.train(learning)
             labels, pixels = torch.zeros(batch, dtype=torch.long), torch.zeros(batch, 8, 8, dtype=torch.uint8)

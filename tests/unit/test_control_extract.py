@@ -1,4 +1,4 @@
-"""Condition images: what is drawn from a picture, and what goes wrong clearly."""
+"""Condition images: extraction from images, and clear errors."""
 
 import sys
 
@@ -9,16 +9,16 @@ from PIL import Image
 
 from arpg import InputError
 from arpg.extractors import (
-    KINDS,
     FastDepth,
     TransformersDepth,
     depth_map,
     extract,
     open_depth,
-    ready_made,
     soft_edges,
-    stretched,
+    stretch_to_grey,
+    to_condition,
 )
+from arpg.settings import CONTROL_KINDS
 from support.small import noise
 
 # ONNX is protobuf: a tag (field number and type), then the value. Enough of it for one node.
@@ -85,7 +85,7 @@ def test_soft_edges_are_ridges_that_follow_the_contrast():
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (37, 5), (96, 96)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONTROL_KINDS)
 def test_the_size_stays(kind, size, tmp_path):
     depth = tiny_onnx(tmp_path / "tiny.onnx")
     for picture in (noise(*size), noise(*size).convert("L"), noise(*size).convert("RGBA")):
@@ -135,7 +135,7 @@ def test_bad_networks(tmp_path, monkeypatch):
 
 
 def test_depth_by_transformers(tmp_path):
-    """A tiny DPT: the map of the network, at the picture's size, larger is nearer."""
+    """A tiny DPT: the map of the network, at the image's size, larger is nearer."""
     transformers = pytest.importorskip("transformers")
     config = transformers.DPTConfig(
         hidden_size=16,
@@ -162,20 +162,24 @@ def test_depth_by_transformers(tmp_path):
 
 
 def test_grey_from_depth():
-    assert stretched(np.array([[2.0, 4.0], [3.0, 2.0]])).tolist() == [[0, 255], [128, 0]]
-    assert (stretched(np.full((2, 2), 7.0)) == 128).all()
+    assert stretch_to_grey(np.array([[2.0, 4.0], [3.0, 2.0]])).tolist() == [[0, 255], [128, 0]]
+    assert (stretch_to_grey(np.full((2, 2), 7.0)) == 128).all()
     with pytest.raises(InputError, match="not numbers"):
-        stretched(np.array([[np.nan]]))
-    assert depth_map(np.array([[0.0, 1.0, 0.2]])).tolist() == [[255, 0, 204]]
-    with pytest.raises(InputError, match="outside of 0 to 1"):
-        depth_map(np.array([[1.5]]))
+        stretch_to_grey(np.array([[np.nan]]))
+
+
+def test_known_depth_is_white_where_it_is_near():
+    assert depth_map(np.array([[0.0, 0.5, 1.0]], np.float32)).tolist() == [[255, 128, 0]]
+    for wrong in (-0.1, 1.5, np.nan):
+        with pytest.raises(InputError, match="outside of 0 to 1"):
+            depth_map(np.array([[0.5, wrong]], np.float32))
 
 
 def test_ready_made_conditions_stay():
     drawn = np.asarray(noise(9, 7).convert("L"))
-    assert np.array_equal(np.asarray(ready_made(Image.fromarray(drawn))), drawn)
-    assert ready_made(Image.new("RGBA", (3, 3), (255, 255, 255, 0))).getextrema() == (0, 0)
-    assert ready_made(Image.fromarray(np.full((2, 2), 65535, np.uint16))).getextrema() == (255, 255)
+    assert np.array_equal(np.asarray(to_condition(Image.fromarray(drawn))), drawn)
+    assert to_condition(Image.new("RGBA", (3, 3), (255, 255, 255, 0))).getextrema() == (0, 0)
+    assert to_condition(Image.fromarray(np.full((2, 2), 65535, np.uint16))).getextrema() == (255, 255)
 
 
 def test_bad_kind():

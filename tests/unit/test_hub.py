@@ -153,11 +153,9 @@ def test_hub_ids(stand_in, folder):
 
 
 def test_unknown_names():
-    with pytest.raises(
-        InputError, match=r"in the box .garden, garden-text, garden-control., a folder, a published name"
-    ):
+    with pytest.raises(InputError, match=r"bundled .garden, garden-text, garden-control., a folder, a published name"):
         Pipeline.from_pretrained("arpg-m")
-    with pytest.raises(InputError, match="neither in the box"):
+    with pytest.raises(InputError, match="neither bundled"):
         Pipeline.from_pretrained("./nowhere/model")
     with pytest.raises(InputError, match="'arpg-m' is not published"):
         hub.pull("arpg-m")

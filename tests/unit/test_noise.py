@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from arpg import SamplingSettings
-from arpg.decode.noise import Stream, gumbel, philox, random_words, seed_keys
 from arpg.decode.sampling import sample
+from arpg.noise import Stream, gumbel, philox, random_words, seed_keys
 
 
 def words(*values):
@@ -55,7 +55,7 @@ def plain_philox(c, k):
 @pytest.mark.parametrize("few", [1, 7, 2**15])
 def test_the_words_do_not_depend_on_how_many_rows_are_made_at_once(monkeypatch, few):
     """7 codes are two counters; so many that a row is a part, some rows are one, or all are."""
-    monkeypatch.setattr(importlib.import_module("arpg.decode.noise"), "_AT_ONCE", few)
+    monkeypatch.setattr(importlib.import_module("arpg.noise"), "_AT_ONCE", few)
     seeds, position_BS = [5, 2**63 + 11], torch.tensor([[0, 3, 255], [8, 7, 1024]])
     words = random_words(seed_keys(seeds), Stream.ACCEPT, position_BS, 7)
     for b, seed in enumerate(seeds):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from arpg import InputError, SamplingSettings
-from arpg.decode.noise import seed_keys
 from arpg.decode.sampling import guide, keep_top_k, keep_top_p, sample, warp
+from arpg.noise import seed_keys
 
 LOGITS = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0)) * 3
 

@@ -1,6 +1,6 @@
 """Two ways of computing the same network, on the same context: how far their logits are apart, how often draws agree.
 
-Precisions are compared by `on_context`, engines by `draws_of` (the logits of a replayed graph are not kept).
+Precisions are compared by `on_context`, engines by `sampled_on_context` (the logits of a replayed graph are not kept).
 
 Run freely, they part at the first token that differs, and nothing after that can be compared. So both are told what
 was drawn, step by step. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from arpg.bench.case import Case
 from arpg.decode import Engine, decode
-from arpg.decode.execution import filled_up
-from arpg.decode.planned import Planned
-from arpg.decode.sampling import guide, sample
-from arpg.decode.start import read, start
+from arpg.decode.engine import make_strategy, pad_to_bucket
+from arpg.decode.sampling import guide
+from arpg.decode.state import DecodeState, to_device
+from arpg.decode.steps import PlannedSteps, StepPlan
 from arpg.model import ARPG
 
 Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and draws [B, S] of each
@@ -34,40 +34,40 @@ def generate(model: ARPG, case: Case) -> Tensor:
     return ids_BN
 
 
-@torch.no_grad()
 def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Guided logits and draws of each step, given that the steps before have drawn `ids_BN`."""
+    """Guided logits and sampled ids of each step, given that the steps before have sampled `ids_BN`."""
     request, plan = case.request(model, 0)
-    way = Planned(request, plan, model.device)
-    state = start(model, request, guided=plan.guided, causal=False, tokens=way.tokens, ragged=way.ragged)
-    found = []
-    while (turn := way.turn(state)) is not None:
-        if turn.write is not None:
-            state.encode(model, turn.write, causal=False)
-        position_BS = turn.ask.position_BS
-        logits = guide(state.predict(model, turn.ask), turn.ask.scale_BS)
-        found.append((logits, sample(logits, case.settings, state.key_B2, position_BS)))
-        state.put(position_BS, ids_BN.gather(1, position_BS), None)
-    return found
+    steps: list[tuple[Tensor, Tensor]] = []
+
+    def hook(state: DecodeState, step: StepPlan, logits_RSV: Tensor, sampled_BS: Tensor) -> Tensor:
+        steps.append((guide(logits_RSV, step.predict.scale_BS), sampled_BS))
+        return ids_BN.gather(1, step.predict.position_BS)
+
+    for _ in decode(model, request, plan, case.settings, hook=hook):
+        pass
+    return steps
 
 
 @torch.no_grad()
-def draws_of(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tensor]:
-    """The draws `[B, S]` of each step by an engine, given that the steps before have drawn `ids_BN`."""
+def sampled_on_context(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tensor]:
+    """The sampled ids `[B, S]` of each step by an engine, given that the steps before have sampled `ids_BN`."""
     if engine.mode != "graph":
-        return [drawn for _, drawn in on_context(engine.model, case, ids_BN)]
-    tokens_of(engine, case)  # it is recorded then
-    recording = next(reversed(engine.recordings.values()))
-    request, plan = filled_up(*case.request(engine.model, 0))
+        return [sampled for _, sampled in on_context(engine.model, case, ids_BN)]
+    tokens_of(engine, case)  # captures the graphs
+    graphs = next(reversed(engine.graphs.captured.values()))
+    request, plan = pad_to_bucket(*case.request(engine.model, 0))
     ids_BN = torch.cat((ids_BN, ids_BN[-1:].expand(len(request.seeds) - len(ids_BN), -1)))
-    way = Planned(request, plan, engine.model.device)
-    inputs = read(engine.model, request, guided=plan.guided, ragged=way.ragged)
+    strategy = make_strategy(request, plan, case.settings, engine.model.device)
+    assert isinstance(strategy, PlannedSteps)
+    state = to_device(engine.model, request, guided=plan.guided, ragged=strategy.ragged)
     found = []
-    with recording.busy:
-        steps = recording.replay(inputs, way)
-        for (_, theirs_BN, _), position_BS, step in zip(recording.steps, way.positions(), steps, strict=True):
-            found.append(step.ids_BN.gather(1, position_BS)[: case.batch])
-            theirs_BN.copy_(ids_BN)  # what the next graph reads: it asks only for positions that are known by then
+    with graphs.busy:
+        steps = graphs.replay(state, strategy.cursor)
+        for (_, own_ids_BN, _), position_BS, (_, (step_ids_BN, _)) in zip(
+            graphs.graphs, strategy.cursor.predicted(), steps, strict=True
+        ):
+            found.append(step_ids_BN.gather(1, position_BS)[: case.batch])
+            own_ids_BN.copy_(ids_BN)  # what the next graph reads: it encodes only positions that are known by then
     return found
 
 

@@ -51,8 +51,8 @@ def main() -> None:
         "next image s": times[2] - times[1],
         "to the first image s": times[1] - began,
     }
-    if pipe.engine.recordings:
-        parts["recording s"] = sum(recording.seconds for recording in pipe.engine.recordings.values())
+    if pipe.engine.graphs.captured:
+        parts["recording s"] = sum(recording.seconds for recording in pipe.engine.graphs.captured.values())
     sys.stdout.write(json.dumps({name: round(seconds, 3) for name, seconds in parts.items()}) + "\n")
 
 

@@ -26,8 +26,8 @@ from arpg.bench.kernels import profile_tokens
 from arpg.bench.roofline import Limits, pixel_work, token_floor
 from arpg.bench.split import split_time
 from arpg.config import to_dict
-from arpg.decode.pipelined import flow
-from arpg.decode.recording import Recording
+from arpg.decode.graphs import CapturedGraphs
+from arpg.decode.pipelined import pipelined_decode
 from arpg.errors import require
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
@@ -55,7 +55,7 @@ class Effort:
 def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[torch.dtype], Limits | None]) -> Row:
     """One row: settings, speed, latency percentiles, peak memory, where the time goes, share of the roofline."""
     on_gpu = pipe.model.device.type == "cuda"
-    pipe.engine.forget()  # what other rows have recorded is not this one's memory
+    pipe.engine.graphs.clear()  # what other rows have recorded is not this one's memory
     warmup = max(effort.warmup, 2) if pipe.engine.mode == "graph" else effort.warmup  # the second one may record
     for i in range(warmup):
         generate(pipe, case, seed=i * case.batch, pixels=effort.pixels)
@@ -66,7 +66,9 @@ def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[tor
         seconds = [steadily(pipe, case, effort.repeats, pixels=False)] * 2
         if effort.pixels:
             seconds[1] = steadily(pipe, case, effort.repeats, pixels=True)
-    peak = _peak_bytes(pipe.model.device) + sum(held_idle(recording) for recording in pipe.engine.recordings.values())
+    peak = _peak_bytes(pipe.model.device) + sum(
+        held_idle(recording) for recording in pipe.engine.graphs.captured.values()
+    )
     row: Row = {
         "settings": describe(pipe, case),
         "images/s": _digits(case.batch * len(times) / seconds[1]),
@@ -79,8 +81,8 @@ def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[tor
     row |= _roofline(pipe, case, limits, speed=row["token images/s"])
     if on_gpu:
         row["reserved GiB"] = _digits(torch.cuda.max_memory_reserved(pipe.model.device) / 2**30)
-    if pipe.engine.recordings:
-        newest = next(reversed(pipe.engine.recordings.values()))
+    if pipe.engine.graphs.captured:
+        newest = next(reversed(pipe.engine.graphs.captured.values()))
         row["recording"] = {"s": _digits(newest.seconds), "GiB": _digits(newest.bytes / 2**30)}
     if on_gpu and (effort.split or effort.top):
         found = profile_tokens(pipe, case, seed=0)
@@ -117,7 +119,7 @@ def generate(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> t
     wait = _waiter(pipe.model.device)
     began = time.perf_counter()
     request, plan = case.request(pipe.model, seed)
-    for step in pipe.engine.decode(request, plan, case.settings, every=False):
+    for step in pipe.engine.decode(request, plan, case.settings, every_step=False):
         ids_BN = step.ids_BN
     wait()
     middle = time.perf_counter()
@@ -132,7 +134,7 @@ def steadily(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float
     """Seconds of so many batches one after the other. One before them, which does not count, fills the pipe."""
     plans = (case.request(pipe.model, i * case.batch) for i in range(batches + 1))
     finish = pipe.tokenizer.decode if pixels else lambda ids_BN, grid: ids_BN
-    made = flow(pipe.engine, plans, case.settings, finish)
+    made = pipelined_decode(pipe.engine, plans, case.settings, finish)
     next(made)
     began = time.perf_counter()
     for _ in made:
@@ -140,7 +142,7 @@ def steadily(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float
     return time.perf_counter() - began
 
 
-def held_idle(recording: Recording) -> int:
+def held_idle(recording: CapturedGraphs) -> int:
     """Bytes that a recording keeps from all others, though nothing is in them between two replays."""
     return max(0, recording.bytes - recording.live_bytes)
 

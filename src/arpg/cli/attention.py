@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 
-from arpg.cli.console import err, out
-from arpg.cli.sampling import Sampling, samples
+from arpg.cli.options import SamplingOptions, err, out, with_sampling_options
 from arpg.errors import present, require
 from arpg.image import check_output, open_image, save
 
 
-@samples
+@with_sampling_options
 def attention(
     image: Annotated[Path | None, typer.Argument(help="A picture; none: one of the class is generated.")] = None,
     class_: Annotated[str | None, typer.Option("--class", "-c", help="Class name or id.")] = None,
@@ -30,7 +29,7 @@ def attention(
         list[str] | None, typer.Option(metavar="ROW,COLUMN", help="A token to look from, from 1,1; as often as needed.")
     ] = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Draw the attention of both passes: as matrices in decoding order, and over the image for a few tokens."""
     folder = output.is_dir() or not output.suffix

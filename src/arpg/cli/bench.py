@@ -12,7 +12,7 @@ import typer
 
 from arpg import config as configs
 from arpg import settings as settings_table
-from arpg.cli.console import DeviceOption, err, out, parse_values
+from arpg.cli.options import DeviceOption, err, out, parse_values
 from arpg.errors import one_of, require
 from arpg.image import check_writable
 

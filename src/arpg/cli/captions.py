@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from arpg.cli.console import DeviceOption, out, progress_bar
+from arpg.cli.options import DeviceOption, out, progress_bar
 from arpg.errors import require
 from arpg.image import check_output, save
 

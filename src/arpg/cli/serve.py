@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err
+from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err
 from arpg.errors import InputError
 
 

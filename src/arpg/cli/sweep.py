@@ -9,13 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg import settings as settings_table
-from arpg.cli.console import DeviceOption, EngineOption, PrecisionOption, err, out, parse_values
+from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err, out, with_axes
 from arpg.cli.sample import LikeOption, choose_labels, image_progress
 from arpg.errors import one_of, require
 from arpg.image import check_writable
+from arpg.settings import SamplingDefaults
 
 
+@with_axes("steps", "guidance", "order", "schedule", "guidance_schedule", "attention", "temperature")
 def sweep(
     reference: Annotated[
         list[str],
@@ -23,13 +24,6 @@ def sweep(
     ],
     output: Annotated[Path, typer.Option("--out", "-o", help="A folder for results, table and plots.")] = Path("sweep"),
     num: Annotated[int, typer.Option("--num", "-n", help="Images of each combination.")] = 1000,
-    steps: Annotated[str, typer.Option(help="Values to combine, like 8,12,24.")] = "",
-    guidance: Annotated[str, typer.Option(help="Values to combine, like 1,2,3.")] = "",
-    order: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.ORDERS)}.")] = "",
-    schedule: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.SCHEDULES)}.")] = "",
-    guidance_schedule: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.GUIDANCE_SCHEDULES)}.")] = "",
-    attention: Annotated[str, typer.Option(help=f"Of {', '.join(settings_table.ATTENTIONS)}.")] = "",
-    temperature: Annotated[str, typer.Option(help="Values to combine, like 0.9,1.")] = "",
     like: LikeOption = None,
     classifier: Annotated[Path | None, typer.Option(help="A folder with a classifier: adds its accuracy.")] = None,
     inception: Annotated[Path | None, typer.Option(help="Inception weights; none: those of the extra eval.")] = None,
@@ -41,17 +35,10 @@ def sweep(
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
     engine: EngineOption = "auto",
+    *,
+    axes: dict[str, list[Any]],
 ) -> None:
     """Measure every combination of settings: FID, KID, precision, recall and images/s. Run it again to continue."""
-    grid: dict[str, list[Any]] = {
-        "steps": parse_values("steps", steps, int),
-        "guidance": parse_values("guidance", guidance, float),
-        "order": parse_values("order", order, str),
-        "schedule": parse_values("schedule", schedule, str),
-        "guidance_schedule": parse_values("guidance-schedule", guidance_schedule, str),
-        "attention": parse_values("attention", attention, str),
-        "temperature": parse_values("temperature", temperature, float),
-    }
     require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     one_of("engine", engine, configs.ENGINES)
@@ -59,7 +46,7 @@ def sweep(
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.sweep import combinations
 
-    combinations(settings_table.SamplingDefaults(), grid)  # bad settings fail before anything is loaded
+    combinations(SamplingDefaults(), axes)  # bad settings fail before anything is loaded
     npz = reference[0].endswith(".npz") and len(reference) == 1
     images = None if npz else concatenate([open_images(path) for path in reference])
     with err.status("loading"):
@@ -79,7 +66,7 @@ def sweep(
         judged_by = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)
     height, width = (side * pipe.tokenizer.config.stride for side in pipe.model.config.grid)
     require(height == width, f"the model draws {width}x{height} pixels; real images are cropped to squares only")
-    combos = combinations(pipe.sampling, grid)
+    combos = combinations(pipe.sampling, axes)
     labels = choose_labels(pipe, num, like)
     with image_progress("reference") as progress:
         if images is None:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.console import DeviceOption, out, progress_bar
-from arpg.cli.sampling import Sampling, samples
+from arpg.cli.options import DeviceOption, SamplingOptions, out, progress_bar, with_sampling_options
 from arpg.errors import require
 
 FruitsOption = Annotated[str, typer.Option(help="The fruit set: class folders on white.")]
@@ -65,7 +64,7 @@ def train_detector(
     out.print(f"wrote {folder}")
 
 
-@samples
+@with_sampling_options
 def evaluate_text(
     folder: Annotated[Path, typer.Option("--out", "-o", help="Where the images go, in GenEval's layout.")],
     detector: Annotated[Path | None, typer.Option(help="The judge's folder; none: only draw.")] = None,
@@ -79,7 +78,7 @@ def evaluate_text(
     batch_size: Annotated[int, typer.Option(help="Images decoded together; does not change them.")] = 64,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """GenEval's six tasks: draw the prompts, and judge what was drawn against real scenes of the same prompts."""
     from arpg.data.composer import SIZE, Composer
@@ -92,7 +91,7 @@ def evaluate_text(
     require(prompts is None or fruits is None, "the ceiling is of our own prompts; leave --fruits or --prompts out")
     questions = [] if prompts is not None else held_out_questions(per_task)
     tasks = [q.task for q in questions] if prompts is None else read_tasks(prompts)
-    sampling = sampling.asked(prompts=True)
+    sampling = sampling.with_default_model(prompts=True)
     pipe = sampling.load()
     require(pipe.prompts is not None, f"{sampling.model} takes classes; expected a model that takes prompts")
     with progress_bar() as progress:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from arpg.cli.console import DeviceOption, out, progress_bar
+from arpg.cli.options import DeviceOption, out, progress_bar
 from arpg.config import CONTROLS
 
 RecipeArgument = Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]

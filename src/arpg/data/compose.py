@@ -15,7 +15,7 @@ from arpg.data.composer import Composer
 from arpg.data.tokenize import encode_pixels, fingerprint
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
-from arpg.tasks.control_input import depth_map
+from arpg.extractors import depth_map
 from arpg.tokenizer import VQTokenizer
 
 Drawn = tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]  # pixels, captions, depth as condition images

@@ -72,7 +72,9 @@ def tokenize(
     def prepare(index: int) -> Prepared:
         image = images.read(index)
         crops = ten_crop(image, size) if ten_crops else [adm_crop(image, size)]
-        maps = np.stack([np.asarray(ControlInput.of(crop, control).image) for crop in crops]) if control else None
+        maps = (
+            np.stack([np.asarray(ControlInput.from_image(crop, control).image) for crop in crops]) if control else None
+        )
         return np.stack([np.asarray(crop) for crop in crops]), maps
 
     labels = np.array(images.labels, np.int32)

@@ -1,7 +1,6 @@
 """Decoding: a request and a plan go into the one loop, steps come out."""
 
-from arpg.decode.engine import Step, decode
-from arpg.decode.execution import Engine
+from arpg.decode.engine import Engine, Step, decode
 from arpg.decode.plan import Plan, SamplePlan, make_plan
 from arpg.decode.request import Request
 

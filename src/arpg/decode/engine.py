@@ -1,38 +1,45 @@
-"""The one loop: Pass 1 takes tokens into the cache, Pass 2 predicts positions, the sampler draws them.
+"""The engine: the one decode loop, and how it is executed (eagerly, compiled, or replayed from CUDA graphs).
 
-What a turn of it writes, asks and keeps is said by a way of decoding.
-Shapes: B batch, N grid tokens, S tokens of a turn, V vocabulary.
+Each step, Pass 1 encodes the tokens sampled last, Pass 2 predicts the next positions, and the sampler samples them.
+A `DecodeStrategy` says which positions those are and which tokens are accepted.
+Shapes: B batch, N grid tokens, S tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from arpg.config import ENGINES
 from arpg.decode.exact import Exact
+from arpg.decode.graphs import CapturedGraphs, GraphCache, copy_tensors, graph_key
 from arpg.decode.plan import Plan
-from arpg.decode.planned import Planned
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
 from arpg.decode.speculative import Speculative
-from arpg.decode.start import Inputs, begin, read
-from arpg.decode.state import State
-from arpg.decode.way import Way
-from arpg.errors import require
+from arpg.decode.state import DecodeState, known_positions, prefill, to_device
+from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, RowProgress, StepPlan
+from arpg.errors import one_of, require
 from arpg.model import ARPG
 from arpg.settings import SamplingSettings
+
+# Called after Pass 2 with the state, the step, the logits [R, S, V] and the sampled ids [B, S]; the ids it returns are
+# used instead of the sampled ones (None: the sampled ones).
+Hook = Callable[[DecodeState, StepPlan, Tensor, Tensor], Tensor | None]
+
+_BUCKETS = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # batch sizes that graphs are captured for
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is there after a step: one call of the network. The tensors are on its device and will not change."""
+    """The tokens after a step: one call of the network. The tensors are on its device and will not change."""
 
     index: int
-    num_steps: int | None  # None: that is not known before the last one
+    num_steps: int | None  # None: not known before the last one
     ids_BN: Tensor  # raster order; anything where not known
     known_BN: Tensor
 
@@ -43,56 +50,84 @@ class Step:
 
     @property
     def last(self) -> bool:
+        """Whether no step follows."""
         return self.num_steps == self.index + 1
 
 
-def decode(model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> Iterator[Step]:
-    """Fill the request as planned; yields after every step.
+def decode(
+    model: ARPG, request: Request, plan: Plan, settings: SamplingSettings, *, hook: Hook | None = None
+) -> Iterator[Step]:
+    """Fill the request as planned; yield after every step.
 
     A request in which everything is known yields one step that is the request itself.
     """
     check(model, request, plan)
-    way = choose_way(request, plan, settings, model.device)
-    return run(model, read(model, request, guided=plan.guided, ragged=way.ragged), way, settings)
+    strategy = make_strategy(request, plan, settings, model.device)
+    state = to_device(model, request, guided=plan.guided, ragged=strategy.ragged)
+    return loop(model, state, strategy, settings, hook=hook)
 
 
 @torch.no_grad()
-def run(model: ARPG, inputs: Inputs, way: Way, settings: SamplingSettings) -> Generator[Step]:
-    """The loop itself."""
+def loop(
+    model: ARPG,
+    state: DecodeState,
+    strategy: DecodeStrategy,
+    settings: SamplingSettings,
+    *,
+    hook: Hook | None = None,
+) -> Generator[Step]:
+    """The loop: prefill the cache, then run steps until the strategy has none left."""
     causal = settings.attention == "causal"
-    state = begin(model, inputs, causal=causal, tokens=way.tokens, ragged=way.ragged)
+    state = prefill(model, state, causal=causal, num_slots=strategy.num_slots, ragged=strategy.ragged)
     index = 0
-    while advance(model, state, way, settings):
-        yield Step(index, way.num_steps, *state.image())
+    while run_step(model, state, strategy, settings, hook=hook):
+        yield Step(index, strategy.num_steps, *state.image())
         index += 1
     if index == 0:
         yield Step(0, 1, *state.image())
 
 
 @torch.no_grad()
-def advance(model: ARPG, state: State, way: Way, settings: SamplingSettings) -> bool:
-    """One turn of the loop; False if there is none left."""
-    turn = way.turn(state)
-    if turn is None:
+def run_step(
+    model: ARPG, state: DecodeState, strategy: DecodeStrategy, settings: SamplingSettings, *, hook: Hook | None = None
+) -> bool:
+    """Run one step of the loop; False if there is none left."""
+    step = strategy.next_step(state)
+    if step is None:
         return False
-    if turn.write is not None:
-        state.encode(model, turn.write, causal=settings.attention == "causal")
-    ask = turn.ask
-    logits_RSV = state.predict(model, ask)
-    drawn_BS = sample(logits_RSV, settings, state.key_B2, ask.position_BS, scale_BS=ask.scale_BS)
-    state.put(ask.position_BS, *way.keep(state, logits_RSV, drawn_BS))
+    if step.encode is not None:
+        state.encode(model, step.encode, causal=settings.attention == "causal")
+    args = step.predict
+    logits_RSV = state.predict(model, args)
+    sampled_BS = sample(
+        logits_RSV, settings, state.key_B2, args.position_BS, scale_BS=args.scale_BS, static=args.static
+    )
+    if hook is not None:
+        replaced_BS = hook(state, step, logits_RSV, sampled_BS)
+        sampled_BS = sampled_BS if replaced_BS is None else replaced_BS
+    state.scatter(args.position_BS, *strategy.accept(state, logits_RSV, sampled_BS))
     return True
 
 
-def choose_way(request: Request, plan: Plan, settings: SamplingSettings, device: torch.device) -> Way:
+def row_progress(request: Request, plan: Plan) -> list[RowProgress]:
+    """The samples of a request before their first step."""
+    return [RowProgress(p, len(known)) for p, known in zip(plan.samples, known_positions(request), strict=True)]
+
+
+def make_strategy(
+    request: Request, plan: Plan, settings: SamplingSettings, device: torch.device
+) -> PlannedSteps | Exact | Speculative:
+    """Return the strategy that `settings.decode` names."""
+    rows = row_progress(request, plan)
     if settings.decode == "exact":
-        return Exact(request, plan, device, draft=settings.draft)
+        return Exact(rows, request.num_tokens, device, guided=plan.guided, draft=settings.draft)
     if settings.decode == "speculative":
-        return Speculative(request, plan, device, settings=settings)
-    return Planned(request, plan, device)
+        return Speculative(rows, request.num_tokens, device, guided=plan.guided, settings=settings)
+    return PlannedSteps(PlanCursor(rows, num_tokens=request.num_tokens, device=device, guided=plan.guided))
 
 
 def check(model: ARPG, request: Request, plan: Plan) -> None:
+    """Raise an `InputError` unless plan, request and model fit each other."""
     require(
         len(plan.samples) == len(request.seeds),
         f"the plan is for {len(plan.samples)} samples; the request has {len(request.seeds)}",
@@ -110,3 +145,90 @@ def check(model: ARPG, request: Request, plan: Plan) -> None:
             low >= 0 and high < model.config.vocab_size,
             f"known tokens run from {low} to {high}; expected codes from 0 to {model.config.vocab_size - 1}",
         )
+
+
+def choose_mode(mode: str, device: torch.device) -> str:
+    """Resolve `auto`: graph on a GPU, eager elsewhere."""
+    one_of("engine", mode, ENGINES)
+    on_gpu = device.type == "cuda"
+    require(on_gpu or mode != "graph", f"engine is 'graph', but the model is on {device}; CUDA graphs need a GPU")
+    return ("graph" if on_gpu else "eager") if mode == "auto" else mode
+
+
+class Engine:
+    """Decodes requests with one model, eagerly, compiled or from CUDA graphs; any number of threads may use it.
+
+    `auto` is `graph` on a GPU and `eager` elsewhere. In `auto` a shape is captured when it comes for the second time,
+    since a capture takes longer than one generation; in `graph` at once. Batches are padded to the next of 1, 2, 3, 4,
+    6, 8, 12, ... samples. Exact and speculative decoding, whose steps depend on what is sampled, run eagerly.
+    """
+
+    def __init__(self, model: ARPG, mode: str = "auto", *, graph_memory: int | None = None) -> None:
+        """`graph_memory`: bytes that captured graphs may hold; None: a quarter of the GPU's memory."""
+        self.model, self.mode = model, choose_mode(mode, model.device)
+        if self.mode == "compiled":
+            model.compile_blocks(dynamic=True)
+        self.graphs = GraphCache(model.device, memory=graph_memory, capture_after=1 if mode == "auto" else 0)
+
+    def decode(
+        self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool = True
+    ) -> Iterator[Step]:
+        """Decode as the function `decode` does. Not `every_step`: steps before the last may be left out."""
+        if self.mode != "graph" or settings.decode != "steps" or plan.num_steps == 0:
+            return decode(self.model, request, plan, settings)
+        check(self.model, request, plan)
+        return self._decode_graph(request, plan, settings, every_step=every_step)
+
+    @torch.no_grad()
+    def _decode_graph(
+        self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool
+    ) -> Iterator[Step]:
+        batch = len(request.seeds)
+        padded = pad_to_bucket(request, plan)
+        state, strategy = self._start(*padded, settings)
+        key = graph_key(state, strategy.cursor, settings)
+        graphs = self.graphs.acquire(key)
+        if graphs is None and self.graphs.worth_capturing(key):
+            for _ in loop(self.model, *self._start(*padded, settings), settings):  # compiles the kernels
+                pass
+            graphs = self.graphs.capture(key, lambda: self._capture(*self._start(*padded, settings), settings))
+        steps: Generator[Step]
+        if graphs is not None:
+            steps = self._replay(graphs, state, strategy.cursor, every_step=every_step)
+        else:  # without padding
+            state, strategy = (
+                (state, strategy) if batch == len(padded[0].seeds) else self._start(request, plan, settings)
+            )
+            steps = loop(self.model, state, strategy, settings)
+        try:
+            for step in steps:
+                yield Step(step.index, step.num_steps, step.ids_BN[:batch], step.known_BN[:batch])
+        finally:
+            steps.close()
+            if graphs is not None:
+                graphs.busy.release()
+
+    def _start(self, request: Request, plan: Plan, settings: SamplingSettings) -> tuple[DecodeState, PlannedSteps]:
+        strategy = make_strategy(request, plan, settings, self.model.device)
+        assert isinstance(strategy, PlannedSteps)
+        return to_device(self.model, request, guided=plan.guided, ragged=strategy.ragged), strategy
+
+    def _capture(self, state: DecodeState, strategy: PlannedSteps, settings: SamplingSettings) -> CapturedGraphs:
+        state = copy_tensors(state)
+        return CapturedGraphs(state, strategy.cursor, loop(self.model, state, strategy, settings))
+
+    @staticmethod
+    def _replay(graphs: CapturedGraphs, state: DecodeState, cursor: PlanCursor, *, every_step: bool) -> Generator[Step]:
+        num_steps = len(graphs.graphs)
+        for index, (ids_BN, known_BN) in graphs.replay(state, cursor, every_step=every_step):
+            yield Step(index, num_steps, ids_BN, known_BN)
+
+
+def pad_to_bucket(request: Request, plan: Plan) -> tuple[Request, Plan]:
+    """Repeat the last sample up to the next batch size that graphs are captured for."""
+    batch = len(request.seeds)
+    size = next((size for size in _BUCKETS if size >= batch), batch)
+    if size == batch:
+        return request, plan
+    rows = [*range(batch), *[batch - 1] * (size - batch)]
+    return request.rows(rows), Plan(tuple(plan.samples[row] for row in rows))

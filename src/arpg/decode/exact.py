@@ -1,58 +1,63 @@
-"""The exact way: the very tokens of one-at-a-time causal decoding, in a fraction of the calls.
+"""Exact decoding: the tokens of one-at-a-time causal decoding, in a fraction of the calls.
 
-The noise of a position is fixed by its seed, so a guess at a token can be checked against the token itself: draw
-again, now that the tokens before it are known. Each call writes the guesses, asks for every guessed position given
-what stands before it, and asks on beyond. As long as a draw equals the guess, the next draw was made from the right
-tokens. The first that differs is right as well, and all behind it are the next guesses.
+The noise of a position is fixed by its seed, so a draft of a token can be verified: sample again, now that the tokens
+before it are known. Each call encodes the drafts, predicts every drafted position given what stands before it, and
+predicts further positions. As long as a sampled token equals its draft, the next one was sampled from the right tokens.
+The first that differs is right as well, and all behind it are the next drafts.
 
-Shapes: B batch, S tokens of a turn, V vocabulary.
+Shapes: B batch, S tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from arpg.decode.plan import Plan
-from arpg.decode.queue import Queue
-from arpg.decode.request import Request
-from arpg.decode.state import State
-from arpg.decode.way import Turn
+from arpg.decode.state import DecodeState
+from arpg.decode.steps import RowProgress, StepPlan, TokenCursor
 
 
 class Exact:
-    """Every turn decides at least one place of each sample, and at most one more than it guesses."""
+    """Every step decides at least one place of each sample, and at most one more than it has drafts."""
 
     ragged = True
 
-    def __init__(self, request: Request, plan: Plan, device: torch.device, *, draft: int) -> None:
-        self.queue = Queue(request, plan, device, ahead=2 * draft)
-        self.tokens = self.queue.tokens
+    def __init__(
+        self, rows: Sequence[RowProgress], num_tokens: int, device: torch.device, *, guided: bool, draft: int
+    ) -> None:
+        """`draft`: tokens that are drafted beyond the verified ones in each call."""
+        self.cursor = TokenCursor(rows, num_tokens=num_tokens, device=device, guided=guided, lookahead=2 * draft)
+        self.num_slots = self.cursor.num_slots
         self.num_steps: int | None = None
         self._draft = draft
-        self._guesses = 0  # tokens beyond the decided ones that stand in the state
-        self._turns = 0
+        self._num_drafts = 0  # tokens beyond the decided ones that stand in the state
+        self._steps = 0
 
-    def keep_rows(self, rows_B: Tensor) -> None:
-        self.queue.keep(rows_B)
+    def select(self, rows_B: Tensor) -> None:
+        """Keep only these samples."""
+        self.cursor.select(rows_B)
 
-    def turn(self, state: State) -> Turn | None:
-        left = self.queue.left
+    def next_step(self, state: DecodeState) -> StepPlan | None:
+        """Encode the last decided token and the drafts; predict the drafted positions and `draft` more."""
+        left = self.cursor.left
         if left == 0:
             return None
-        self._guesses = min(self._guesses, left - 1)
-        more = min(self._draft, left - 1 - self._guesses)
-        write = self.queue.write(-1, self._guesses)
-        ask = self.queue.ask(0, self._guesses + 1 + more, guesses=self._guesses)
-        self._position_BS = ask.position_BS
-        return Turn(write, ask)
+        self._num_drafts = min(self._num_drafts, left - 1)
+        more = min(self._draft, left - 1 - self._num_drafts)
+        encode = self.cursor.encode(-1, self._num_drafts)
+        predict = self.cursor.predict(0, self._num_drafts + 1 + more, drafts=self._num_drafts)
+        self._position_BS = predict.position_BS
+        return StepPlan(encode, predict)
 
-    def keep(self, state: State, logits_RSV: Tensor, drawn_BS: Tensor) -> tuple[Tensor, Tensor]:
-        guess_BS = state.ids_BN.gather(1, self._position_BS[:, : self._guesses])
-        right_B1 = (drawn_BS[:, : self._guesses] == guess_BS).cumprod(1).sum(1, keepdim=True)
-        kept_BS = torch.arange(drawn_BS.shape[1], device=drawn_BS.device) <= right_B1
-        self.queue.advance(state, right_B1[:, 0] + 1)
-        self._guesses = self._draft
-        self._turns += 1
-        self.num_steps = self._turns if self.queue.left == 0 else None
-        return drawn_BS, kept_BS
+    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Accept tokens up to and including the first that differs from its draft."""
+        draft_BS = state.ids_BN.gather(1, self._position_BS[:, : self._num_drafts])
+        right_B1 = (sampled_BS[:, : self._num_drafts] == draft_BS).cumprod(1).sum(1, keepdim=True)
+        kept_BS = torch.arange(sampled_BS.shape[1], device=sampled_BS.device) <= right_B1
+        self.cursor.advance(state, right_B1[:, 0] + 1)
+        self._num_drafts = self._draft
+        self._steps += 1
+        self.num_steps = self._steps if self.cursor.left == 0 else None
+        return sampled_BS, kept_BS

@@ -24,7 +24,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from arpg.decode.noise import Stream, few_words
+from arpg.noise import Stream, position_words
 
 Grid = tuple[int, int]
 Positions = NDArray[np.int64]
@@ -32,7 +32,7 @@ Words = NDArray[np.int64]
 
 
 def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...], words: Words) -> Positions:
-    """The positions `fill` (rising raster positions) in the named order; `sizes` matters to `local` alone."""
+    """Return the positions `fill` (rising raster positions) in the named order; `sizes` matters to `local` alone."""
     if name == "local":
         return _local(grid, fill, sizes, words)
     if name == "random":
@@ -45,8 +45,8 @@ def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...]
 
 
 def order_words(grid: Grid, seeds: Sequence[int]) -> Words:
-    """`[seeds, N]`: what an order has of its seed, a random word for each position of the grid."""
-    return few_words(seeds, Stream.ORDER, grid[0] * grid[1])
+    """`[seeds, N]`: the randomness of an order, one word for each position of the grid."""
+    return position_words(seeds, Stream.ORDER, grid[0] * grid[1])
 
 
 def _raster(height: int, width: int) -> Positions:

@@ -1,7 +1,7 @@
-"""Many batches, one after the other: while the device works on one, the next is planned and sent.
+"""Pipelined decoding of many batches: while the device decodes one, the next is planned and sent.
 
-On a GPU, pixels are made on a stream of their own, beside the tokens of the next batch. Nothing waits for the device
-but the one who takes a batch, and then the next one is already on its way. Elsewhere batches simply come in turn.
+On a GPU, pixels are decoded on a stream of their own, concurrently with the tokens of the next batch. Only the consumer
+waits for the device, and by then the next batch has been launched. On a CPU batches are decoded one after the other.
 Shapes: B batch, N grid tokens.
 """
 
@@ -18,71 +18,73 @@ from torch import Tensor
 from arpg.decode import Engine, Plan, Request
 from arpg.settings import SamplingSettings
 
-Finish = Callable[[Tensor, tuple[int, int]], Tensor]  # what becomes of ids [B, N] on a grid: pixels
-AHEAD = 1  # batches that are sent before the one before them is taken
+Finish = Callable[[Tensor, tuple[int, int]], Tensor]  # from ids [B, N] on a grid to pixels
+_IN_FLIGHT = 1  # batches that are launched before the one before them is consumed
 
 
-class Made(NamedTuple):
-    result: Tensor  # on the device, whole
+class DecodedBatch(NamedTuple):
+    """The result of one batch."""
+
+    result: Tensor  # on the device, complete
     seconds: float  # from planning on; of two batches at once, each moment counts once
 
 
 @torch.no_grad()
-def flow(
+def pipelined_decode(
     engine: Engine, batches: Iterable[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
-) -> Iterator[Made]:
-    """The batches, decoded and finished, in their order. An iterable that plans only when asked is planned meanwhile.
+) -> Iterator[DecodedBatch]:
+    """Yield the batches, decoded and finished, in their order. A lazy iterable is planned while the device decodes.
 
-    What comes out may be used on the stream that is current when it is taken.
+    A result may be used on the stream that is current when it is consumed.
     """
-    run = _on_gpu if engine.model.device.type == "cuda" else _in_turn
+    run = _overlapped if engine.model.device.type == "cuda" else _sequential
     yield from run(engine, iter(batches), settings, finish)
 
 
-def _in_turn(
+def _sequential(
     engine: Engine, batches: Iterator[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
-) -> Iterator[Made]:
+) -> Iterator[DecodedBatch]:
     while True:
-        began = time.perf_counter()
+        started = time.perf_counter()
         if (batch := next(batches, None)) is None:
             return
         result = finish(_ids(engine, *batch, settings), batch[0].grid)
-        yield Made(result, time.perf_counter() - began)
+        yield DecodedBatch(result, time.perf_counter() - started)
 
 
-def _on_gpu(
+def _overlapped(
     engine: Engine, batches: Iterator[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
-) -> Iterator[Made]:
+) -> Iterator[DecodedBatch]:
     device = engine.model.device
     # Streams come from small pools, one for each priority. From this one no graph is recorded, and so no graph writes
     # into the scratch memory of the products on this stream.
-    aside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    pixel_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     sent: deque[tuple[Tensor, Any, Any]] = deque()
     last = None  # the end of the batch before
     while True:
         main = torch.cuda.current_stream(device)
-        began = _mark(main)
+        started = _mark(main)
         batch = next(batches, None)
         if batch is not None:
             ids_BN = _ids(engine, *batch, settings)
-            aside.wait_event(_mark(main))
-            ids_BN.record_stream(aside)  # its memory is given away only when the other stream has read it
-            with torch.cuda.stream(aside):
+            pixel_stream.wait_event(_mark(main))
+            ids_BN.record_stream(pixel_stream)  # its memory is given away only when the other stream has read it
+            with torch.cuda.stream(pixel_stream):
                 result = finish(ids_BN, batch[0].grid)
-            sent.append((result, began, _mark(aside)))
-        if sent and (batch is None or len(sent) > AHEAD):
-            result, began, ended = sent.popleft()
+            sent.append((result, started, _mark(pixel_stream)))
+        if sent and (batch is None or len(sent) > _IN_FLIGHT):
+            result, started, ended = sent.popleft()
             ended.synchronize()
             result.record_stream(torch.cuda.current_stream(device))
-            since = [began.elapsed_time(ended)] + ([] if last is None else [last.elapsed_time(ended)])
+            since = [started.elapsed_time(ended)] + ([] if last is None else [last.elapsed_time(ended)])
             last = ended
-            yield Made(result, min(since) / 1000)
+            yield DecodedBatch(result, min(since) / 1000)
         elif batch is None:
             return
 
 
 def _ids(engine: Engine, request: Request, plan: Plan, settings: SamplingSettings) -> Tensor:
-    for step in engine.decode(request, plan, settings, every=False):
+    for step in engine.decode(request, plan, settings, every_step=False):
         ids_BN = step.ids_BN
     return ids_BN
 

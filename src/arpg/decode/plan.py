@@ -1,4 +1,4 @@
-"""Plan: which positions each step of each sample fills, and how it is guided. Made without a model."""
+"""Plans: which positions each step of each sample fills, and its guidance scale. Made without a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arpg.settings import SamplingSettings
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """One sample's way: `order` (positions to fill), cut into steps of `sizes`, guided by `scales`."""
+    """The plan of one sample: `order` (positions to fill), split into steps of `sizes`, with a guidance scale each."""
 
     order: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,6 +41,7 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
+        """Steps of the sample that has the most."""
         return max(len(sample.sizes) for sample in self.samples)
 
     @property
@@ -50,7 +51,7 @@ class Plan:
 
 
 def make_plan(grid: tuple[int, int], known_BN: Tensor, seeds: Sequence[int], settings: SamplingSettings) -> Plan:
-    """The same settings for every sample, each with its own mask and its own order from its seed."""
+    """Plan every sample with the same settings, each with its own mask and its own order from its seed."""
     samples = []
     for known_N, words_N in zip(known_BN.numpy(), order_words(grid, seeds), strict=True):
         fill = np.flatnonzero(~known_N)
@@ -61,13 +62,13 @@ def make_plan(grid: tuple[int, int], known_BN: Tensor, seeds: Sequence[int], set
 
 
 def plan_sample(grid: tuple[int, int], known_N: Sequence[bool], seed: int, settings: SamplingSettings) -> SamplePlan:
-    """The plan of one sample."""
+    """Return the plan of one sample."""
     return make_plan(grid, torch.tensor([list(known_N)], dtype=torch.bool), [seed], settings).samples[0]
 
 
 @lru_cache(maxsize=256)
 def _steps(num_tokens: int, settings: SamplingSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The sizes of the steps, and their guidance."""
+    """The sizes of the steps, and their guidance scales."""
     one_by_one = settings.decode != "steps"
     sizes = (1,) * num_tokens if one_by_one else step_sizes(settings.schedule, num_tokens, settings.steps)
     return sizes, guidance_scales(settings.guidance_schedule, settings.guidance, sizes)

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from arpg.errors import require
 from arpg.model import Condition
-from arpg.model.rope import grid_places
+from arpg.model.rope import grid_positions
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the loop is asked for. `known_BN` lives on the CPU: the plan is made from it."""
+    """What the loop fills. `known_BN` is on the CPU: the plan is made from it."""
 
     condition: Condition
     grid: tuple[int, int]
     ids_BN: Tensor  # anything where not known
     known_BN: Tensor
     seeds: tuple[int, ...]  # one for each sample
-    place_N2: Tensor | None = None  # where each token stands in the trained grid; None: its own row and column
+    pos_N2: Tensor | None = None  # position of each token in the trained grid; None: its own row and column
 
     def __post_init__(self) -> None:
         shape = (len(self.seeds), self.grid[0] * self.grid[1])
@@ -51,13 +51,13 @@ class Request:
 
     @classmethod
     def from_nothing(cls, condition: Condition, grid: tuple[int, int], seeds: tuple[int, ...]) -> Request:
-        """Nothing is known: plain generation."""
+        """Return a request in which nothing is known: plain generation."""
         shape = (len(seeds), grid[0] * grid[1])
         return cls(condition, grid, torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool), seeds)
 
     @classmethod
     def gather(cls, parts: Sequence[tuple[Request, int]]) -> Request:
-        """Samples of several requests (of the same grid and places) as one."""
+        """Return samples of several requests (of the same grid and positions) as one."""
         first = parts[0][0]
         return cls(
             Condition.gather([(request.condition, row) for request, row in parts]),
@@ -65,11 +65,11 @@ class Request:
             torch.stack([request.ids_BN[row].cpu() for request, row in parts]),
             torch.stack([request.known_BN[row] for request, row in parts]),
             tuple(request.seeds[row] for request, row in parts),
-            first.place_N2,
+            first.pos_N2,
         )
 
     def rows(self, rows: Sequence[int]) -> Request:
-        """Some of its samples, also several times."""
+        """Return some of the samples, also repeated."""
         index = torch.tensor(list(rows))
         return Request(
             self.condition.rows(index),
@@ -77,12 +77,14 @@ class Request:
             self.ids_BN[index.to(self.ids_BN.device)],
             self.known_BN[index],
             tuple(self.seeds[row] for row in rows),
-            self.place_N2,
+            self.pos_N2,
         )
 
     @property
     def num_tokens(self) -> int:
+        """N: tokens of the grid."""
         return self.known_BN.shape[1]
 
-    def places(self) -> Tensor:
-        return grid_places(*self.grid) if self.place_N2 is None else self.place_N2
+    def positions(self) -> Tensor:
+        """`[N, 2]`: the grid position of each token."""
+        return grid_positions(*self.grid) if self.pos_N2 is None else self.pos_N2

@@ -1,188 +1,232 @@
-"""State: a running batch, and the two things that are done with it: Pass 1 writes tokens, Pass 2 asks for positions.
+"""DecodeState: a batch that is being decoded, on the device: its tokens, its condition and its key-value cache.
 
-Shapes: B batch, R rows (B, or 2B when guided: conditional, then unconditional), N grid tokens, S tokens of a call.
+Shapes: B batch, R rows (B, or 2B when guided: conditional, then unconditional), N grid tokens, S tokens of a call,
+P prefix slots, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from arpg.kernels import decoding, fusible
-from arpg.model import ARPG, Cache
-from arpg.model.rope import BASE, Rotation
-
-
-@dataclass(frozen=True)
-class Write:
-    """Tokens that enter the cache, named by position; rows are padded with position N."""
-
-    position_BS: Tensor
-    count_B: Tensor | None = None  # how many of a row's are real; None: all
-    longest: int | None = None  # image tokens of the longest row when these are in; None: all that are written
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Positions that are asked for, padded with N."""
-
-    position_BS: Tensor
-    scale_BS: Tensor | None  # guidance, one for each position or for each row; None: not guided
-    visible_BS: Tensor | None = None  # image tokens of the cache that each may see; None: all that its row has
+from arpg.decode.request import Request
+from arpg.decode.steps import EncodeArgs, PredictArgs
+from arpg.device import send
+from arpg.kernels import ops
+from arpg.model import ARPG, Cache, Condition
+from arpg.model.rope import BASE
+from arpg.noise import seed_keys
 
 
 @dataclass
-class State:
-    """All that belongs to the samples of a running batch, one row each.
+class DecodeState:
+    """All that belongs to the samples of a batch, one row each.
 
-    The cache and the queries have the unconditional rows, too. Column N of ids, known and places is for padding.
+    The prefix, the queries and the cache have the unconditional rows, too. Column N of ids, known and positions is for
+    padding. `to_device` makes the state of a request, `prefill` adds the cache.
     """
 
     ids_BN: Tensor  # raster order; anything where not known
     known_BN: Tensor
-    place_BN2: Tensor
+    pos_BN2: Tensor  # grid positions
     key_B2: Tensor  # the seeds
-    query_RND: Tensor | None  # what Pass 2 asks with, where it is not [MASK]
-    cache: Cache
-    num_prefix: int  # slots that stand before the tokens, in the row that has the most
-    prefix_R1: Tensor | None = None  # and in each row, where they differ
+    prefix_RPD: Tensor
+    prefix_pos_RP2: Tensor
+    prefix_length_R: Tensor | None  # real prefix slots of each row, where rows differ
+    query_RND: Tensor | None  # what Pass 2 queries with, where it is not [MASK]
+    known: EncodeArgs | None  # the tokens that are known from the start
+    cache: Cache | None = None
+
+    @property
+    def num_prefix(self) -> int:
+        """Prefix slots of the row that has the most."""
+        return self.prefix_RPD.shape[1]
 
     @property
     def copies(self) -> int:
         """Rows of the network for each sample: 2 when guided."""
-        return self.cache.rows // len(self.ids_BN)
+        return len(self.prefix_RPD) // len(self.ids_BN)
 
-    def encode(self, model: ARPG, write: Write, *, causal: bool) -> None:
-        """Pass 1: tokens of these positions enter the cache."""
-        x_RSD, at = self._look_up(model, write.position_BS)
-        model.encode(
-            x_RSD,
-            at,
-            self.cache,
-            causal=causal,
-            count_B=None if write.count_B is None else self._rows(write.count_B),
-            end=None if write.longest is None else self.num_prefix + write.longest,
+    @property
+    def filled_cache(self) -> Cache:
+        """The cache, which a state has after `prefill`."""
+        assert self.cache is not None
+        return self.cache
+
+    def encode(self, model: ARPG, args: EncodeArgs, *, causal: bool) -> None:
+        """Pass 1: write the tokens at these positions to the cache."""
+        config = model.config
+        x_RSD, pos = ops.embed_at(
+            model.embedding.weight,
+            self.ids_BN,
+            self.pos_BN2,
+            args.position_BS,
+            copies=self.copies,
+            head_dim=config.head_dim if config.positions == "rope" else None,
+            base=BASE,
+            static=args.static,
         )
+        count_R = None if args.count_B is None else ops.repeat_rows(args.count_B, self.copies)
+        end = None if args.longest is None else self.num_prefix + args.longest
+        model.encode(x_RSD, pos, self.filled_cache, causal=causal, count_B=count_R, end=end)
 
-    def predict(self, model: ARPG, ask: Ask) -> Tensor:
-        """Pass 2: logits `[R, S, V]`."""
-        position_BS, num_asked = ask.position_BS, ask.position_BS.shape[1]
-        if self._alike(model, ask):
+    def predict(self, model: ARPG, args: PredictArgs) -> Tensor:
+        """Pass 2: logits `[R, S, V]` of the positions."""
+        position_BS, num_predicted = args.position_BS, args.position_BS.shape[1]
+        if self._same_logits(model, args):
             position_BS = position_BS[:, :1]
-        query_RSD = None
+        query_RSD = visible_RS = None
         if self.query_RND is not None:
-            query_RSD = self.query_RND.take_along_dim(self._rows(position_BS)[..., None], dim=1)
-        visible_RS = None if ask.visible_BS is None else self._prefix() + self._rows(ask.visible_BS)
-        logits_RSV = model.predict(self._at(model, position_BS), query_RSD, self.cache, visible_RS)
-        return logits_RSV.expand(-1, num_asked, -1)
+            index_RS = ops.repeat_rows(position_BS, self.copies)
+            query_RSD = self.query_RND.take_along_dim(index_RS[..., None], dim=1)
+        if args.visible_BS is not None:
+            visible_RS = self._prefix_lengths() + ops.repeat_rows(args.visible_BS, self.copies)
+        pos = ops.rope_at(
+            self.pos_BN2,
+            position_BS,
+            model.embedding.weight,
+            copies=self.copies,
+            head_dim=model.config.head_dim if model.config.positions == "rope" else None,
+            base=BASE,
+            static=args.static,
+        )
+        logits_RSV = model.predict(pos, query_RSD, self.filled_cache, visible_RS)
+        return logits_RSV.expand(-1, num_predicted, -1)
 
-    def _alike(self, model: ARPG, ask: Ask) -> bool:
-        """Whether all positions have the same logits: who sees a single slot gets its value, wherever it stands."""
-        alone = self.cache.end == 1 and self.cache.length_B is None and ask.visible_BS is None
-        return alone and self.query_RND is None and model.config.positions == "rope"
+    def _same_logits(self, model: ARPG, args: PredictArgs) -> bool:
+        """Whether all positions have the same logits: a query that sees one slot gets its value, wherever it is."""
+        cache = self.filled_cache
+        single = cache.end == 1 and cache.length_B is None and args.visible_BS is None
+        return single and self.query_RND is None and model.config.positions == "rope"
 
-    def put(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
-        """These tokens now stand there; they are known where they are kept (None: all)."""
-        if kept_BS is None and fusible(self.place_BN2):
-            from arpg.kernels.lookup import put
-
-            self.ids_BN, self.known_BN = put(self.ids_BN, self.known_BN, position_BS, ids_BS)
-        else:
-            known: Tensor | bool = True if kept_BS is None else kept_BS | self.known_BN.gather(1, position_BS)
-            self.ids_BN = self.ids_BN.scatter(1, position_BS, ids_BS)
-            self.known_BN = self.known_BN.scatter(1, position_BS, known)
-        self.cache.settle()  # neither starts before all that has written into the cache has ended
+    def scatter(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
+        """Set the tokens at these positions; they are known where they are kept (None: all)."""
+        self.ids_BN, self.known_BN = ops.scatter_tokens(self.ids_BN, self.known_BN, position_BS, ids_BS, kept_BS)
+        self.filled_cache.settle()  # this kernel starts when all that has written into the cache has ended
 
     def roll_back(self, length_B: Tensor, longest: int) -> None:
-        """Forget all but the first image tokens of each row; `longest` is the greatest of the numbers."""
-        self.cache.roll_back((self._prefix() + self._rows(length_B[:, None]))[:, 0])
-        self.cache.roll_back(self.num_prefix + longest)
+        """Keep the first `length_B` image tokens of each row in the cache; `longest` is the greatest of them."""
+        length_R1 = self._prefix_lengths() + ops.repeat_rows(length_B[:, None], self.copies)
+        self.filled_cache.roll_back(length_R1[:, 0])
+        self.filled_cache.roll_back(self.num_prefix + longest)
 
-    def set_lengths(self, lengths: Sequence[int], *, uniform: bool) -> None:
-        """Image tokens in the cache of each row. `uniform`: and all will get as many more, so no mask is needed."""
-        self.cache.end = self.num_prefix + max(lengths)
-        self.cache.length_B = None
-        if not uniform or len(set(lengths)) > 1 or self.prefix_R1 is not None:
+    def set_lengths(self, lengths: Sequence[int], *, ragged: bool) -> None:
+        """Set the image tokens in the cache of each row. Not `ragged`: rows stay equally long, no mask is needed."""
+        end, length_R = self.num_prefix + max(lengths), None
+        if ragged or len(set(lengths)) > 1 or self.prefix_length_R is not None:
             length_B1 = torch.tensor(lengths, dtype=torch.long, device=self.ids_BN.device)[:, None]
-            self.cache.length_B = (self._prefix() + self._rows(length_B1))[:, 0]
+            length_R = (self._prefix_lengths() + ops.repeat_rows(length_B1, self.copies))[:, 0]
+        self.filled_cache.set_lengths(end, length_R)
 
     def image(self) -> tuple[Tensor, Tensor]:
         """Ids and known `[B, N]`, without the padding."""
         return self.ids_BN[:, :-1], self.known_BN[:, :-1]
 
-    def prefixes(self) -> Tensor:
-        """`[R, 1]`: the slots before the tokens of each row."""
-        if self.prefix_R1 is not None:
-            return self.prefix_R1
-        return torch.full((self.cache.rows, 1), self.num_prefix, device=self.ids_BN.device)
+    def _prefix_lengths(self) -> Tensor:
+        """`[R, 1]`: the prefix slots of each row."""
+        if self.prefix_length_R is not None:
+            return self.prefix_length_R[:, None]
+        return torch.full((len(self.prefix_RPD), 1), self.num_prefix, device=self.ids_BN.device)
 
-    def _prefix(self) -> Tensor | int:
-        return self.num_prefix if self.prefix_R1 is None else self.prefix_R1
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[DecodeState, Sequence[int]]], *, num_slots: int) -> DecodeState:
+        """Return some rows of some states as one with room for `num_slots` image tokens: how rows join and leave.
 
-    def _look_up(self, model: ARPG, position_BS: Tensor) -> tuple[Tensor, Tensor | Rotation]:
-        """The tokens at the positions of all rows, embedded, and where they are."""
-        if self._in_one(model):
-            from arpg.kernels.lookup import embedded_at
+        The states must have the same grid and model, and be all guided or none.
+        """
+        first = parts[0][0]
+        assert len({(state.copies, state.ids_BN.shape[1]) for state, _ in parts}) == 1
+        device = first.ids_BN.device
+        index = [(state, torch.tensor(list(rows), dtype=torch.long, device=device)) for state, rows in parts]
+        # Conditional rows of all parts first, then unconditional ones.
+        index_R = [(s, c * len(s.ids_BN) + rows) for c in range(first.copies) for s, rows in index]
+        num_prefix = max(state.num_prefix for state, _ in parts)
+        lengths = None
+        if any(state.prefix_length_R is not None or state.num_prefix != num_prefix for state, _ in parts):
+            lengths = torch.cat([state._prefix_lengths()[rows, 0] for state, rows in index_R])
 
-            x_RSD, *by = embedded_at(
-                model.embedding.weight,
-                self.ids_BN,
-                self.place_BN2,
-                position_BS,
-                copies=self.copies,
-                head_dim=model.config.head_dim,
-                base=BASE,
-            )
-            return x_RSD, Rotation(*by)
-        return self._rows(model.embed(self.ids_BN.gather(1, position_BS))), self._at(model, position_BS)
+        def samples(name: str) -> Tensor:
+            return torch.cat([getattr(state, name)[rows] for state, rows in index])
 
-    def _at(self, model: ARPG, position_BS: Tensor) -> Tensor | Rotation:
-        """Where the positions of all rows are: their places, or how they turn where one kernel makes that at once."""
-        if self._in_one(model):
-            from arpg.kernels.lookup import turned_at
+        def prefix(name: str) -> Tensor:
+            padded = [(x := getattr(state, name)[rows], num_prefix - x.shape[1]) for state, rows in index_R]
+            return torch.cat([torch.nn.functional.pad(x, (0, 0, 0, more)) for x, more in padded])
 
-            head_dim = model.config.head_dim
-            return Rotation(*turned_at(self.place_BN2, position_BS, copies=self.copies, head_dim=head_dim, base=BASE))
-        return self._rows(self.place_BN2.gather(1, position_BS[..., None].expand(-1, -1, 2)))
-
-    def _in_one(self, model: ARPG) -> bool:
-        return model.config.positions == "rope" and decoding(model.embedding.weight)
-
-    def _rows(self, x_B: Tensor) -> Tensor:
-        """The same for the conditional and the unconditional rows."""
-        return x_B if self.copies == 1 else torch.cat((x_B,) * self.copies)
+        queries = None
+        if first.query_RND is not None:
+            queries = torch.cat([state.query_RND[rows] for state, rows in index_R if state.query_RND is not None])
+        return cls(
+            ids_BN=samples("ids_BN"),
+            known_BN=samples("known_BN"),
+            pos_BN2=samples("pos_BN2"),
+            key_B2=samples("key_B2"),
+            prefix_RPD=prefix("prefix_RPD"),
+            prefix_pos_RP2=prefix("prefix_pos_RP2"),
+            prefix_length_R=lengths,
+            query_RND=queries,
+            known=None,
+            cache=Cache.gather([(s.filled_cache, rows) for s, rows in index_R], num_prefix + num_slots),
+        )
 
 
-def gather(parts: Sequence[tuple[State, Sequence[int]]], *, tokens: int) -> State:
-    """Some rows of some states as one, with room for so many image tokens: this is how rows join and leave.
-
-    The states must be of the same grid and model, all guided or none.
-    """
-    first = parts[0][0]
-    assert len({(state.copies, state.ids_BN.shape[1]) for state, _ in parts}) == 1
-    index = [torch.tensor(list(rows), dtype=torch.long, device=first.ids_BN.device) for _, rows in parts]
-
-    def rows_of(name: str, copy: int = 0) -> list[Tensor]:
-        found = ((getattr(state, name), len(state.ids_BN)) for state, _ in parts)
-        return [x[copy * batch + rows] for (x, batch), rows in zip(found, index, strict=True)]
-
-    copies = range(first.copies)
-    indexed = [(state, rows) for (state, _), rows in zip(parts, index, strict=True)]
-    caches = [(state.cache, c * len(state.ids_BN) + rows) for c in copies for state, rows in indexed]
-    num_prefix = max(state.num_prefix for state, _ in parts)
-    prefix_R1 = None
-    if any(state.prefix_R1 is not None or state.num_prefix != num_prefix for state, _ in parts):
-        prefix_R1 = torch.cat([state.prefixes()[c * len(state.ids_BN) + r] for c in copies for state, r in indexed])
-    return State(
-        ids_BN=torch.cat(rows_of("ids_BN")),
-        known_BN=torch.cat(rows_of("known_BN")),
-        place_BN2=torch.cat(rows_of("place_BN2")),
-        key_B2=torch.cat(rows_of("key_B2")),
-        query_RND=None if first.query_RND is None else torch.cat([x for c in copies for x in rows_of("query_RND", c)]),
-        cache=Cache.gather(caches, num_prefix + tokens),
-        num_prefix=num_prefix,
-        prefix_R1=prefix_R1,
+def to_device(model: ARPG, request: Request, *, guided: bool, ragged: bool) -> DecodeState:
+    """Put a request on the model's device. `ragged`: rows may come to differ in length."""
+    device, batch = model.device, len(request.seeds)
+    condition = request.condition
+    lengths = condition.lengths(guided=guided)
+    uniform = len(set(lengths)) == 1
+    prefix_RPD = torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)) if guided else condition.prefix_BPD
+    prefix_pos = torch.cat((condition.pos_BP2, condition.pos_BP2)) if guided else condition.pos_BP2
+    known, encode = known_positions(request), None
+    counts = [len(row) for row in known]
+    if any(counts):
+        count_B = send(torch.tensor(counts), device) if ragged or not uniform else None
+        padded = [[*row, *[request.num_tokens] * (max(counts) - len(row))] for row in known]
+        encode = EncodeArgs(send(torch.tensor(padded, dtype=torch.long), device), count_B, max(counts))
+    return DecodeState(
+        ids_BN=send(torch.cat((request.ids_BN, request.ids_BN.new_zeros(batch, 1)), 1), device),
+        known_BN=send(torch.cat((request.known_BN, request.known_BN.new_ones(batch, 1)), 1), device),
+        pos_BN2=send(torch.cat((request.positions(), torch.zeros(1, 2))), device).repeat(batch, 1, 1),
+        key_B2=seed_keys(request.seeds, device=device),
+        prefix_RPD=prefix_RPD[:, : max(lengths)],
+        prefix_pos_RP2=prefix_pos[:, : max(lengths)],
+        prefix_length_R=None if uniform else send(torch.tensor(lengths), device),
+        query_RND=_queries(model, condition, guided=guided),
+        known=encode,
     )
+
+
+def prefill(model: ARPG, state: DecodeState, *, causal: bool, num_slots: int, ragged: bool) -> DecodeState:
+    """Return the state with a cache that holds the condition and the known tokens.
+
+    `num_slots`: image tokens that the cache must hold, padding included.
+    """
+    rows, num_prefix = state.prefix_RPD.shape[:2]
+    length_R = state.prefix_length_R
+    cache = model.allocate_cache(rows, num_prefix + num_slots, ragged=ragged or length_R is not None)
+    model.encode(state.prefix_RPD, state.prefix_pos_RP2, cache, causal=True, count_B=length_R)
+    state = dataclasses.replace(state, cache=cache)
+    if state.known is not None:
+        state.encode(model, state.known, causal=causal)
+    return state
+
+
+def known_positions(request: Request) -> list[list[int]]:
+    """The known positions of each sample, in raster order."""
+    return [np.flatnonzero(row).tolist() for row in request.known_BN.numpy()]
+
+
+def _queries(model: ARPG, condition: Condition, *, guided: bool) -> Tensor | None:
+    """`[R, N + 1, D]`: the condition's queries; plain [MASK] for the unconditional rows and for padding."""
+    query_BND = condition.query_BND
+    if query_BND is None:
+        return None
+    mask_D = model.embedding.weight[model.config.mask_id]
+    if guided:
+        query_BND = torch.cat((query_BND, mask_D.expand_as(query_BND)))
+    return torch.cat((query_BND, mask_D.expand(len(query_BND), 1, -1)), dim=1)

@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from arpg.decode import SamplePlan, make_plan
 from arpg.errors import require
 from arpg.image import adm_crop, to_images, to_pil, to_rgb
-from arpg.kernels import usable
+from arpg.kernels.dispatch import can_fuse_half
 from arpg.model import ARPG, Condition, class_condition
-from arpg.model.rope import grid_places
+from arpg.model.rope import grid_positions
 from arpg.pipeline import Pipeline
 
 Weights = NDArray[np.float32]
@@ -130,13 +130,13 @@ def attention_maps(
         f"expected one image of {num_tokens} tokens and a plan that fills all of it",
     )
     require(
-        not usable(model.embedding.weight),
+        not can_fuse_half(model.embedding.weight),
         f"the model is in {model.dtype} on a GPU, whose fused attention keeps no weights; load it with dtype float32",
     )
     num_prefix = condition.prefix_BPD.shape[1]
     num_slots = num_prefix + num_tokens - plan.sizes[-1]
     order = torch.tensor(plan.order, device=device)
-    place_N2 = grid_places(*config.grid, device=device)[order]
+    pos_N2 = grid_positions(*config.grid, device=device)[order]
     x_ND = model.embed(ids_N.to(device)[order])
     cache = model.allocate_cache(1, num_slots)
     pass1 = np.zeros((config.pass1_layers, config.num_heads, num_slots, num_slots), np.float32)
@@ -153,19 +153,19 @@ def attention_maps(
             seen[first : first + rows, :columns] = np.broadcast_to(visible, (1, 1, rows, columns))[0, 0]
 
     with Listener(model) as listener:
-        model.encode(condition.prefix_BPD, condition.place_BP2, cache, causal=True)
+        model.encode(condition.prefix_BPD, condition.pos_BP2, cache, causal=True)
     note(listener, pass1, seen1, 0)
     done = 0
     for size in plan.sizes:
         part = slice(done, done + size)
         query_BSD = None if condition.query_BND is None else condition.query_BND[:, order[part]]
         with Listener(model) as listener:
-            model.predict(place_N2[None, part], query_BSD, cache)
+            model.predict(pos_N2[None, part], query_BSD, cache)
         note(listener, pass2, seen2, done)
         done += size
         if done < num_tokens:
             with Listener(model) as listener:
-                model.encode(x_ND[None, part], place_N2[None, part], cache, causal=attention == "causal")
+                model.encode(x_ND[None, part], pos_N2[None, part], cache, causal=attention == "causal")
             note(listener, pass1, seen1, num_prefix + part.start)
     return AttentionMaps(pass1, pass2, seen1, seen2, plan.order, num_prefix, config.grid)
 
@@ -183,7 +183,7 @@ def image_attention(
     label = config.num_classes if class_ is None else pipe.classes.find(class_)
     if image is None:
         require(class_ is not None, "there is neither a picture nor a class; give one of them")
-        for step in pipe.steps(pipe.generate_task(label, seed=seed, **settings)):
+        for step in pipe.generate_task(label, seed=seed, **settings).steps():
             ids_N = step.ids_BN[0]
     else:
         require(config.grid[0] == config.grid[1], f"the model's grid is {config.grid}; pictures need a square one")

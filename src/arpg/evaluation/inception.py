@@ -1,7 +1,7 @@
 """Inception weights: which files are known, how they are checked, and the features of images.
 
-The known files (see docs/guides/evaluate.md) are told apart by their sha256, which is compared before anything in them is
-parsed. Copies in our own format (`write_half`) are safetensors files, which cannot run code; they carry the hash of
+The known files (see docs/guides/evaluate.md) are identified by their sha256, which is compared before anything in them
+is parsed. Copies in our own format (`write_half`) are safetensors files, which cannot run code; they carry the hash of
 the file they came from and a fingerprint of their own tensors.
 """
 

@@ -27,7 +27,7 @@ from arpg import tasks
 from arpg.config import to_dict
 from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
-from arpg.decode.pipelined import flow
+from arpg.decode.pipelined import pipelined_decode
 from arpg.errors import InputError, require
 from arpg.evaluation.results import plain
 from arpg.files import write_whole
@@ -111,7 +111,7 @@ class PixelBatches:
     @torch.no_grad()
     def __iter__(self) -> Iterator[Tensor]:
         plans = map(self._plan, range(0, len(self.labels), self.batch_size))
-        for pixels_BHW3, seconds in flow(self.pipe.engine, plans, self.settings, self._pixels):
+        for pixels_BHW3, seconds in pipelined_decode(self.pipe.engine, plans, self.settings, self._pixels):
             self.times.append((len(pixels_BHW3), seconds))
             yield pixels_BHW3
 

@@ -1,9 +1,8 @@
-"""Attention of a handful of queries over a short cache: each query sees the first slots of its row. Forward only.
+"""Decoding attention: up to 64 queries per program over a short cache, each seeing the first slots of its row.
 
-New slots bring their own keys and values; they go into the cache on the way, so that a layer of Pass 1 is one kernel.
-Settled slots are complete, whichever kernels in front still run: steps before have written them. With few programs they
-are read before the wait for those kernels, all at once; what is left to read then are the queries and the newest slots.
-The kernel itself is in `attention_kernel.py`.
+Forward only. New slots bring their own keys and values, which the same kernel writes into the cache, so that a layer of
+Pass 1 is one kernel. Settled slots are complete, whichever kernels still run: earlier steps have written them. Where
+few programs run they are read before the dependency barrier; only queries and the newest slots are read after it.
 Shapes: B rows, S queries, T slots, H heads, K head channels.
 """
 
@@ -14,44 +13,43 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels import ahead
-from arpg.kernels.attention_kernel import attend_kernel
-from arpg.kernels.rotary import store_turned
+from arpg.kernels.dispatch import prefetch_weights
+from arpg.kernels.rope import store_rope
 
-_MOST = 64  # queries of one program
-_MANY = 512  # programs that keep a GPU busy
-_AT_ONCE = {128: 4, 256: 4, 512: 16}  # settled slots that a program can read before it waits, and its warps
+_MAX_QUERIES = 64  # of one program
+_BUSY_PROGRAMS = 512  # programs that keep a GPU busy
+_PREFETCH_WARPS = {128: 4, 256: 4, 512: 16}  # settled slots read before the dependency barrier: warps of the program
 
-Rotation = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
+Rope = tuple[Tensor, Tensor]  # cos_BSK, sin_BSK
 
 
 class Tiles(NamedTuple):
-    """How the work is cut. Registers decide how many programs run at once."""
+    """Tile sizes of the kernel. Registers decide how many programs run at once."""
 
     queries: int
     slots: int
     warps: int
     stages: int
     registers: int | None = None  # of a thread, for heads of up to 64 channels
-    early: bool = False  # the settled slots are read before the wait; others are no more than `queries`
+    prefetch: bool = False  # settled slots are read before the dependency barrier; others are at most `queries`
 
 
 def tiles(queries: int, pairs: int, *, new: bool, settled: int | None = None, newest: int = 0) -> Tiles:
-    """For so many queries, in so many pairs of a row and a head. New slots: one program must take all the queries.
+    """Choose tiles for `queries` in each of `pairs` of a row and a head; with new slots one program takes all queries.
 
-    Behind so many settled slots there are so many others; None: that is not known. `benchmarks/attention_tiles.py`
-    measures other tiles.
+    `newest` slots follow the `settled` ones; None: not known. `benchmarks/attention_tiles.py` measures other tiles.
     """
-    rows = 16 if queries <= 16 else 32 if queries <= 32 else _MOST
-    if pairs * triton.cdiv(queries, rows) < _MANY:  # as much of the cache at once as there is, mostly
-        slots = None if settled is None else next((most for most in _AT_ONCE if most >= settled), None)
+    rows = 16 if queries <= 16 else 32 if queries <= 32 else _MAX_QUERIES
+    if pairs * triton.cdiv(queries, rows) < _BUSY_PROGRAMS:  # read as much of the cache at once as there is
+        slots = None if settled is None else next((size for size in _PREFETCH_WARPS if size >= settled), None)
         if slots is not None and newest <= rows == 16:
-            return Tiles(rows, slots, _AT_ONCE[slots], stages=2, early=True)
+            return Tiles(rows, slots, _PREFETCH_WARPS[slots], stages=2, prefetch=True)
         return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
     if rows > 16:
-        return Tiles(_MOST, slots=32, warps=4, stages=3)
+        return Tiles(_MAX_QUERIES, slots=32, warps=4, stages=3)
     return Tiles(rows, slots=16, warps=1, stages=3, registers=128)  # so that a multiprocessor holds 16 programs
 
 
@@ -60,61 +58,61 @@ def attend(
     key_BTHK: Tensor,
     value_BTHK: Tensor,
     limit_BS: Tensor | None,
-    rotation: Rotation | None = None,
+    rope: Rope | None = None,
     *,
     settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`[B, S, H, K]`. `limit_BS`: how many slots each query sees, one or more; None: all.
 
-    With a rotation (`[B, S, K]` each) the queries are turned on their way in. `settled`: so many slots, the first ones,
-    are complete, whichever kernels still run. `dtype`: of what comes out, by default that of the queries.
+    With `rope` (`[B, S, K]` each) the queries are rotated when they are read. `settled`: the first so many slots are
+    complete, whichever kernels still run. `dtype`: of the output, by default that of the queries.
     """
     qkv, cache = (q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK)
-    return _launch(qkv, cache, limit_BS, rotation, key_BTHK.shape[1], settled, new=False, dtype=dtype)
+    return _launch(qkv, cache, limit_BS, rope, key_BTHK.shape[1], settled, new=False, dtype=dtype)
 
 
 def attend_and_store(
     qkv_BS3HK: Tensor,
     cache: tuple[Tensor, Tensor],
     limit_BS: Tensor | None,
-    rotation: Rotation,
+    rope: Rope,
     first: int | Tensor,
     *,
     settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Queries and keys are turned; keys and values go to the cache, from slot `first` (of each row) on. `[B, S, H, K]`.
+    """Rotate queries and keys, write keys and values to the cache from slot `first` (of each row) on, and attend.
 
     `limit_BS` counts slots of the cache, the new ones among them. `settled` as in `attend`.
     """
     q, k, v = qkv_BS3HK.unbind(2)
-    if q.shape[1] <= _MOST:
-        return _launch((q, k, v), cache, limit_BS, rotation, first, settled, new=True, dtype=dtype)
-    store_turned(k, v, *rotation, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
+    if q.shape[1] <= _MAX_QUERIES:
+        return _launch((q, k, v), cache, limit_BS, rope, first, settled, new=True, dtype=dtype)
+    store_rope(k, v, *rope, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
     if isinstance(first, Tensor):  # a row ends where its limits say
-        return attend(q, *cache, limit_BS, rotation, dtype=dtype)
+        return attend(q, *cache, limit_BS, rope, dtype=dtype)
     key, value = (x[:, : first + q.shape[1]] for x in cache)
-    return attend(q, key, value, limit_BS, rotation, dtype=dtype)
+    return attend(q, key, value, limit_BS, rope, dtype=dtype)
 
 
 def _launch(
     qkv: tuple[Tensor, Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     limit_BS: Tensor | None,
-    rotation: Rotation | None,
+    rope: Rope | None,
     first: int | Tensor,
     settled: int,
     *,
     new: bool,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """`first`: where the new slots go; without new ones, where the cache ends."""
+    """`first`: where the new slots are written; without new ones, where the cache ends."""
     q, k, v = qkv
     batch, queries, heads, channels = q.shape
     out = torch.empty((batch, queries, heads, channels), dtype=dtype or q.dtype, device=q.device)
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
-    cos, sin = (q, q) if rotation is None else (x.contiguous() for x in rotation)
+    cos, sin = (q, q) if rope is None else (x.contiguous() for x in rope)
     ragged = isinstance(first, Tensor)
     known: dict[str, int] = {}
     if not isinstance(first, Tensor) and not torch.compiler.is_compiling():  # which would compile for each number
@@ -122,21 +120,176 @@ def _launch(
             known = {"settled": settled, "newest": first - settled}
         elif settled == first:
             known = {"settled": settled, "newest": queries}
-    cut = tiles(queries, batch * heads, new=new, **known)
-    assert not new or queries <= cut.queries
-    assert not cut.early or (known["settled"] <= cut.slots and 0 <= known["newest"] <= cut.queries)
-    early = ahead(q)
+    tile = tiles(queries, batch * heads, new=new, **known)
+    assert not new or queries <= tile.queries
+    assert not tile.prefetch or (known["settled"] <= tile.slots and 0 <= known["newest"] <= tile.queries)
+    pdl = prefetch_weights(q)
     options: dict[str, Any] = {}
-    if early:
+    if pdl:
         options["launch_pdl"] = True
-    if cut.registers is not None and channels <= 64 and not torch.compiler.is_compiling():  # which cannot pass it on
-        options["maxnreg"] = cut.registers
-    attend_kernel[(triton.cdiv(queries, cut.queries), batch * heads)](
+    if tile.registers is not None and channels <= 64 and not torch.compiler.is_compiling():  # which cannot pass it on
+        options["maxnreg"] = tile.registers
+    _attend[(triton.cdiv(queries, tile.queries), batch * heads)](
         q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
-        *limit.stride()[:2], queries, 0 if ragged else first, settled if cut.early else 0, heads,
-        math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rotation is not None, new, ragged,
-        cut.queries, cut.slots, max(16, triton.next_power_of_2(channels)), early, cut.early,
-        num_warps=cut.warps, num_stages=cut.stages, **options,
+        *limit.stride()[:2], queries, 0 if ragged else first, settled if tile.prefetch else 0, heads,
+        math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rope is not None, new, ragged,
+        tile.queries, tile.slots, max(16, triton.next_power_of_2(channels)), pdl, tile.prefetch,
+        num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["S", "first", "settled"])
+def _attend(  # type: ignore[no-untyped-def]
+    q, k, v, key, value, limit, cos, sin, lengths, out,
+    qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
+    S, first, settled, H, scale: tl.constexpr, K: tl.constexpr,
+    LIMITED: tl.constexpr, ROPE: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Some queries of one head of one row; online softmax in base 2.
+
+    New slots enter the softmax first, then the cache's last ones, of which there may be fewer than SLOTS, then whole
+    blocks, which need no mask. All that comes before the blocks is read before anything is computed. PREFETCH: at most
+    SLOTS settled slots, read before the dependency barrier, and at most ROWS others enter the softmax together.
+    """
+    if PDL:  # the next kernel may prefetch its weights
+        tl.extra.cuda.gdc_launch_dependents()
+    batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)[None, :]
+    whole = None if K == CHANNELS else channel < K
+    key += batch * kb + head * kh
+    value += batch * vb + head * vh
+    if PREFETCH:
+        slot = tl.arange(0, SLOTS)
+        stored = (slot[:, None] < settled) & (channel < K)
+        keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+        values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    end = first
+    if RAGGED:
+        end = tl.load(lengths + batch).to(tl.int32)
+    row = tl.minimum(query, S - 1)[:, None]  # behind the last query: the last one again
+    x = _load(q + batch * qb + head * qh + row * qs + channel, whole)
+    if NEW:  # as many as there are queries
+        new_keys = _load(k + batch * nb + head * nh + row * ns + channel, whole)
+        new_values = _load(v + batch * ub + head * uh + row * us + channel, whole)
+    if ROPE:
+        angle = row * K + channel
+        c, n = _load(cos + batch * S * K + angle, whole), _load(sin + batch * S * K + angle, whole)
+    if PREFETCH and not NEW:  # keys last: their layout conversion holds up later loads
+        slot = settled + tl.arange(0, ROWS)
+        stored = (slot[:, None] < end) & (channel < K)
+        new_values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+        new_keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+    if ROPE:
+        x = _rotate(x, c, n)
+        if NEW:
+            new_keys = _rotate(new_keys, c, n)
+    held, fresh = end, S
+    if PREFETCH:
+        slot, held = tl.arange(0, SLOTS), settled
+        if not NEW:
+            fresh = end - settled
+    else:
+        blocks = tl.maximum(end - 1, 0) // SLOTS  # whole ones, before the last
+        slot = blocks * SLOTS + tl.arange(0, SLOTS)
+        stored = (slot[:, None] < end) & (channel < K)
+        values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+        keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+    there = (query[:, None] < S) & (channel < K)
+    visible, new_visible = (slot < held)[None, :], (query < fresh)[None, :]
+    if LIMITED:
+        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)[:, None]
+        visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((held + query)[None, :] < sees)
+    if NEW:
+        to = (end + query)[:, None]
+        tl.store(key + to * kt + channel, new_keys, there)
+        tl.store(value + to * vt + channel, new_values, there)
+    if PREFETCH:
+        total, mean = _softmax_pair(x, keys, values, visible, new_keys, new_values, new_visible, scale)
+        result = mean / total
+    else:
+        if NEW:
+            most, total, mean = _softmax_start(x, new_keys, new_values, new_visible, scale, LIMITED)
+            most, total, mean = _softmax_add(x, keys, values, visible, scale, most, total, mean, LIMITED)
+        else:
+            most, total, mean = _softmax_start(x, keys, values, visible, scale, LIMITED)
+        slot = tl.arange(0, SLOTS)
+        for start in range(0, blocks * SLOTS, SLOTS):
+            keys = _load(key + start * kt + (slot[:, None] * kt + channel), whole)
+            values = _load(value + start * vt + (slot[:, None] * vt + channel), whole)
+            within = start + slot[None, :] < sees if LIMITED else None
+            most, total, mean = _softmax_add(x, keys, values, within, scale, most, total, mean, LIMITED)
+        result = mean * (1 / total)[:, None]
+    at = out + (batch * S * H + head) * K + (query[:, None] * H * K + channel)
+    tl.store(at, result.to(out.dtype.element_ty), there)
+
+
+@triton.jit
+def _load(at, mask):  # type: ignore[no-untyped-def]
+    """Zero where the mask is off, if there is one."""
+    if mask is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask, other=0.0)
+
+
+@triton.jit
+def _scores(x, keys, visible):  # type: ignore[no-untyped-def]
+    score = tl.dot(x, tl.trans(keys), input_precision="ieee")
+    return score if visible is None else tl.where(visible, score, float("-inf"))
+
+
+@triton.jit
+def _softmax_start(x, keys, values, visible, scale, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the online softmax. Where there are limits, a query may see none of the slots."""
+    score = _scores(x, keys, visible)
+    most = tl.max(score, 1) * scale
+    safe = tl.where(most == float("-inf"), 0.0, most) if LIMITED else most
+    weight = tl.exp2(score * scale - safe[:, None])
+    return most, tl.sum(weight, 1), tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+
+
+@triton.jit
+def _softmax_pair(x, keys, values, visible, new_keys, new_values, new_visible, scale):  # type: ignore[no-untyped-def]
+    """Softmax over two sets of slots, of which every query sees one slot or more.
+
+    Weights are summed by a product with ones, so that every channel of the mean has its own sum and no thread waits.
+    """
+    score, new_score = _scores(x, keys, visible), _scores(x, new_keys, new_visible)
+    most = tl.maximum(tl.max(score, 1), tl.max(new_score, 1)) * scale
+    weight = tl.exp2(score * scale - most[:, None]).to(values.dtype)
+    new_weight = tl.exp2(new_score * scale - most[:, None]).to(values.dtype)
+    mean = tl.dot(weight, values, input_precision="ieee")
+    total = tl.dot(weight, tl.full(values.shape, 1.0, values.dtype), input_precision="ieee")
+    mean = tl.dot(new_weight, new_values, mean, input_precision="ieee")
+    total = tl.dot(new_weight, tl.full(new_values.shape, 1.0, values.dtype), total, input_precision="ieee")
+    return total, mean
+
+
+@triton.jit
+def _softmax_add(x, keys, values, visible, scale, most, total, mean, LIMITED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add slots to the online softmax."""
+    score = _scores(x, keys, visible)
+    higher = tl.maximum(most, tl.max(score, 1) * scale)
+    safe = tl.where(higher == float("-inf"), 0.0, higher) if LIMITED else higher
+    weight = tl.exp2(score * scale - safe[:, None])
+    fade = tl.exp2(most - safe)
+    total = total * fade + tl.sum(weight, 1)
+    mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
+    return higher, total, mean
+
+
+@triton.jit
+def _rotate(x, cos, sin):  # type: ignore[no-untyped-def]
+    """Rotate rows of one head. Partners are swapped by exclusive or, which moves nothing between threads."""
+    bits = x.to(tl.int32 if x.dtype == tl.float32 else tl.int16, bitcast=True)
+    pairs = tl.reshape(bits, (x.shape[0], x.shape[1] // 2, 2))
+    swapped = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), x.shape)
+    partner = swapped.to(x.dtype, bitcast=True).to(tl.float32)
+    along, across = x.to(tl.float32) * cos, partner * sin
+    return tl.where(tl.arange(0, x.shape[1])[None, :] % 2 == 0, along - across, along + across).to(x.dtype)

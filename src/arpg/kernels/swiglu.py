@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels import FLOAT8
+from arpg.kernels.dispatch import FLOAT8
 
 _ROWS, _CHANNELS = 8, 256
 

@@ -1,6 +1,9 @@
-"""ARPG: the two-pass decoder. No loop, no sampling, no state here; the cache is an argument.
+"""ARPG: the two-pass decoder. Pass 1 encodes known tokens as keys and values, Pass 2 predicts any positions from them.
 
-Shapes: B batch, N grid tokens, P prefix slots, S slots of this call, V vocabulary, D width, H heads, K head channels.
+No loop, no sampling and no state here; the cache is an argument.
+
+Shapes: B batch, N grid tokens, P prefix slots, S slots of this call, T slots in all, V vocabulary, D width, H heads,
+K head channels.
 """
 
 from __future__ import annotations
@@ -13,27 +16,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ModelConfig
-from arpg.model.cache import Cache, KeyValue, Limit, Writer
+from arpg.kernels import ops
+from arpg.kernels.ops import Limit, Rope, Stream
+from arpg.model.cache import Cache, CacheSlots, CacheWriter, KeyValue
 from arpg.model.condition import Condition
 from arpg.model.control import ControlQueries, PatchEncoder
-from arpg.model.copies import copies_of
-from arpg.model.dropout import Dropout, fold_each
-from arpg.model.layers import Block, CrossAttention, Delta, MemoryProjection, ResidualNorm, SelfAttention, sees
-from arpg.model.rope import Rotation, grid_places, rotation, sinusoids
+from arpg.model.layers import Block, CrossAttention, Dropout, ResidualNorm, SelfAttention
+from arpg.model.rope import grid_positions, make_rope, sinusoids
 from arpg.model.text import TextPrefix
 
-VERSIONS = 64  # of one function that the compiler makes, at most
 
-
-class Keys(NamedTuple):
-    """What fixes the dropout masks of each sample; None: nothing does."""
+class DropoutKeys(NamedTuple):
+    """Keys that fix the dropout masks of each sample; None: torch's global generator does."""
 
     tokens: Tensor | None
     layers: Sequence[Tensor | None]  # blocks of Pass 1, memory_norm, blocks of Pass 2, norm
 
 
 class ARPG(nn.Module):
-    """Pass 1 turns known tokens into keys and values; Pass 2 predicts any positions from them."""
+    """The two-pass decoder of the paper."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,15 +45,25 @@ class ARPG(nn.Module):
         self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(config.pass1_layers))
         self.memory_norm = ResidualNorm(width, dropout=config.dropout)
         num_memories = 1 if config.shared_kv else config.pass2_layers
-        self.memory_kv = nn.ModuleList(MemoryProjection(config) for _ in range(num_memories))
+        self.memory_kv = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(num_memories))
         self.pass2 = nn.ModuleList(Block(config, CrossAttention(config)) for _ in range(config.pass2_layers))
         self.norm = ResidualNorm(width, dropout=config.dropout)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.text = None if config.text is None else TextPrefix(config.text, width)
         self.control = None if config.control is None else ControlQueries(config.control, width)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights that are not quantized."""
+        return self.embedding.weight.dtype
+
     def init_weights(self, *, seed: int, std: float = 0.02) -> ARPG:
-        """The published initialisation: normal weights, a head of zeros. The same for a seed on every device."""
+        """Initialise as published: normal weights, a head of zeros. The same for a seed on every device."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -67,35 +78,15 @@ class ARPG(nn.Module):
             self.control.init_weights()
         return self
 
-    def compile_parts(self, *, dynamic: bool | None = None) -> None:
-        """Compile the parts that repeat, each on its own: seconds, where the whole network takes a minute.
-
-        `dynamic`: whether for sizes that differ from call to call; None: as they come. The blocks of both passes and of
-        the encoder, of two widths, learning and judged, are versions of one function to the compiler, and beyond 8 of
-        them it would go on uncompiled: its limit is raised, for the process.
-        """
-        from torch._dynamo import config
-
-        config.recompile_limit = max(config.recompile_limit, VERSIONS)
-        parts = [self.token_dropout, self.memory_norm, self.norm, *self.pass1, *self.memory_kv, *self.pass2]
+    def compile_blocks(self, *, dynamic: bool | None = None) -> None:
+        """Compile the parts that repeat, each on its own; `dynamic` as in `ops.compile_each`."""
+        parts = [self.token_dropout, self.norm, *self.pass1, *self.pass2]
         if self.control is not None and isinstance(self.control.encoder, PatchEncoder):
             parts += self.control.encoder.blocks
-        for part in parts:
-            part.compile(dynamic=dynamic)
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
-
-    def embed(self, ids_BS: Tensor) -> Tensor:
-        out: Tensor = self.embedding(ids_BS)
-        return out
+        ops.compile_each(parts, dynamic=dynamic)
 
     def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
+        """Allocate a key-value cache for `rows` of at most `slots`; `ragged`: rows may differ in length."""
         config = self.config
         return Cache(
             config.pass1_layers + len(self.memory_kv),
@@ -108,29 +99,34 @@ class ARPG(nn.Module):
             dtype=self.dtype,
         )
 
+    def embed(self, ids_BS: Tensor) -> Tensor:
+        """`[B, S, D]`: the embeddings of codes, classes or `[MASK]`."""
+        out: Tensor = self.embedding(ids_BS)
+        return out
+
     def encode(
         self,
         x_BSD: Tensor,
-        place_BS2: Tensor | Rotation,
+        pos_BS2: Tensor | Rope,
         cache: Cache,
         *,
         causal: bool,
         count_B: Tensor | None = None,
         end: int | None = None,
     ) -> None:
-        """Pass 1: add known tokens to the cache, as a block that sees itself or strictly causally.
+        """Pass 1: write the keys and values of known tokens to the cache; they see each other, or strictly causally.
 
-        Where they are is said by places, or already by the rotation that these make. In a ragged cache only the first
-        `count_B` slots of each row count; `end` as in `Cache.commit`.
+        `pos_BS2`: grid positions, or already their rotation. In a ragged cache only the first `count_B` slots of each
+        row count; `end` as in `Cache.commit`.
         """
         writer = cache.reserve(x_BSD.shape[1])
-        self._pass1(x_BSD, place_BS2, writer.limit(causal=causal, count_B=count_B), writer)
+        self._pass1(x_BSD, pos_BS2, writer.limit(causal=causal, count_B=count_B), writer)
         cache.commit(writer.num_new, count_B=count_B, end=end)
 
     def predict(
-        self, place_BS2: Tensor | Rotation, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
     ) -> Tensor:
-        """Pass 2: logits `[B, S, V]` for the tokens at the places, asked with `[MASK]` or the given queries.
+        """Pass 2: logits `[B, S, V]` of the tokens at the positions, queried with `[MASK]` or the given queries.
 
         `visible_BS`: how many slots of the cache each query sees; None: all that its row has.
         """
@@ -138,7 +134,8 @@ class ARPG(nn.Module):
             visible_BS = cache.length_B[:, None]
         first = self.config.pass1_layers
         memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
-        return self._pass2(query_BSD, place_BS2, visible_BS, memories, head=self.head)
+        stream, key_B = self._pass2(query_BSD, pos_BS2, visible_BS, memories)
+        return self.norm.linear(stream, [self.head], key_B)[1][0]
 
     def forward(
         self,
@@ -147,13 +144,13 @@ class ARPG(nn.Module):
         condition: Condition,
         *,
         grid: tuple[int, int] | None = None,
-        place_N2: Tensor | None = None,
+        pos_N2: Tensor | None = None,
     ) -> Tensor:
         """Teacher forcing: logits `[B, N, V]` of the tokens in `order_BN`, each from those before it.
 
-        Causal in both passes, in train and eval mode alike. Tokens stand on the grid, unless places are given.
+        Causal in both passes, in train and eval mode alike. Tokens are on the grid, unless positions are given.
         """
-        logits: Tensor = self.head(self.hidden(ids_BN, order_BN, condition, grid=grid, place_N2=place_N2))
+        logits: Tensor = self.head(self.hidden(ids_BN, order_BN, condition, grid=grid, pos_N2=pos_N2))
         return logits
 
     def hidden(
@@ -163,19 +160,19 @@ class ARPG(nn.Module):
         condition: Condition,
         *,
         grid: tuple[int, int] | None = None,
-        place_N2: Tensor | None = None,
+        pos_N2: Tensor | None = None,
         dropout_key_B: Tensor | None = None,
     ) -> Tensor:
         """`forward` up to the head: `[B, N, D]`. A key per sample fixes its dropout masks."""
-        if place_N2 is None:
-            place_N2 = grid_places(*(grid or self.config.grid), device=ids_BN.device)
-        place_BN2 = place_N2.to(ids_BN.device)[order_BN]
+        if pos_N2 is None:
+            pos_N2 = grid_positions(*(grid or self.config.grid), device=ids_BN.device)
+        pos_BN2 = pos_N2.to(ids_BN.device)[order_BN]
         shuffled_BN = ids_BN.gather(1, order_BN)
-        x, place = self._content(shuffled_BN[:, :-1], place_BN2[:, :-1], condition)
+        x_BTD, pos_BT2 = self._prefix_and_tokens(shuffled_BN[:, :-1], pos_BN2[:, :-1], condition)
         keys = self._dropout_keys(dropout_key_B)
-        memories = self._pass1(x, place, "causal", None, keys)
+        memories = self._pass1(x_BTD, pos_BT2, "causal", None, keys)
         if len(memories) == 1 and torch.is_grad_enabled():  # all layers read it: their gradients are summed at once
-            copies = [copies_of(part, len(self.pass2)) for part in (memories[0].key_BTHK, memories[0].value_BTHK)]
+            copies = [ops.grad_fanout(part, len(self.pass2)) for part in (memories[0].key_BTHK, memories[0].value_BTHK)]
             memories = [KeyValue(*pair) for pair in zip(*copies, strict=True)]
         query_BND = condition.query_BND
         if query_BND is not None:
@@ -185,90 +182,91 @@ class ARPG(nn.Module):
         if length_B is not None or num_prefix > 1:
             first = num_prefix if length_B is None else length_B.to(ids_BN.device)[:, None]
             limit = first + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None]
-        return self._pass2(query_BND, place_BN2, limit, memories, keys)
+        stream, key_B = self._pass2(query_BND, pos_BN2, limit, memories, keys)
+        normed: Tensor = self.norm(stream, key_B)[1]
+        return normed
 
-    def _content(self, ids_BS: Tensor, place_BS2: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
-        """Prefix and tokens in one row each. A short prefix is followed by its tokens at once; what fills up comes
-        last, where causality hides it.
+    def _prefix_and_tokens(self, ids_BS: Tensor, pos_BS2: Tensor, condition: Condition) -> tuple[Tensor, Tensor]:
+        """Prefix and tokens in one row each. A short prefix is followed by its tokens at once; padding comes last,
+        where causality hides it.
         """
-        prefix, at, length_B = condition.prefix_BPD, condition.place_BP2, condition.length_B
+        prefix, prefix_pos, length_B = condition.prefix_BPD, condition.pos_BP2, condition.length_B
         if length_B is None:
-            return torch.cat((prefix, self.embed(ids_BS)), dim=1), torch.cat((at, place_BS2), dim=1)
+            return torch.cat((prefix, self.embed(ids_BS)), dim=1), torch.cat((prefix_pos, pos_BS2), dim=1)
         num_tokens = ids_BS.shape[1]
         slot_BT = torch.arange(prefix.shape[1] + num_tokens, device=ids_BS.device) - length_B.to(ids_BS.device)[:, None]
         index_BT = slot_BT.clamp(0, num_tokens - 1)
-        text_BT1 = (slot_BT < 0)[..., None]
-        x = torch.where(text_BT1, F.pad(prefix, (0, 0, 0, num_tokens)), self.embed(ids_BS.gather(1, index_BT)))
-        tokens_at = place_BS2.take_along_dim(index_BT[..., None], dim=1)
-        return x, torch.where(text_BT1, F.pad(at, (0, 0, 0, num_tokens)), tokens_at)
+        is_prefix_BT1 = (slot_BT < 0)[..., None]
+        tokens = self.embed(ids_BS.gather(1, index_BT))
+        tokens_pos = pos_BS2.take_along_dim(index_BT[..., None], dim=1)
+        padding = (0, 0, 0, num_tokens)
+        x_BTD = torch.where(is_prefix_BT1, F.pad(prefix, padding), tokens)
+        return x_BTD, torch.where(is_prefix_BT1, F.pad(prefix_pos, padding), tokens_pos)
 
     def _pass1(
         self,
         x_BSD: Tensor,
-        place_BS2: Tensor | Rotation,
+        pos_BS2: Tensor | Rope,
         limit: Limit,
-        writer: Writer | None,
-        keys: Keys | None = None,
+        writer: CacheWriter | None,
+        keys: DropoutKeys | None = None,
     ) -> list[KeyValue]:
-        """The keys and values for Pass 2: all that the cache has then, or without one these alone."""
-        by = self._rotation(place_BS2)
+        """Return the keys and values for Pass 2: all that the cache has then, or without one those of these slots."""
+        rope = self._rope(pos_BS2)
         keys = self._dropout_keys(None) if keys is None else keys
-        x = self.token_dropout(_stream(self._at(x_BSD, place_BS2)), keys.tokens)
-        num_slots = x.shape[1] if writer is None else writer.stop
-        mask = sees(limit, num_slots, x)
-        delta: Delta = None
-        slots = [None if writer is None else writer.slots(i) for i in range(len(self.pass1) + len(self.memory_kv))]
+        x = self.token_dropout(ops.to_autocast(self._add_positions(x_BSD, pos_BS2)), keys.tokens)
+        mask = ops.attention_mask(limit, x.shape[1] if writer is None else writer.stop, x)
+        num_layers = len(self.pass1)
+        slots = [None if writer is None else writer.slots(i) for i in range(num_layers + len(self.memory_kv))]
+        stream = Stream(x)
         for i, block in enumerate(self.pass1):
-            x, delta = block(x, delta, by, mask, slots[i], keys.layers[i])
-        norm = None
-        if self.memory_norm.joins(self.memory_kv[0], x, delta):  # type: ignore[arg-type]
-            norm = self.memory_norm
-        else:
-            _, x = self.memory_norm(x, delta, keys.layers[len(self.pass1)])
-        return [project(x, by, slots[len(self.pass1) + i], norm, delta) for i, project in enumerate(self.memory_kv)]
+            stream = block(stream, rope, mask, slots[i], keys.layers[i])
+        _, projected = self.memory_norm.linear(stream, list(self.memory_kv), keys.layers[num_layers])
+        return [self._memory(kv, rope, part) for kv, part in zip(projected, slots[num_layers:], strict=True)]
+
+    def _memory(self, kv_BSE: Tensor, rope: Rope | None, slots: CacheSlots | None) -> KeyValue:
+        """The keys (rotated) and values that Pass 2 attends to; they go to the cache where there is one."""
+        key, value = kv_BSE.unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
+        if slots is None:
+            return KeyValue(key if rope is None else ops.apply_rope(key, rope), value)
+        ops.cache_write(key, value, slots.key_BTHK, slots.value_BTHK, rope=rope, first=slots.first)
+        return slots.visible()
 
     def _pass2(
         self,
         query_BSD: Tensor | None,
-        place_BS2: Tensor | Rotation,
+        pos_BS2: Tensor | Rope,
         limit: Limit,
         memories: Sequence[KeyValue],
-        keys: Keys | None = None,
-        head: nn.Linear | None = None,
-    ) -> Tensor:
-        """The normed output of the last layer, or what the head makes of it: logits."""
-        if query_BSD is None:  # one and the same for all: the first layer turns it into one query, too
-            shape = (place_BS2.cos_BSK if isinstance(place_BS2, Rotation) else place_BS2).shape
-            query_BSD = _stream(self.embedding.weight[self.config.mask_id]).expand(*shape[:-1], -1)
-        by = self._rotation(place_BS2)
-        x = _stream(self._at(query_BSD, place_BS2))
-        delta: Delta = None
-        mask = sees(limit, memories[0].key_BTHK.shape[1], x)
+        keys: DropoutKeys | None = None,
+    ) -> tuple[Stream, Tensor | None]:
+        """Return the stream after the last layer, and the dropout keys of the norm that follows."""
+        if query_BSD is None:  # [MASK] for all, expanded: the first layer computes its query once
+            shape = (pos_BS2.cos_BSK if isinstance(pos_BS2, Rope) else pos_BS2).shape
+            mask_D = ops.to_autocast(self.embedding.weight[self.config.mask_id])
+            query_BSD = mask_D.expand(*shape[:-1], -1)
+        rope = self._rope(pos_BS2)
+        x = ops.to_autocast(self._add_positions(query_BSD, pos_BS2))
+        mask = ops.attention_mask(limit, memories[0].key_BTHK.shape[1], x)
         *layers, last = (self._dropout_keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
-        for i, (block, key) in enumerate(zip(self.pass2, layers, strict=True)):
-            x, delta = block(x, delta, by, mask, memories[i % len(memories)], key)
-        if head is not None:
-            return self.norm.product(head, x, delta, last)
-        out: Tensor = self.norm(x, delta, last)[1]
-        return out
+        stream = Stream(x)
+        for i, (block, key_B) in enumerate(zip(self.pass2, layers, strict=True)):
+            stream = block(stream, rope, mask, memories[i % len(memories)], key_B)
+        return stream, last
 
-    def _dropout_keys(self, dropout_key_B: Tensor | None) -> Keys:
+    def _dropout_keys(self, dropout_key_B: Tensor | None) -> DropoutKeys:
         count = len(self.pass1) + 1 + len(self.pass2) + 1
-        return Keys(dropout_key_B, (None,) * count if dropout_key_B is None else fold_each(dropout_key_B, count))
+        return DropoutKeys(
+            dropout_key_B, (None,) * count if dropout_key_B is None else ops.fold_keys(dropout_key_B, count)
+        )
 
-    def _rotation(self, place_BS2: Tensor | Rotation) -> Rotation | None:
-        if isinstance(place_BS2, Rotation):
-            return place_BS2
-        return rotation(place_BS2, self.config.head_dim) if self.config.positions == "rope" else None
+    def _rope(self, pos_BS2: Tensor | Rope) -> Rope | None:
+        if isinstance(pos_BS2, Rope):
+            return pos_BS2
+        return make_rope(pos_BS2, self.config.head_dim) if self.config.positions == "rope" else None
 
-    def _at(self, x_BSD: Tensor, place_BS2: Tensor | Rotation) -> Tensor:
-        """The ablation without rotation: places are added to tokens and queries instead."""
-        if isinstance(place_BS2, Rotation) or self.config.positions == "rope":
+    def _add_positions(self, x_BSD: Tensor, pos_BS2: Tensor | Rope) -> Tensor:
+        """The ablation without rotation adds sinusoids of the positions to tokens and queries instead."""
+        if isinstance(pos_BS2, Rope) or self.config.positions == "rope":
             return x_BSD
-        return x_BSD + sinusoids(place_BS2, self.config.width).type_as(x_BSD)
-
-
-def _stream(x: Tensor) -> Tensor:
-    """The residual stream runs in autocast's type, where there is one: half the traffic of float32."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+        return x_BSD + sinusoids(pos_BS2, self.config.width).type_as(x_BSD)

@@ -1,4 +1,4 @@
-"""The key-value cache: preallocated, owned by the caller, with a length per sample when it must be.
+"""The key-value cache: preallocated, owned by the caller, with a length per row where rows differ.
 
 Shapes: L layers (Pass 1's, then Pass 2's one or more), B rows, S new slots, T slots, H heads, K head channels.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# How many slots each query sees, the first ones: `[B, S]`, or 1 instead of either; "causal": as many as there are up to
-# its own; None: all.
-Limit = Tensor | Literal["causal"] | None
+from arpg.kernels.ops import Limit
 
 
 class KeyValue(NamedTuple):
@@ -26,38 +24,25 @@ class KeyValue(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Where one layer puts the keys and values of new slots, behind those that its rows have."""
+class CacheSlots:
+    """Where one layer writes the keys and values of new slots, after those that its rows have."""
 
     key_BTHK: Tensor
     value_BTHK: Tensor
     first: int | Tensor  # the first new slot, of all rows or of each
-    num_new: int
-    stop: int  # where the last row ends with them
+    stop: int  # where the longest row ends with the new slots
     settled: int = 0  # slots before them that are complete, whichever kernels still run
 
-    def write(self, key_BSHK: Tensor, value_BSHK: Tensor) -> KeyValue:
-        """Put them there; returns all of the layer's."""
-        if isinstance(self.first, int):
-            part = slice(self.first, self.stop)
-            self.key_BTHK[:, part], self.value_BTHK[:, part] = key_BSHK, value_BSHK
-        else:
-            row_B1 = torch.arange(len(self.first), device=self.first.device)[:, None]
-            slot_BS = self.first[:, None] + torch.arange(self.num_new, device=self.first.device)
-            self.key_BTHK[row_B1, slot_BS], self.value_BTHK[row_B1, slot_BS] = key_BSHK, value_BSHK
-        return self.all()
-
-    def all(self) -> KeyValue:
-        """Of all slots up to the new ones."""
+    def visible(self) -> KeyValue:
+        """Keys and values of all slots up to the new ones."""
         return KeyValue(self.key_BTHK[:, : self.stop], self.value_BTHK[:, : self.stop], self.settled)
 
 
 class Cache:
     """Slots 0..end-1 may be in use. `length_B` says how many each row really has; None: all have `end`.
 
-    A ragged cache may hold anything beyond a row's length: those slots are masked, and overwritten by the
-    next write. So rows with different numbers of tokens share one decode, and rolling back is setting
-    the lengths.
+    A ragged cache may hold anything beyond a row's length: those slots are masked, and overwritten by the next write.
+    So rows with different numbers of tokens share one decode, and rolling back is setting the lengths.
     """
 
     def __init__(
@@ -83,7 +68,7 @@ class Cache:
 
     @classmethod
     def gather(cls, parts: Sequence[tuple[Cache, Tensor]], slots: int) -> Cache:
-        """A new, ragged cache with some rows of some others, in this order."""
+        """Return a new, ragged cache with some rows of some others, in this order."""
         like = parts[0][0].key_LBTHK
         num_layers, _, _, num_heads, head_dim = like.shape
         rows = sum(len(index) for _, index in parts)
@@ -101,18 +86,32 @@ class Cache:
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return self.key_LBTHK.shape[1]
 
     @property
     def slots(self) -> int:
+        """The number of slots of each row that are allocated."""
         return self.key_LBTHK.shape[2]
 
-    def reserve(self, num_new: int) -> Writer:
-        """Room for `num_new` slots in every row, after what the row already has."""
+    @property
+    def settled(self) -> int:
+        """How many slots, the first ones, are complete in all rows, whichever kernels still run.
+
+        Rows of different lengths have none: what is new in one lies between the old slots of another.
+        """
+        return min(self._settled, self.end) if self.length_B is None else 0
+
+    def settle(self) -> None:
+        """Mark what has been written as complete: a kernel has been launched that waits for all before it."""
+        self._settled = self.end
+
+    def reserve(self, num_new: int) -> CacheWriter:
+        """Reserve `num_new` slots in every row, after what the row has."""
         if self.end + num_new > self.slots:
             raise ValueError(f"the cache has {self.slots} slots; {self.end} + {num_new} do not fit")
         self._settled = self.settled  # what is written now is not
-        return Writer(self, num_new)
+        return CacheWriter(self, num_new)
 
     def commit(self, num_new: int, *, count_B: Tensor | None = None, end: int | None = None) -> None:
         """Make the first `count_B` (None: all) of the slots just written part of their rows.
@@ -126,7 +125,7 @@ class Cache:
         self.end = self.end + num_new if end is None else end
 
     def roll_back(self, length: int | Tensor) -> None:
-        """Forget slots: a length for all rows, or (ragged) a length for each."""
+        """Drop slots: keep a length for all rows, or (ragged) a length for each."""
         if isinstance(length, int):
             self.end = min(self.end, length)
         elif self.length_B is None:
@@ -134,24 +133,17 @@ class Cache:
         if self.length_B is not None:
             self.length_B = self.length_B.clamp(max=length)
 
-    @property
-    def settled(self) -> int:
-        """The first so many slots of all rows are complete, whichever kernels still run: these may be read at once.
-
-        Rows of different lengths have none: what is new in one lies between the old slots of another.
-        """
-        return min(self._settled, self.end) if self.length_B is None else 0
-
-    def settle(self) -> None:
-        """A kernel has been launched that waits for all before it: what has been written is complete for all after."""
-        self._settled = self.end
+    def set_lengths(self, end: int, length_B: Tensor | None) -> None:
+        """Set the length of the longest row, and of each row; None: all have that length."""
+        self.end, self.length_B = end, length_B
 
     def read(self, layer: int) -> KeyValue:
+        """Return the keys and values of a layer, up to the longest row."""
         return KeyValue(self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end], self.settled)
 
 
-class Writer:
-    """Where one call's new slots go, and what they see."""
+class CacheWriter:
+    """Where one call's new slots are written, and what they see."""
 
     def __init__(self, cache: Cache, num_new: int) -> None:
         self.cache = cache
@@ -159,7 +151,7 @@ class Writer:
         self.stop = cache.end + num_new
 
     def limit(self, *, causal: bool, count_B: Tensor | None) -> Limit:
-        """What the new slots see: everything before them, and each other (block-wise) or only backwards."""
+        """Return what the new slots see: everything before them, and each other (block-wise) or only backwards."""
         end, length_B = self.cache.end, self.cache.length_B
         if causal and self.num_new > 1:
             if length_B is None and end == 0:
@@ -171,7 +163,8 @@ class Writer:
         new: int | Tensor = self.num_new if count_B is None else count_B
         return (length_B + new)[:, None]
 
-    def slots(self, layer: int) -> Slots:
+    def slots(self, layer: int) -> CacheSlots:
+        """Return where a layer writes."""
         cache = self.cache
         first = cache.end if cache.length_B is None else cache.length_B
-        return Slots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.num_new, self.stop, cache.settled)
+        return CacheSlots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.stop, cache.settled)

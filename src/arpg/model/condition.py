@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arpg.device import send
 from arpg.errors import present, require
-from arpg.model.rope import nowhere, unturned
+from arpg.model.rope import identity_positions, no_positions
 
 if TYPE_CHECKING:
     from arpg.model.arpg import ARPG
@@ -29,7 +29,7 @@ class Condition:
 
     prefix_BPD: Tensor
     null_prefix_BPD: Tensor
-    place_BP2: Tensor  # where the prefix slots stand (a class: nowhere)
+    pos_BP2: Tensor  # where the prefix slots stand (a class: nowhere)
     query_BND: Tensor | None = None  # replaces the [MASK] queries, position by position; its null is plain [MASK]
     length_B: Tensor | None = None  # how many prefix slots of each sample are real, the first ones; None: all P
     null_length_B: Tensor | None = None  # likewise of the null prefix
@@ -70,7 +70,7 @@ class Condition:
         return cls(
             prefix_BPD=side("prefix_BPD"),
             null_prefix_BPD=side("null_prefix_BPD"),
-            place_BP2=side("place_BP2"),
+            pos_BP2=side("pos_BP2"),
             query_BND=torch.stack(queries) if queries else None,
             length_B=lengths("length_B", "prefix_BPD"),
             null_length_B=lengths("null_length_B", "null_prefix_BPD"),
@@ -89,7 +89,7 @@ def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
     return Condition(
         prefix_BPD=model.embed(ids_B[:, None]),
         null_prefix_BPD=model.embed(null_B[:, None]),
-        place_BP2=nowhere(len(ids_B), 1, device=model.device),
+        pos_BP2=no_positions(len(ids_B), 1, device=model.device),
     )
 
 
@@ -113,7 +113,7 @@ def text_condition(
     return Condition(
         prefix_BPD=prefix_RPD[:batch],
         null_prefix_BPD=prefix_RPD[batch:],
-        place_BP2=unturned(batch, prefix_RPD.shape[1], device=model.device),
+        pos_BP2=identity_positions(batch, prefix_RPD.shape[1], device=model.device),
         length_B=lengths_R[:batch],
         null_length_B=lengths_R[batch:],
     )
@@ -130,7 +130,7 @@ def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Con
     return Condition(
         prefix_BPD=prefix_BPD,
         null_prefix_BPD=prefix_BPD[:, :0],
-        place_BP2=unturned(*prefix_BPD.shape[:2], device=model.device),
+        pos_BP2=identity_positions(*prefix_BPD.shape[:2], device=model.device),
         length_B=torch.where(length_B == 0, len(text.null_TE), length_B),
     )
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from arpg.config import ControlConfig, ModelConfig
 from arpg.errors import InputError, require
+from arpg.kernels.ops import Stream
 from arpg.model.layers import Block, ResidualNorm, SelfAttention
-from arpg.model.rope import grid_places, rotation
+from arpg.model.rope import grid_positions, make_rope
 
 FAMILIES = ("vit", "dinov2", "dinov2_with_registers")  # whose patch tokens come last, in raster order
 
@@ -75,14 +76,14 @@ class PatchEncoder(nn.Module):
         high, wide = grid
         patches = x_BHW.reshape(-1, high, self.patch, wide, self.patch).transpose(2, 3)
         patches_BNP = patches.reshape(-1, high * wide, self.patch**2)
-        place_N2 = grid_places(high, wide, device=x_BHW.device)
-        by = rotation(place_N2.expand(len(x_BHW), -1, -1), self.head_dim)
+        pos_N2 = grid_positions(high, wide, device=x_BHW.device)
+        rope = make_rope(pos_N2.expand(len(x_BHW), -1, -1), self.head_dim)
         x = self.patches(patches_BNP)
         x = x + self.kind(kind_B)[:, None].to(x)
-        delta = None
+        stream = Stream(x)
         for block in self.blocks:
-            x, delta = block(x, delta, by, None, None)
-        states: Tensor = self.norm(x, delta)[1]
+            stream = block(stream, rope, None, None)
+        states: Tensor = self.norm(stream)[1]
         return states
 
 

@@ -1,130 +1,150 @@
-"""Weights that lie as a CPU's matrix products want them: packed once, not again in every call.
+"""Linear layers whose weight is stored in another form, and weights packed for a CPU's matrix products.
 
-torch's own product on a CPU brings the weight into shape each time, which for a handful of rows takes longer than the
-product. Only the place of the numbers changes, so a packed weight gives back exactly the plain one.
+torch's own product on a CPU reorders the weight in each call, which for small batches takes longer than the product. A
+packed weight is reordered once. Only the layout changes, so it gives back exactly the plain weight.
 Shapes: O outputs, I inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Module = TypeVar("Module", bound=nn.Module)
-Stored = TypeVar("Stored", bound="StoredLinear")
 
-_ROWS = 16  # the number of rows that the layout is chosen for; it suits all others, too
-TYPES = (torch.float32, torch.bfloat16)
-
-
-@cache
-def can_pack() -> bool:
-    """Does this torch have the packed product, and is it right?"""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x, weight_OI = (torch.randn(rows, 32, generator=generator) for rows in (3, 48))
-    try:
-        made = _product(x, _pack(weight_OI))
-    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's promises
-        return False
-    return torch.allclose(made, F.linear(x, weight_OI), atol=1e-4)
+_LAYOUT_ROWS = 16  # the number of rows that the layout is chosen for; it suits all others, too
+PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 
-class StoredLinear(nn.Linear):
-    """A layer without bias whose weight is no parameter any more, but kept in another form; `weight` makes a copy."""
+class QuantizedLinear(nn.Module):
+    """A linear layer without bias that keeps its weight in another form than a parameter. For inference only.
 
-    plain: type[nn.Linear] = nn.Linear  # what it was
+    Saved and moved like a plain layer: `state_dict` has `weight`, and `to` converts it and stores it again.
+    """
 
-    def forget(self) -> None:
-        """Drop what is kept."""
+    bias = None
+    input_dtype: torch.dtype | None = None  # the type that it reads without a cast; None: that of the weight
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+    @classmethod
+    def from_linear(cls, layer: nn.Module, *, weight_OI: Tensor | None = None) -> Self:
+        """Return the layer with its weight stored in this form, or another weight of the same shape."""
+        assert isinstance(layer, nn.Linear | QuantizedLinear)
+        made = cls(layer.in_features, layer.out_features)
+        made.store((layer.weight if weight_OI is None else weight_OI).detach())
+        return made.train(layer.training)
+
+    def store(self, weight_OI: Tensor) -> None:
+        """Store a weight in this layer's form."""
         raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy of the weight, `[O, I]`."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Describe the layer in `repr(model)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias=False"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """On its way to another device or type it becomes plain again."""
-        _unpack(self)
-        return self._apply(*args, **kwargs)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.store(fn(self.weight))
+        return self
 
 
-class PackedLinear(StoredLinear):
-    packed: Tensor
+class PackedLinear(QuantizedLinear):
+    """A linear layer with a packed weight on CPUs that have the packed product; elsewhere the weight is plain."""
+
+    stored: Tensor
+
+    def store(self, weight_OI: Tensor) -> None:
+        """Pack a weight where that can be done."""
+        fits = weight_OI.device.type == "cpu" and can_pack(weight_OI.dtype)
+        self.stored = _pack(weight_OI) if fits else weight_OI
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.packed.to_dense()
+    def weight(self) -> Tensor:
+        """A plain copy of the weight, `[O, I]`."""
+        return self.stored.to_dense() if self.stored.is_mkldnn else self.stored
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.dtype != self.packed.dtype or (torch.is_grad_enabled() and x.requires_grad):
+        """Multiply by the packed weight; by a plain copy of it where gradients or another type are wanted."""
+        other = x.device.type != "cpu" or x.dtype != self.stored.dtype or not self.stored.is_mkldnn
+        if other or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight)
-        return _product(x, self.packed)
-
-    def forget(self) -> None:
-        del self.packed
+        return _product(x, self.stored)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "packed": self.weight}
+        return {**self.__dict__, "stored": self.weight}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "packed": _pack(state["packed"])})  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.store(state["stored"])
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this torch, on this CPU, computes the packed product of `dtype` correctly.
+
+    oneDNN packs bfloat16 only on CPUs with AVX-512 or AVX-NE-CONVERT, so each type is tried by itself.
+    """
+    if dtype not in PACKED_TYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight_OI = (torch.randn(rows, 32, generator=generator).to(dtype) for rows in (3, 48))
+    try:
+        product = _product(x, _pack(weight_OI))
+    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's public API
+        return False
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    return torch.allclose(product.float(), F.linear(x, weight_OI).float(), atol=tolerance)
 
 
 def pack_linears(module: Module) -> Module:
-    """Pack, in place, what can be packed: on a CPU, in float32 or bfloat16, without bias. For inference only.
+    """Replace, in place, the linear layers that can be packed: on a CPU, of a type that packs, without bias."""
 
-    A layer keeps its name, its place and what its class does.
-    """
-    if can_pack():
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear) and not isinstance(layer, StoredLinear) and _fits(layer):
-                packed = _pack(layer.weight)
-                become(layer, PackedLinear).packed = packed
-    return module
+    def packed(layer: nn.Module) -> nn.Module:
+        fits = isinstance(layer, nn.Linear) and layer.bias is None and layer.weight.device.type == "cpu"
+        return PackedLinear.from_linear(layer) if fits and can_pack(layer.weight.dtype) else layer
+
+    return replace_layers(module, packed)
 
 
 def unpack_linears(module: Module) -> Module:
-    """Plain layers again, in place."""
-    for layer in module.modules():
-        if isinstance(layer, StoredLinear):
-            _unpack(layer)
-    return module
+    """Replace, in place, layers that store their weight in another form by plain ones."""
+
+    def plain(layer: nn.Module) -> nn.Module:
+        if not isinstance(layer, QuantizedLinear):
+            return layer
+        made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+        made.weight = nn.Parameter(layer.weight)
+        return made
+
+    return replace_layers(module, plain)
 
 
-def become(layer: nn.Linear, kind: type[Stored]) -> Stored:
-    """The same layer, in place, without its weight: what its class does stays, its `super().forward` is the kind's."""
-    plain = type(layer)
-    if (plain, kind) not in _classes:
-        name = f"{kind.__name__.removesuffix('Linear')}{plain.__name__}"
-        bases = (kind,) if plain is nn.Linear else (plain, kind)
-        _classes[plain, kind] = type(name, bases, {"plain": plain})
-    del layer._parameters["weight"]
-    layer.__class__ = _classes[plain, kind]
-    return cast(Stored, layer)
-
-
-_classes: dict[tuple[type[nn.Linear], type[StoredLinear]], type[StoredLinear]] = {}
-
-
-def _fits(layer: nn.Linear) -> bool:
-    weight = layer.weight
-    return weight.device.type == "cpu" and weight.dtype in TYPES and layer.bias is None
-
-
-def _unpack(layer: StoredLinear) -> None:
-    weight = layer.weight
-    layer.forget()
-    layer.__class__ = layer.plain  # type: ignore[assignment]
-    layer.weight = nn.Parameter(weight)
+def replace_layers(module: Module, replace: Callable[[nn.Module], nn.Module]) -> Module:
+    """Replace, in place, every submodule by what `replace` returns for it; return the module, itself replaced."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if (new := replace(child)) is not child:
+                setattr(parent, name, new)
+    return replace(module)  # type: ignore[return-value]
 
 
 def _pack(weight_OI: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _LAYOUT_ROWS)
     return packed
 
 

@@ -1,17 +1,16 @@
-"""Weights of 8 bits: float8 with float8 activations (Hopper, Ada), or int8 (any GPU, and CPUs).
+"""8-bit weights: float8 with float8 activations (Ada, Hopper), or int8 (any GPU, and CPUs).
 
-A float8 number has the same relative precision from 2^-6 to 448, so activations, which are about 1, need no scale,
-and a weight needs one only. int8 has no exponent: a weight has a scale for each output there, and on a CPU an
-activation has one for each row. What is quantised are the matrices of the blocks and between the passes, and the head
-unless it is left out; embeddings and norms are looked up or small. The residual stream, queries, keys, values and the
-cache stay in 16 bits (on a CPU, 32).
+A float8 number has the same relative precision from 2^-6 to 448, so activations, which are about 1, need no scale, and
+a weight needs one only. int8 has no exponent: a weight has a scale for each output there, and on a CPU an activation
+has one for each row. Quantized are the matrices of the blocks and between the passes, and the head unless it is left
+out; embeddings and norms are looked up or small. The residual stream, queries, keys, values and the cache stay in 16
+bits (on a CPU, 32).
 Shapes: O outputs, I inputs.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,90 +20,44 @@ from torch.nn import functional as F
 from arpg.config import PRECISIONS
 from arpg.device import choose_dtype
 from arpg.errors import require
-from arpg.kernels import FLOAT8, FLOAT8_MAX, usable
+from arpg.kernels import ops
+from arpg.kernels.dispatch import FLOAT8, FLOAT8_MAX
 from arpg.model import ARPG
-from arpg.quantization.packed import StoredLinear, become, unpack_linears
+from arpg.quantization.packed import QuantizedLinear, replace_layers, unpack_linears
 from arpg.quantization.storage import to_int8
 
 Precision = str | torch.dtype  # one of PRECISIONS, or a type
 
 
-def to_precision(model: ARPG, precision: Precision, device: torch.device, *, head: bool = True) -> ARPG:
-    """The model, in place, on the device and in the precision, for inference.
-
-    `head`: quantise it, too. Weights are quantised one by one from what they are now, so the device never holds all
-    of them in full, and those that come from an int8 file are what the file has.
-    """
-    dtype = choose_dtype(precision, device)
-    if precision not in ("fp8", "int8"):
-        return model.to(device=device, dtype=dtype)
-    if precision == "fp8":
-        check_fp8(device)
-    for layer in _matrices(unpack_linears(model), head=head):
-        weight_OI = layer.weight.detach().to(device)
-        if precision == "fp8":
-            become(layer, Fp8Linear).keep(weight_OI, dtype)
-        else:
-            become(layer, Int8Linear).keep(weight_OI, dtype)
-    for module in model.modules():
-        if not isinstance(module, StoredLinear):
-            _move(module, device, dtype)
-    if precision == "fp8":
-        _hand_over_float8(model, head=head)
-    return model
-
-
-def precision_of(model: ARPG) -> str:
-    """As a user would say it."""
-    kinds = {layer.precision for layer in model.modules() if isinstance(layer, Fp8Linear | Int8Linear)}
-    return kinds.pop() if kinds else str(model.dtype).removeprefix("torch.")
-
-
-def check_fp8(device: torch.device) -> None:
-    """Float8 products exist from compute capability 8.9 on."""
-    others = f"use one of {', '.join(name for name in PRECISIONS if name != 'fp8')}"
-    require(device.type == "cuda", f"precision is fp8, which needs an NVIDIA GPU, not {device.type}; {others}")
-    found = torch.cuda.get_device_capability(device)
-    require(
-        found >= (8, 9),
-        f"precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
-        f"expected 8.9 or more (Ada, Hopper); {others}",
-    )
-
-
-def to_float8(x: Tensor) -> Tensor:
-    """As it is, without a scale; what float8 cannot reach becomes its largest number."""
-    return x if x.dtype == FLOAT8 else x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
-
-
-class Fp8Linear(StoredLinear):
-    """Float8 times float8. Takes what is float8 already, and other tensors."""
+class Fp8Linear(QuantizedLinear):
+    """Float8 times float8. Takes float8 as it is, and casts other tensors."""
 
     precision = "fp8"
+    input_dtype = FLOAT8
     values_OI: Tensor
     scale: Tensor  # of the weight
-    one: Tensor  # the scale of what comes in
-    dtype: torch.dtype  # of what comes out
+    one: Tensor  # the scale of the input
+    dtype: torch.dtype  # of the output
 
-    def keep(self, weight_OI: Tensor, dtype: torch.dtype) -> None:
+    def store(self, weight_OI: Tensor) -> None:
+        """Quantize a weight with one scale; the output then has the weight's type."""
         require(
             self.in_features % 16 == 0 and self.out_features % 16 == 0,
             f"a layer has {self.in_features} inputs and {self.out_features} outputs; fp8 needs multiples of 16",
         )
-        self.dtype = dtype
+        self.dtype = weight_OI.dtype
         wide_OI = weight_OI.float()
         self.scale = wide_OI.abs().amax().clamp_min(1e-12) / FLOAT8_MAX
         self.one = torch.ones_like(self.scale)
         self.values_OI = to_float8(wide_OI / self.scale).contiguous()
 
-    def forget(self) -> None:
-        del self.values_OI, self.scale, self.one, self.dtype
-
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
+        """A plain copy of the weight, `[O, I]`."""
         return (self.values_OI.float() * self.scale).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply in float8 on a GPU; on a CPU the same numbers in float32."""
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, self.weight)
         x = to_float8(x)
@@ -117,7 +70,7 @@ class Fp8Linear(StoredLinear):
         return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Int8Linear(StoredLinear):
+class Int8Linear(QuantizedLinear):
     """int8 weights. On a GPU activations stay as they are; on a CPU with the product for it, they are int8 by row."""
 
     precision = "int8"
@@ -125,32 +78,24 @@ class Int8Linear(StoredLinear):
     scale_O: Tensor
     dtype: torch.dtype
 
-    def keep(self, weight_OI: Tensor, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def store(self, weight_OI: Tensor) -> None:
+        """Quantize a weight with a scale for each output."""
+        self.dtype = weight_OI.dtype
         values_OI, self.scale_O = to_int8(weight_OI)
         self.values = _pack(values_OI)
 
-    def forget(self) -> None:
-        del self.values, self.scale_O, self.dtype
-
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
+        """A plain copy of the weight, `[O, I]`."""
         return (self._plain().float() * self.scale_O[:, None]).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the int8 weight."""
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, self.weight.to(x.dtype))
         if self.values.is_mkldnn and x.device.type == "cpu":
             return _cpu_product(x, self.values, self.scale_O).to(x.dtype)
-        if usable(x):
-            from arpg.kernels.quantised import MAX_ROWS, int8_product
-
-            if x.numel() <= MAX_ROWS * x.shape[-1]:
-                product: Tensor = int8_product(x, self.values, self.scale_O)
-                return product
-        if x.dtype == torch.float16:  # sums of numbers up to 127 would leave its range
-            return F.linear(x, self.weight.to(x.dtype))
-        return F.linear(x, self._plain().to(x.dtype)).mul_(self.scale_O)
+        return ops.int8_linear(x, self._plain(), self.scale_O)
 
     def _plain(self) -> Tensor:
         return self.values.to_dense().t() if self.values.is_mkldnn else self.values
@@ -162,9 +107,64 @@ class Int8Linear(StoredLinear):
         super().__setstate__({**state, "values": _pack(state["values"])})  # type: ignore[no-untyped-call]
 
 
+def to_precision(model: ARPG, precision: Precision, device: torch.device, *, head: bool = True) -> ARPG:
+    """Move the model, in place, to the device and the precision, for inference.
+
+    `head`: quantize it, too. Weights are quantized one by one from what they are now, so the device never holds all of
+    them in full, and those that come from an int8 file are what the file has.
+    """
+    dtype = choose_dtype(precision, device)
+    if precision not in ("fp8", "int8"):
+        return model.to(device=device, dtype=dtype)
+    if precision == "fp8":
+        check_fp8(device)
+    kind: type[Fp8Linear | Int8Linear] = Fp8Linear if precision == "fp8" else Int8Linear
+
+    def quantized(layer: nn.Module) -> nn.Module:
+        if not isinstance(layer, nn.Linear):
+            return layer
+        weight_OI = layer.weight.detach().to(device)
+        made = kind.from_linear(layer, weight_OI=weight_OI)
+        made.dtype = dtype
+        return made
+
+    unpack_linears(model)
+    for part in (model.pass1, model.memory_kv, model.pass2):
+        replace_layers(part, quantized)
+    if head:
+        model.head = quantized(model.head)  # type: ignore[assignment]
+    for module in model.modules():
+        if not isinstance(module, Fp8Linear | Int8Linear):
+            _move(module, device, dtype)
+    return model
+
+
+def precision_of(model: ARPG) -> str:
+    """Return the precision of a model by the name that `to_precision` takes."""
+    kinds = {layer.precision for layer in model.modules() if isinstance(layer, Fp8Linear | Int8Linear)}
+    return kinds.pop() if kinds else str(model.dtype).removeprefix("torch.")
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise an `InputError` unless the device has float8 products: compute capability 8.9 and later."""
+    others = f"use one of {', '.join(name for name in PRECISIONS if name != 'fp8')}"
+    require(device.type == "cuda", f"precision is fp8, which needs an NVIDIA GPU, not {device.type}; {others}")
+    found = torch.cuda.get_device_capability(device)
+    require(
+        found >= (8, 9),
+        f"precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
+        f"expected 8.9 or more (Ada, Hopper); {others}",
+    )
+
+
+def to_float8(x: Tensor) -> Tensor:
+    """Cast to float8 without a scale; what is out of its range becomes its largest number."""
+    return x if x.dtype == FLOAT8 else x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+
+
 @cache
 def has_int8_product() -> bool:
-    """Does this torch have oneDNN's product of 8-bit numbers, and is it right here, at the largest of them, too?
+    """Return whether this torch has oneDNN's int8 product and it is right on this CPU, also at the largest numbers.
 
     CPUs without VNNI add in 16 bits on the way and overflow.
     """
@@ -173,11 +173,11 @@ def has_int8_product() -> bool:
     x, values_OI = torch.linspace(-3, 5, 6 * 64).reshape(6, 64), torch.full((48, 64), 127, dtype=torch.int8)
     values_OI[::2, ::3] = -127
     try:
-        made = _cpu_product(x, torch.ops.onednn.qlinear_prepack(values_OI, None), torch.ones(48))
-    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's promises
+        product = _cpu_product(x, torch.ops.onednn.qlinear_prepack(values_OI, None), torch.ones(48))
+    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's public API
         return False
     expected = x @ values_OI.float().t()
-    return bool((made - expected).norm() < 0.02 * expected.norm())
+    return bool((product - expected).norm() < 0.02 * expected.norm())
 
 
 def _pack(values_OI: Tensor) -> Tensor:
@@ -199,13 +199,8 @@ def _cpu_product(x: Tensor, packed: Tensor, scale_O: Tensor) -> Tensor:
     return out.mul_(scale_M1).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _matrices(model: ARPG, *, head: bool) -> list[nn.Linear]:
-    blocks = chain.from_iterable(part.modules() for part in (model.pass1, model.memory_kv, model.pass2))
-    return [layer for layer in blocks if isinstance(layer, nn.Linear)] + [model.head] * head
-
-
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Its own tensors, not those of what it contains."""
+    """Move a module's own tensors, not those of its submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             moved = parameter.detach().to(device=device, dtype=dtype)
@@ -213,12 +208,3 @@ def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
-
-
-def _hand_over_float8(model: ARPG, *, head: bool) -> None:
-    """Norms, attention and SwiGLU give float8 to those who take it, so that nobody reads a tensor just to cast it."""
-    for block in chain(model.pass1, model.pass2):
-        for part in (block.attn_norm, block.attn, block.ffn_norm, block.ffn):
-            part.in_float8 = True  # type: ignore[union-attr]
-    model.memory_norm.in_float8 = True
-    model.norm.in_float8 = head

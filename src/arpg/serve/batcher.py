@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from arpg.decode import Plan, Request
-from arpg.decode.running import Running, joining_pays
+from arpg.decode.continuous import ContinuousBatch, should_merge
 from arpg.model import ARPG
 from arpg.serve.metrics import Metrics
 from arpg.settings import SamplingSettings
@@ -55,7 +55,7 @@ class Ticket:
     def key(self) -> tuple[Any, ...]:
         """Rows with the same key can be drawn together, however long their prompts are."""
         s, request, condition = self.settings, self.request, self.request.condition
-        place = None if request.place_N2 is None else request.place_N2.numpy().tobytes()
+        place = None if request.pos_N2 is None else request.pos_N2.numpy().tobytes()
         drawn = (s.attention, s.temperature, s.top_k, s.top_p, s.decode, s.draft)
         return (request.grid, place, condition.query_BND is None, self.plan.guided, drawn)
 
@@ -66,7 +66,7 @@ Place = tuple[Ticket, int]  # a row of a ticket
 @dataclass(eq=False)
 class Batch:
     key: tuple[Any, ...]
-    running: Running
+    running: ContinuousBatch
     places: list[Place]
 
 
@@ -81,7 +81,7 @@ class Batcher:
         threads: int | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """`max_wait`: how long an idle batcher waits for company; `call`: see `joining_pays`."""
+        """`max_wait`: how long an idle batcher waits for company; `call`: see `should_merge`."""
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
         self.call = call if call is not None else (16.0 if model.device.type == "cpu" else 4096.0)
         self.metrics = metrics or Metrics()
@@ -198,9 +198,9 @@ class Batcher:
         try:
             request = Request.gather([(ticket.request, row) for ticket, row in open_places])
             plan = Plan(tuple(ticket.plan.samples[row] for ticket, row in open_places))
-            batch = Batch(key, Running(self.model, request, plan, open_places[0][0].settings), open_places)
+            batch = Batch(key, ContinuousBatch(self.model, request, plan, open_places[0][0].settings), open_places)
             for other in self._batches:
-                if other.key == key and joining_pays(other.running, batch.running, call=self.call):
+                if other.key == key and should_merge(other.running, batch.running, call_overhead_tokens=self.call):
                     other.running.join(batch.running)
                     other.places += batch.places
                     return

@@ -220,7 +220,7 @@ class Studies:
                 param=param,
                 code="no_extractor",
             )
-        return {"control": ControlInput.of(self._picture(given.image, param), kind, given.strength, size=size)}
+        return {"control": ControlInput.from_image(self._picture(given.image, param), kind, given.strength, size=size)}
 
     def _picture(self, text: str, param: str) -> Image.Image:
         return read_picture(decode_base64(text, param=param), self.limits, param=param)

@@ -1,7 +1,7 @@
-"""Canvas: a picture, the part of it that is to be filled, and how both fit the token grid.
+"""Canvas: an image, a mask of the part to fill, and how both map to the token grid.
 
-The model sees a part of the picture (or all of it) at its own size. What it makes comes back at the picture's
-size, and only where the mask says so: every other pixel stays as it was.
+The model sees a part of the image (or all of it) at its own size. Its output is resized back and pasted only where the
+mask is set: every other pixel of the image stays as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 @dataclass(frozen=True)
 class Canvas:
+    """An image, its mask, and the part of both that the model sees."""
+
     image: Image.Image  # RGB
     mask_HW: Mask  # True where a pixel is to be filled
     view: Box  # the part that the model sees
@@ -30,9 +32,9 @@ class Canvas:
 
     @classmethod
     def fit(cls, image: Image.Image, mask_HW: Mask, *, grid: tuple[int, int], stride: int) -> Canvas:
-        """The view is the picture, or of a longer one the part of the grid's shape that holds the mask, centred on it.
+        """View the whole image, or the part with the grid's aspect ratio that is centred on the mask and holds it.
 
-        A mask too long for that is seen with the whole picture, squeezed.
+        If no such part holds the mask, the view is the whole image, squeezed.
         """
         require(
             mask_HW.shape == (image.height, image.width),
@@ -42,19 +44,19 @@ class Canvas:
         return cls(image, mask_HW, _view(image.size, mask_HW, grid), grid, (grid[1] * stride, grid[0] * stride))
 
     def pixels(self) -> Pixels:
-        """`[H, W, 3]`: what the model sees."""
+        """Return what the model sees, `[H, W, 3]`."""
         seen = self.image.crop(self.view)
         if seen.size != self.size:
             seen = seen.resize(self.size, Image.Resampling.BICUBIC)
         return np.asarray(seen)
 
     def part(self) -> tuple[float, float, float, float]:
-        """The view as shares of the picture: left, top, right, bottom."""
+        """Return the view as fractions of the image: left, top, right, bottom."""
         (left, top, right, bottom), (width, height) = self.view, self.image.size
         return left / width, top / height, right / width, bottom / height
 
     def known(self) -> Mask:
-        """`[N]`: which tokens are known, namely those whose patch does not touch the mask."""
+        """Return which tokens are known, `[N]`: those whose patch does not touch the mask."""
         left, top, right, bottom = self.view
         mask = self.mask_HW[top:bottom, left:right].astype(np.int64)
         touched = _overlaps(self.grid[0], bottom - top) @ mask @ _overlaps(self.grid[1], right - left).T
@@ -62,7 +64,7 @@ class Canvas:
         return known_N
 
     def paste(self, made: Image.Image, *, feather: int = 0) -> Image.Image:
-        """The picture with the masked pixels from what the model made; `feather` pixels inside the mask are blended."""
+        """Replace the masked pixels of the image by those of `made`; blend the outer `feather` pixels of the mask."""
         left, top, right, bottom = self.view
         size = (right - left, bottom - top)
         if made.size != size:
@@ -78,10 +80,10 @@ class Canvas:
 
     @classmethod
     def extend(cls, image: Image.Image, sides: Box, *, grid: tuple[int, int], stride: int) -> Canvas:
-        """Room around a picture (pixels at the left, top, right and bottom), all of it to be filled.
+        """Add pixels at the left, top, right and bottom of an image, all of them to be filled.
 
-        The view is everything, on a grid as much larger than the model's as the canvas is than the picture: the
-        picture's shorter side spans the model's.
+        The view is the whole canvas. Its grid is larger than the model's by the factor by which the canvas is larger
+        than the image: the image's shorter side spans the model's grid.
         """
         require(
             min(sides) >= 0 and max(sides) > 0,
@@ -90,8 +92,8 @@ class Canvas:
         )
         left, top, right, bottom = sides
         size = (image.width + left + right, image.height + top + bottom)
-        require(size[0] * size[1] <= MAX_PIXELS, f"the result would have {size[0]}x{size[1]} pixels; ask for less")
-        # Beyond the picture its border goes on, so that patches at the seam see no edge that is not there.
+        require(size[0] * size[1] <= MAX_PIXELS, f"the result would have {size[0]}x{size[1]} pixels; choose fewer")
+        # The border is repeated, so that patches at the seam see no edge that is not there.
         wide = np.pad(np.asarray(image), ((top, bottom), (left, right), (0, 0)), mode="edge")
         mask = np.ones((size[1], size[0]), dtype=bool)
         mask[top : top + image.height, left : left + image.width] = False
@@ -101,7 +103,7 @@ class Canvas:
 
 
 def box_mask(size: tuple[int, int], box: Box) -> Mask:
-    """The mask of a rectangle in an image of (width, height)."""
+    """Return the mask of a box in an image of (width, height)."""
     left, top, right, bottom = box
     require(
         0 <= left < right <= size[0] and 0 <= top < bottom <= size[1],
@@ -115,7 +117,7 @@ def box_mask(size: tuple[int, int], box: Box) -> Mask:
 def _view(size: tuple[int, int], mask_HW: Mask, grid: tuple[int, int]) -> Box:
     width, height = size
     whole = (0, 0, width, height)
-    # The largest part of the grid's shape that fits into the picture.
+    # The largest part with the grid's aspect ratio that fits into the image.
     scale = min(width / grid[1], height / grid[0])
     wide, high = max(1, round(grid[1] * scale)), max(1, round(grid[0] * scale))
     rows, columns = np.flatnonzero(mask_HW.any(1)), np.flatnonzero(mask_HW.any(0))
@@ -127,7 +129,7 @@ def _view(size: tuple[int, int], mask_HW: Mask, grid: tuple[int, int]) -> Box:
 
 
 def _overlaps(tokens: int, pixels: int) -> NDArray[np.int64]:
-    """`[tokens, pixels]`: 1 where a token's stretch and a pixel's have more than a point in common."""
+    """Return 1 where a token and a pixel along one side overlap, `[tokens, pixels]`."""
     token, pixel = np.arange(tokens)[:, None], np.arange(pixels)[None]
     meets = (token * pixels < (pixel + 1) * tokens) & (pixel * tokens < (token + 1) * pixels)
     result: NDArray[np.int64] = meets.astype(np.int64)

@@ -1,83 +1,79 @@
-"""A condition image as a user gives it, and how it is brought to the size that the model sees.
+"""ControlInput: a condition image as a user gives it, and how it is fitted to the size that the model sees.
 
 Shapes: H W pixels.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from arpg.config import CONTROLS, ControlConfig
-from arpg.errors import one_of, present, require
-from arpg.extractors import extract, ready_made
+from arpg.config import ControlConfig
+from arpg.errors import present
+from arpg.extractors import extract, to_condition
 from arpg.image import adm_crop, to_rgb
+from arpg.settings import TASK_SETTINGS
 
-Part = tuple[float, float, float, float]  # left, top, right, bottom as shares of the whole
+Part = tuple[float, float, float, float]  # left, top, right, bottom as fractions of the whole
 WHOLE: Part = (0.0, 0.0, 1.0, 1.0)
-LINES = ("canny",)  # kinds that are white lines on black and nothing between
+BINARY_KINDS = ("canny",)  # white lines on black and nothing between
 
 
 @dataclass(frozen=True, eq=False)
 class ControlInput:
-    """A condition image of any size, its kind, and how much it steers: 0 not at all, 1 as the model was trained."""
+    """A condition image of any size, its kind, and its strength: 0 ignores it, 1 is as the model was trained."""
 
     image: Image.Image
     kind: str = "canny"
     strength: float = 1.0
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, CONTROLS)
-        require(
-            math.isfinite(self.strength) and self.strength >= 0,
-            f"strength is {self.strength}; expected 0 (no control) or more (1 is what the model was trained with)",
-        )
+        TASK_SETTINGS["kind"].check(self.kind)
+        TASK_SETTINGS["strength"].check(self.strength)
 
     @classmethod
-    def of(
+    def from_image(
         cls,
-        picture: Image.Image,
+        image: Image.Image,
         kind: str = "canny",
         strength: float = 1.0,
         *,
         size: tuple[int, int] | None = None,
         depth: str | None = None,
     ) -> ControlInput:
-        """What a picture shows of the kind: its edges or its depth. With a (width, height), its middle at that size.
+        """Extract the edges or the depth of an image, with `size` of its centre crop at that (width, height).
 
-        `depth`: what estimates it, see `open_depth`.
+        `depth` names the depth model, see `open_depth`.
         """
-        one_of("kind", kind, CONTROLS)
-        rgb = to_rgb(picture)
-        if size is not None:  # a square is cut as the training images were
+        TASK_SETTINGS["kind"].check(kind)
+        rgb = to_rgb(image)
+        if size is not None:  # a square is cropped as the training images were
             rgb = adm_crop(rgb, size[0]) if size[0] == size[1] else ImageOps.fit(rgb, size)
         return cls(extract(kind, rgb, depth=depth), kind, strength)
 
     def fit(self, size: tuple[int, int], part: Part | None = None) -> Image.Image:
-        """The image at (width, height), grey: a part of it, or without one the middle that has the size's shape."""
-        grey = ready_made(self.image)
-        left, top, right, bottom = _middle(grey.size, size) if part is None else part
+        """Return `part` of the image at (width, height), greyscale; None: a centre crop of the size's aspect ratio."""
+        grey = to_condition(self.image)
+        left, top, right, bottom = _centre(grey.size, size) if part is None else part
         box = (left * grey.width, top * grey.height, right * grey.width, bottom * grey.height)
         if grey.size == size and box == (0, 0, *size):
             return grey
-        smaller = max(1.0, (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1])
-        if self.kind not in LINES:
+        shrink = max(1.0, (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1])
+        if self.kind not in BINARY_KINDS:
             return grey.resize(size, Image.Resampling.BICUBIC, box=box)
         # A line that is one pixel wide would fade as it shrinks: a pixel is white where half a line crosses it.
-        share = np.asarray(grey.resize(size, Image.Resampling.BOX, box=box))
-        return Image.fromarray(np.where(share >= max(1.0, 127.5 / smaller), 255, 0).astype(np.uint8))
+        coverage = np.asarray(grey.resize(size, Image.Resampling.BOX, box=box))
+        return Image.fromarray(np.where(coverage >= max(1.0, 127.5 / shrink), 255, 0).astype(np.uint8))
 
 
 Controls = ControlInput | Sequence[ControlInput] | None
 
 
-def checked(control: Controls, config: ControlConfig | None) -> tuple[ControlInput, ...]:
-    """The condition images, which must be of kinds that the model takes."""
+def check_controls(control: Controls, config: ControlConfig | None) -> tuple[ControlInput, ...]:
+    """Return the condition images as a tuple; raise an `InputError` if the model does not take their kinds."""
     if control is None:
         return ()
     takes = present(config, "the model takes no condition images; choose one that does, such as garden-control")
@@ -87,14 +83,8 @@ def checked(control: Controls, config: ControlConfig | None) -> tuple[ControlInp
     return controls
 
 
-def depth_map(depth_HW: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Depth from 0 (near) to 1 (far) as a condition image: near is white, far is black."""
-    grey: NDArray[np.uint8] = np.round(255 * (1 - np.clip(depth_HW, 0, 1))).astype(np.uint8)
-    return grey
-
-
-def _middle(size: tuple[int, int], shape: tuple[int, int]) -> Part:
-    """The largest part in the middle that has the other's shape."""
+def _centre(size: tuple[int, int], shape: tuple[int, int]) -> Part:
+    """Return the largest centred part of `size` that has the aspect ratio of `shape`."""
     wide, high = size[0] / shape[0], size[1] / shape[1]
     across, down = min(1.0, high / wide), min(1.0, wide / high)
     return (1 - across) / 2, (1 - down) / 2, (1 + across) / 2, (1 + down) / 2

@@ -1,4 +1,7 @@
-"""Tasks: each one only builds the request that the one loop fills."""
+"""Request builders: a class, a prompt, a condition image and known tokens become a `Request` of the decode loop.
+
+Shapes: B samples, N grid tokens, T prompt tokens, E width of the text encoder, H W pixels.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from arpg.model import ARPG, Condition, class_condition, control_condition, text
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A text and its states `[T, E]`; no states: no prompt. What guidance leads away from likewise."""
+    """A prompt and a negative prompt with their encoder states; None where there is no such prompt."""
 
     text: str = ""
     states_TE: Tensor | None = None
@@ -23,20 +26,20 @@ class Prompt:
     negative_TE: Tensor | None = None
 
 
-Label = int | Prompt  # what a picture shall show
+Label = int | Prompt  # a class id, or a prompt
 
 
 @dataclass(frozen=True, eq=False)
 class ControlMap:
-    """A condition image on the grid of a request: 8 bits `[H, W]`, a patch for each token."""
+    """A condition image that covers the grid of a request: uint8, as many pixels as its tokens stand for."""
 
     pixels_HW: Tensor
     kind: str
     strength: float
 
 
-def condition(model: ARPG, labels: Sequence[Label]) -> Condition:
-    """Of classes or of prompts, whichever the model takes."""
+def label_condition(model: ARPG, labels: Sequence[Label]) -> Condition:
+    """Build the condition of `labels`: all classes or all prompts, whichever the model takes."""
     prompts = [label for label in labels if isinstance(label, Prompt)]
     classes = [label for label in labels if isinstance(label, int)]
     if prompts:
@@ -46,12 +49,12 @@ def condition(model: ARPG, labels: Sequence[Label]) -> Condition:
 
 
 @torch.no_grad()
-def steered(model: ARPG, plain: Condition, control: Sequence[ControlMap]) -> Condition:
-    """The condition with an image for each sample, where there are some."""
+def add_control(model: ARPG, condition: Condition, control: Sequence[ControlMap]) -> Condition:
+    """Add a condition image to each sample of `condition`; an empty `control` returns it unchanged."""
     if not control:
-        return plain
+        return condition
     return control_condition(
-        model, plain, [c.pixels_HW for c in control], [c.kind for c in control], [c.strength for c in control]
+        model, condition, [c.pixels_HW for c in control], [c.kind for c in control], [c.strength for c in control]
     )
 
 
@@ -63,31 +66,32 @@ def fill(
     ids_N: Tensor,
     known_N: Tensor,
     grid: tuple[int, int] | None = None,
-    place_N2: Tensor | None = None,
+    pos_N2: Tensor | None = None,
     control: Sequence[ControlMap] = (),
 ) -> Request:
-    """The unknown tokens of an image, once for each seed. Label, tokens and mask are one for all or one for each.
+    """Request the tokens that are not known, once for each seed.
 
-    No label: the null class, or no prompt. `control`: none, or a condition image for each seed.
+    `labels`, `ids_N` and `known_N` are the same for all samples, or one for each. No label is the null class or an
+    empty prompt. `control` is empty or has a condition image for each seed.
     """
     if labels is None:
         labels = model.config.num_classes if model.text is None else Prompt()
     if isinstance(labels, Label):
         labels = [labels] * len(seeds)
     return Request(
-        steered(model, condition(model, labels), control),
+        add_control(model, label_condition(model, labels), control),
         grid or model.config.grid,
         ids_N.cpu().expand(len(seeds), -1),
         known_N.cpu().expand(len(seeds), -1),
         tuple(seeds),
-        place_N2,
+        pos_N2,
     )
 
 
 def generate(
     model: ARPG, labels: Sequence[int], seeds: Sequence[int], *, grid: tuple[int, int] | None = None
 ) -> Request:
-    """Images of classes from nothing: `labels[i]` with `seeds[i]`."""
+    """Request whole images: one of class `labels[i]` with seed `seeds[i]` for each i."""
     require(len(labels) == len(seeds), f"there are {len(labels)} classes and {len(seeds)} seeds; expected one each")
     for label in labels:
         require(

@@ -1,6 +1,6 @@
-"""Stages: each picture task as a way from a picture to a picture, through tokens on a grid and windows over it.
+"""Stages: how each image task goes from an image to tokens on a grid, which windows it samples, and back to an image.
 
-Shapes: h w grid, N = h * w tokens, M tokens that the tokenizer makes of the picture.
+Shapes: h w grid, N = h * w tokens, M tokens of the image that a stage starts from.
 """
 
 from __future__ import annotations
@@ -11,69 +11,71 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from arpg.config import EXPAND_METHODS
-from arpg.errors import one_of, require
+from arpg.errors import require
 from arpg.image import MAX_PIXELS, Pixels
-from arpg.model.rope import grid_places
+from arpg.model.rope import grid_positions
+from arpg.settings import TASK_SETTINGS
 from arpg.tasks.canvas import Canvas, Mask
 from arpg.tasks.control_input import WHOLE, Part
-from arpg.tasks.windows import plan_windows
 
 Grid = tuple[int, int]
-MAX_TOKENS = 1 << 14  # of one picture: a square of 1024 pixels where a token is 8 pixels wide
+MAX_TOKENS = 1 << 14  # of one image: a square of 1024 pixels where a token is 8 pixels wide
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What is known of a picture before, what is drawn, and what comes out. Its sizes are known before any picture."""
+    """One pass over a grid of tokens. All of it is known before any image is."""
 
     grid: Grid
     known_hw: Mask
-    window: Grid
-    corners: tuple[tuple[int, int], ...]  # the windows, in the order in which they are filled
-    see: Callable[[Image.Image], Pixels] | None = None  # what the tokenizer is shown of a picture; None: nothing
-    give: Callable[[Image.Image], Image.Image] = lambda made: made  # what becomes of the pixels that were drawn
-    stand_M: Tensor | None = None  # where the picture's tokens stand on the grid; None: one for each place
-    place_N2: Tensor | None = None  # as in a request; only where one window is everything
-    part: Part | None = None  # of a condition image, which the grid covers; None: the middle that has its shape
+    window: Grid  # tokens sampled by one request
+    corners: tuple[tuple[int, int], ...]  # top left corners of the windows, in the order in which they are sampled
+    preprocess: Callable[[Image.Image], Pixels] | None = None  # image to the tokenizer's input; None: starts empty
+    postprocess: Callable[[Image.Image], Image.Image] = lambda image: image  # the tokenizer's output to the result
+    token_index_M: Tensor | None = None  # where on the grid the image's tokens go; None: one for each grid token
+    pos_N2: Tensor | None = None  # positions as in a request; only where one window is the whole grid
+    control_part: Part | None = None  # of a condition image that the grid covers; None: a centre crop of its shape
 
     def __post_init__(self) -> None:
         check_tokens(self.grid)
         assert self.known_hw.shape == self.grid
-        assert self.place_N2 is None or self.window == self.grid
+        assert self.pos_N2 is None or self.window == self.grid
 
 
 def check_tokens(grid: Grid) -> None:
+    """Raise an `InputError` if the grid has too many tokens."""
     require(
         grid[0] * grid[1] <= MAX_TOKENS,
-        f"the picture would have {grid[1]}x{grid[0]} tokens; at most {MAX_TOKENS} can be drawn; ask for a smaller size",
+        f"the image would have {grid[1]}x{grid[0]} tokens; at most {MAX_TOKENS} are sampled; choose a smaller size",
     )
 
 
-def from_nothing(grid: Grid) -> Stage:
+def generate_stage(grid: Grid) -> Stage:
+    """Sample every token of a grid."""
     return Stage(grid, np.zeros(grid, dtype=bool), grid, ((0, 0),))
 
 
-def fill(canvas: Canvas, *, feather: int = 0) -> Stage:
-    """The masked part of one picture, which the canvas holds."""
-    require(feather >= 0, f"feather is {feather}; expected 0 or more pixels")
+def inpaint_stage(canvas: Canvas, *, feather: int = 0) -> Stage:
+    """Sample the masked part of the canvas's image."""
+    TASK_SETTINGS["feather"].check(feather)
     known = canvas.known().reshape(canvas.grid)
     return Stage(
         canvas.grid,
         known,
         canvas.grid,
         ((0, 0),),
-        see=lambda _: canvas.pixels(),
-        give=lambda made: canvas.paste(made, feather=feather),
-        part=canvas.part(),
+        preprocess=lambda _: canvas.pixels(),
+        postprocess=lambda made: canvas.paste(made, feather=feather),
+        control_part=canvas.part(),
     )
 
 
-def extend(canvas: Canvas, window: Grid) -> Stage:
-    """Beyond the sides of one picture, which the canvas holds, window by window."""
+def outpaint_stage(canvas: Canvas, window: Grid) -> Stage:
+    """Sample what lies beyond the sides of the canvas's image, window by window."""
     check_tokens(canvas.grid)
     known = canvas.known().reshape(canvas.grid)
     return Stage(
@@ -81,65 +83,100 @@ def extend(canvas: Canvas, window: Grid) -> Stage:
         known,
         window,
         tuple(plan_windows(known, window)),
-        see=lambda _: canvas.pixels(),
-        give=canvas.paste,
-        part=WHOLE,
+        preprocess=lambda _: canvas.pixels(),
+        postprocess=canvas.paste,
+        control_part=WHOLE,
     )
 
 
-def expand(picture: tuple[int, int], size: tuple[int, int], *, window: Grid, stride: int, way: str) -> Stage:
-    """A picture of (width, height) as a larger one of the same shape, with detail that is new.
+def expand_stage(
+    image_size: tuple[int, int], size: tuple[int, int], *, window: Grid, stride: int, method: str
+) -> Stage:
+    """Enlarge an image of (width, height) to `size`, which has the same aspect ratio, with newly sampled detail.
 
-    `positions`: the picture's own tokens stand at their places in the larger grid, which is squeezed into the trained
-    one (so places lie between the trained ones), and all others are filled together. `checkerboard`: the same, but
-    what is known is every other token of the enlarged picture. `windows`: likewise, but the rest is filled window by
-    window, at trained places.
+    `positions`: the image's own tokens are spread over the larger grid, whose positions are scaled into the trained
+    range (so they are fractional), and all others are sampled together. `checkerboard`: the same, but every other
+    token of the resized image is known. `windows`: likewise, but the rest is sampled window by window, at trained
+    positions.
     """
-    one_of("way", way, EXPAND_METHODS)
-    _check_size(picture, size)
+    TASK_SETTINGS["method"].check(method)
+    _check_size(image_size, size)
     high, wide = math.ceil(size[1] / stride), math.ceil(size[0] / stride)
-    if way == "windows":  # one must fit
-        larger = max(1.0, window[0] / high, window[1] / wide)
-        high, wide = math.ceil(high * larger), math.ceil(wide * larger)
+    if method == "windows":  # at least one must fit
+        scale = max(1.0, window[0] / high, window[1] / wide)
+        high, wide = math.ceil(high * scale), math.ceil(wide * scale)
     check_tokens((high, wide))
-    seen = (math.ceil(picture[1] / stride), math.ceil(picture[0] / stride)) if way == "positions" else (high, wide)
+    encoded = (high, wide)  # grid of the image that the tokenizer encodes
     known = np.add.outer(np.arange(high), np.arange(wide)) % 2 == 0
-    stand = None
-    if way == "positions":
+    token_index = None
+    if method == "positions":
+        encoded = (math.ceil(image_size[1] / stride), math.ceil(image_size[0] / stride))
         known = np.zeros((high, wide), dtype=bool)
-        rows, columns = (np.arange(few) * many // few for few, many in zip(seen, known.shape, strict=True))
+        rows, columns = (np.arange(few) * many // few for few, many in zip(encoded, known.shape, strict=True))
         known[np.ix_(rows, columns)] = True
-        stand = torch.from_numpy(np.flatnonzero(known))
-    scale = min(1.0, window[0] / high, window[1] / wide)
-    at_once = way != "windows"
+        token_index = torch.from_numpy(np.flatnonzero(known))
+    one_window = method != "windows"
     return Stage(
         (high, wide),
         known,
-        (high, wide) if at_once else window,
-        ((0, 0),) if at_once else tuple(plan_windows(known, window)),
-        see=lambda image: np.asarray(_resized(image, (seen[1] * stride, seen[0] * stride))),
-        give=lambda made: _resized(made, size),
-        stand_M=stand,
-        place_N2=grid_places(high, wide) * scale if at_once else None,
+        (high, wide) if one_window else window,
+        ((0, 0),) if one_window else tuple(plan_windows(known, window)),
+        preprocess=lambda image: np.asarray(_resize(image, (encoded[1] * stride, encoded[0] * stride))),
+        postprocess=lambda made: _resize(made, size),
+        token_index_M=token_index,
+        pos_N2=grid_positions(high, wide) * min(1.0, window[0] / high, window[1] / wide) if one_window else None,
     )
 
 
-def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def plan_windows(known_hw: Mask, window: Grid) -> list[tuple[int, int]]:
+    """Return the top left corners of windows, in order, that together cover every unknown token.
+
+    Greedy: the next window is the one with unknown tokens that has the most known ones, but at most half of its
+    tokens known while there are such windows, so that steps stay large; ties go to the one nearest to the middle.
+    """
+    known = known_hw.copy()
+    rows, columns = (size - side + 1 for size, side in zip(known.shape, window, strict=True))
+    assert rows >= 1
+    assert columns >= 1
+    area = window[0] * window[1]
+    distance = np.add.outer(abs(np.arange(rows) - (rows - 1) / 2), abs(np.arange(columns) - (columns - 1) / 2))
+    corners: list[tuple[int, int]] = []
+    while not known.all():
+        count = _known_per_window(known, window)
+        # Up to half known: the more the better. Beyond that: the fewer the better, and only as a last resort.
+        rank = np.where(count <= area / 2, count + area, -count).astype(np.float64)
+        rank[count == area] = -np.inf
+        best = np.where(rank == rank.max(), distance, np.inf)
+        top, left = divmod(int(best.argmin()), columns)
+        known[top : top + window[0], left : left + window[1]] = True
+        corners.append((top, left))
+    return corners
+
+
+def _known_per_window(known_hw: Mask, window: Grid) -> NDArray[np.int64]:
+    """Count the known tokens of the window at each corner."""
+    total = np.pad(known_hw.astype(np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    high, wide = window
+    sums: NDArray[np.int64] = total[high:, wide:] - total[:-high, wide:] - total[high:, :-wide] + total[:-high, :-wide]
+    return sums
+
+
+def _resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
-def _check_size(picture: tuple[int, int], size: tuple[int, int]) -> None:
+def _check_size(image_size: tuple[int, int], size: tuple[int, int]) -> None:
     (width, height), text = size, f"{size[0]}x{size[1]}"
     require(width >= 1 and height >= 1, f"size is {text}; expected 1 or more pixels per side")
-    require(width * height <= MAX_PIXELS, f"size is {text}; at most {MAX_PIXELS // 10**6} million pixels are drawn")
+    require(width * height <= MAX_PIXELS, f"size is {text}; at most {MAX_PIXELS // 10**6} million pixels are sampled")
     require(
-        width >= picture[0] and height >= picture[1] and size != picture,
-        f"size is {text}, the picture is {picture[0]}x{picture[1]} pixels; expected a larger size",
+        width >= image_size[0] and height >= image_size[1] and size != image_size,
+        f"size is {text}, the image is {image_size[0]}x{image_size[1]} pixels; expected a larger size",
     )
-    best = max(width, round(height * picture[0] / picture[1]))
-    fitting = (best, round(best * picture[1] / picture[0]))
+    best = max(width, round(height * image_size[0] / image_size[1]))
+    fitting = (best, round(best * image_size[1] / image_size[0]))
     require(
-        abs(width * picture[1] - height * picture[0]) < max(picture),
-        f"size is {text}, but the picture is {picture[0]}x{picture[1]} pixels and keeps its shape; expected "
+        abs(width * image_size[1] - height * image_size[0]) < max(image_size),
+        f"size is {text}, but the image is {image_size[0]}x{image_size[1]} pixels and keeps its shape; expected "
         f"{fitting[0]}x{fitting[1]}, or outpaint it to the shape first",
     )

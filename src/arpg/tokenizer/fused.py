@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.kernels.groupnorm import Moments, add, last, moments, norm, spread
+from arpg.kernels.group_norm import Moments, add, last, moments, norm, spread
 from arpg.tokenizer.vq import Decoder, ResBlock, SpatialAttention, Upsample
 
 _OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8

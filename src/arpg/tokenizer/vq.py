@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from arpg.config import TokenizerConfig
 from arpg.errors import require
-from arpg.kernels import fusible
+from arpg.kernels.dispatch import can_fuse
 
 
 class ResBlock(nn.Module):
@@ -209,7 +209,7 @@ class VQTokenizer(nn.Module):
         if self.pixel_dtype is None:
             image: Tensor = self.decoder(self.post_quant_conv(codes_BEhw))
             return image
-        if fusible(codes_BEhw) and not torch.is_grad_enabled():
+        if can_fuse(codes_BEhw) and not torch.is_grad_enabled():
             fused = self.fused or self._fuse(self.pixel_dtype)
             image = fused(self.post_quant_conv(codes_BEhw))
             return image.type_as(codes_BEhw)

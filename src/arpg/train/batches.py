@@ -16,9 +16,9 @@ from torch import Tensor
 from arpg.data.control_maps import ControlMaps
 from arpg.data.text_states import TextStates
 from arpg.data.tokens import NO_CLASS, TokenSet
-from arpg.decode.noise import Stream, random_words, seed_keys
 from arpg.device import send
 from arpg.errors import require
+from arpg.noise import Stream, random_words, seed_keys
 
 
 @dataclass(frozen=True)

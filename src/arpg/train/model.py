@@ -92,7 +92,7 @@ class ModelTraining:
         model.to(world.device).train()
         self.objective = Objective(model, self.tokens.grid)
         if run.compile and world.device.type == "cuda":
-            model.compile_parts()
+            model.compile_blocks()
         blocks = [*model.pass1, *model.pass2]
         self.parallel = parallelize(self.objective, run.parallel, world, blocks)
         self.graphed: GraphedGradients | None = None

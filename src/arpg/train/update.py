@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from arpg.kernels import fusible
+from arpg.kernels.dispatch import can_fuse
 from arpg.train.optim import EMA
 
 ALIGNMENT = 16  # bytes that the kernel reads at once
@@ -66,7 +66,7 @@ class Update:
 def _takes(columns: list[list[Tensor]]) -> bool:
     """Whether the kernel takes these tensors: none is missing, and all are whole, dense and in float32 on a GPU."""
     return all(len(column) == len(columns[0]) for column in columns) and all(
-        fusible(x)
+        can_fuse(x)
         and x.dtype == torch.float32
         and x.is_contiguous()
         and not isinstance(x, DTensor)

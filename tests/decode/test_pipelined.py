@@ -8,7 +8,7 @@ import torch
 from arpg import SamplingSettings, make_plan, tasks
 from arpg.decode import Engine, decode
 from arpg.decode import pipelined as overlap
-from arpg.decode.pipelined import AHEAD, flow
+from arpg.decode.pipelined import pipelined_decode
 from support.small import small_model, small_tokenizer
 
 GPU = torch.cuda.is_available()
@@ -35,7 +35,7 @@ def test_the_same_pixels_in_the_same_order(mode):
     on = "cuda" if GPU else "cpu"
     model, tokenizer = small_model().to(on), small_tokenizer().to(on)
     engine, firsts = Engine(model, mode), range(0, 20, 2)
-    made = list(flow(engine, (plan(model, first) for first in firsts), SETTINGS, tokenizer.decode))
+    made = list(pipelined_decode(engine, (plan(model, first) for first in firsts), SETTINGS, tokenizer.decode))
     for (pixels, seconds), expected in zip(made, one_at_a_time(model, tokenizer, firsts), strict=True):
         assert torch.allclose(pixels.cpu(), expected, atol=1e-5)
         assert seconds > 0
@@ -80,7 +80,9 @@ def test_who_waits_for_whom(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: log.append(f"memory stays for {s.name}"))
     model = small_model()
     plans = (plan(model, first) for first in (0, 2, 4))
-    made = overlap._on_gpu(Engine(model, "eager"), plans, SETTINGS, lambda ids_BN, grid: log.append("made") or ids_BN)
+    made = overlap._overlapped(
+        Engine(model, "eager"), plans, SETTINGS, lambda ids_BN, grid: log.append("made") or ids_BN
+    )
     first = next(made)
     one, two = (
         [f"event {n} after tokens", f"event {n + 1} after tokens", f"pixels waits for event {n + 1}",
@@ -104,12 +106,12 @@ def test_plans_are_made_when_they_are_needed():
             planned.append(first)
             yield plan(model, first)
 
-    made = flow(Engine(model, "eager"), plans(), SETTINGS, lambda ids_BN, grid: ids_BN)
+    made = pipelined_decode(Engine(model, "eager"), plans(), SETTINGS, lambda ids_BN, grid: ids_BN)
     next(made)
     next(made)
     made.close()
-    assert len(planned) == 2 + (AHEAD if GPU else 0)
+    assert len(planned) == 2 + (overlap._IN_FLIGHT if GPU else 0)
 
 
 def test_nothing_comes_of_nothing():
-    assert list(flow(Engine(small_model(), "eager"), [], SETTINGS, lambda ids_BN, grid: ids_BN)) == []
+    assert list(pipelined_decode(Engine(small_model(), "eager"), [], SETTINGS, lambda ids_BN, grid: ids_BN)) == []

@@ -5,8 +5,8 @@ import torch
 
 from arpg import tasks
 from arpg.decode import Request, decode, make_plan
+from arpg.decode.continuous import ContinuousBatch, should_merge
 from arpg.decode.plan import Plan
-from arpg.decode.running import Running, joining_pays
 from arpg.model import class_condition
 from arpg.settings import SamplingSettings
 
@@ -48,7 +48,7 @@ def test_joined_samples_get_the_tokens_of_their_own(model, settings, gap):
         if turn % gap == 0 and waiting:
             name = min(waiting)
             request = waiting.pop(name)
-            new = Running(model, request, plan_of(request, settings), settings)
+            new = ContinuousBatch(model, request, plan_of(request, settings), settings)
             names.append(name)
             if running is None:
                 running = new
@@ -77,7 +77,7 @@ def test_joined_samples_get_the_tokens_of_their_own(model, settings, gap):
 def test_rows_leave_from_the_middle(model):
     settings = SETTINGS[0]
     request = tasks.generate(model, [0, 1, 2, 3], [5, 6, 7, 8])
-    running = Running(model, request, plan_of(request, settings), settings)
+    running = ContinuousBatch(model, request, plan_of(request, settings), settings)
     running.step()
     running.step()
     running.keep([3, 1])
@@ -90,7 +90,7 @@ def test_rows_leave_from_the_middle(model):
 def test_a_uniform_batch_is_the_loop_bit_for_bit(model):
     settings = SETTINGS[0]
     request = tasks.generate(model, [0, 1], [5, 6])
-    running = Running(model, request, plan_of(request, settings), settings)
+    running = ContinuousBatch(model, request, plan_of(request, settings), settings)
     for step in decode(model, request, plan_of(request, settings), settings):
         running.step()
         assert running.state.cache.length_B is None  # no mask
@@ -103,17 +103,17 @@ def test_different_plans_and_places_share_a_batch(model):
     own = [SamplingSettings(steps=3, guidance=3.0), SamplingSettings(steps=7, order="raster", guidance=2.0)]
     plain = tasks.generate(model, [1, 2], [3, 4])
     plans = [plan_of(plain, settings).samples[i] for i, settings in enumerate(own)]
-    running = Running(model, plain, Plan(tuple(plans)), own[0])
+    running = ContinuousBatch(model, plain, Plan(tuple(plans)), own[0])
     moved = Request(
         class_condition(model, torch.tensor([3])),
         (4, 4),
         torch.zeros(1, 16, dtype=torch.long),
         torch.zeros(1, 16, dtype=torch.bool),
         (9,),
-        place_N2=torch.rand(16, 2, generator=torch.Generator().manual_seed(1)) * 4,
+        pos_N2=torch.rand(16, 2, generator=torch.Generator().manual_seed(1)) * 4,
     )
     running.step()
-    running.join(Running(model, moved, plan_of(moved, own[1]), own[1]))
+    running.join(ContinuousBatch(model, moved, plan_of(moved, own[1]), own[1]))
     while not all(row.finished for row in running.rows):
         running.step()
     ids = running.tokens([0, 1, 2])[0]
@@ -127,21 +127,21 @@ def test_joining_pays_when_rows_are_at_like_steps(model):
     request = tasks.generate(model, [0], [0])
 
     def at(step):
-        running = Running(model, request, plan_of(request, settings), settings)
+        running = ContinuousBatch(model, request, plan_of(request, settings), settings)
         for _ in range(step):
             running.step()
         return running
 
-    assert joining_pays(at(0), at(0), call=0.5)
-    assert joining_pays(at(0), at(7), call=1000)
-    assert not joining_pays(at(0), at(7), call=0.5)
+    assert should_merge(at(0), at(0), call_overhead_tokens=0.5)
+    assert should_merge(at(0), at(7), call_overhead_tokens=1000)
+    assert not should_merge(at(0), at(7), call_overhead_tokens=0.5)
 
 
 @pytest.mark.parametrize("decode_", ["exact", "speculative"])
 def test_rows_leave_batches_that_guess(model, decode_):
     settings = SamplingSettings(steps=16, guidance=2.0, decode=decode_, attention="causal", draft=3)
     request = Request.gather([(r, 0) for r in requests(model)])
-    running = Running(model, request, plan_of(request, settings), settings)
+    running = ContinuousBatch(model, request, plan_of(request, settings), settings)
     names, found = [0, 1, 2, 3], {}
     for turn in range(100):
         running.step()
@@ -162,9 +162,9 @@ def test_rows_leave_batches_that_guess(model, decode_):
 def test_no_graph_is_built(model):
     """A graph over the cache would keep itself alive for ever."""
     settings = SETTINGS[0]
-    runnings = [Running(model, r, plan_of(r, settings), settings) for r in requests(model)[:2]]
+    runnings = [ContinuousBatch(model, r, plan_of(r, settings), settings) for r in requests(model)[:2]]
     runnings[0].join(runnings[1])
     runnings[0].keep([1])
     runnings[0].step()
     state = runnings[0].state
-    assert not any(x.requires_grad for x in (state.cache.key_LBTHK, state.cache.value_LBTHK, state.place_BN2))
+    assert not any(x.requires_grad for x in (state.cache.key_LBTHK, state.cache.value_LBTHK, state.pos_BN2))

@@ -1,6 +1,6 @@
-"""The Gumbel-max draw in one pass over the logits: guidance, Philox 4x32-10 noise, argmax, nothing of it in memory.
+"""Gumbel-max sampling in one pass over the logits: guidance, Philox 4x32-10 noise and argmax, none of it in memory.
 
-The numbers are those of `decode/noise.py`. Shapes: B batch, R rows (B, or 2B when guided), S tokens, V codes.
+The noise is that of `arpg.noise`. Shapes: B batch, R rows (B, or 2B when guided), S tokens, V codes.
 """
 
 from __future__ import annotations
@@ -9,17 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels import ahead
+from arpg.kernels.dispatch import prefetch_weights
 
-_CODES, _WARPS = 1024, 4  # at a time; a multiple of 4
-_FEW = 128  # tokens that leave most of a GPU idle: each is given more of it
-_FEW_CODES, _FEW_WARPS, _MOST_TURNS = 4096, 16, 8
+_CODES, _WARPS = 1024, 4  # codes per iteration (a multiple of 4) and warps of a program
+_SMALL_BATCH = 128  # tokens up to which most of a GPU would be idle: each program then has more warps
+_SMALL_BATCH_CODES, _SMALL_BATCH_WARPS, _MAX_ITERATIONS = 4096, 16, 8
 
 
-def draw(
-    logits_RSV: Tensor, scale_BS: Tensor | None, temperature: float, key_B2: Tensor, stream: int, position_BS: Tensor
+def sample(
+    logits_RSV: Tensor,
+    scale_BS: Tensor | None,
+    temperature: float,
+    key_B2: Tensor,
+    stream: int,
+    position_BS: Tensor,
+    *,
+    static: bool = False,
 ) -> Tensor:
-    """Ids `[B, S]`: argmax(logits / temperature + noise), with a scale of the guided logits."""
+    """Ids `[B, S]`: argmax(logits / temperature + noise) of the guided logits.
+
+    `static`: seeds, positions and scales were written before the decode started, so that they may be read before the
+    kernel in front ends. Otherwise everything is read after the dependency barrier.
+    """
     key_B2 = key_B2.contiguous()
     position_BS = position_BS if position_BS.stride(-1) == 1 else position_BS.contiguous()
     logits_RSV = logits_RSV if logits_RSV.stride(-1) == 1 else logits_RSV.contiguous()
@@ -27,30 +38,34 @@ def draw(
     batch = len(position_BS)
     scale = key_B2 if scale_BS is None else scale_BS.expand(batch, num_tokens)  # not guided: not read
     ids_BS = position_BS.new_empty(position_BS.shape)
-    few = batch * num_tokens <= _FEW and num_codes <= _FEW_CODES * _MOST_TURNS
-    codes, warps = (_FEW_CODES, _FEW_WARPS) if few else (_CODES, _WARPS)
+    small = batch * num_tokens <= _SMALL_BATCH and num_codes <= _SMALL_BATCH_CODES * _MAX_ITERATIONS
+    codes, warps = (_SMALL_BATCH_CODES, _SMALL_BATCH_WARPS) if small else (_CODES, _WARPS)
+    pdl = small and prefetch_weights(logits_RSV)
     if ids_BS.numel():
-        _draw[(batch * num_tokens,)](
+        _sample[(batch * num_tokens,)](
             logits_RSV, logits_RSV[batch:], scale, key_B2, position_BS, ids_BS,
             *logits_RSV.stride()[:2], *scale.stride(), position_BS.stride(0), num_tokens, num_codes, temperature,
-            scale_BS is not None, int(stream), codes, triton.cdiv(num_codes, codes), few, few and ahead(logits_RSV),
-            num_warps=warps, **({"launch_pdl": True} if few and ahead(logits_RSV) else {}),
+            scale_BS is not None, int(stream), codes, triton.cdiv(num_codes, codes), small, pdl, static,
+            num_warps=warps, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return ids_BS
 
 
 @triton.jit(do_not_specialize=["S"])
-def _draw(  # type: ignore[no-untyped-def]
+def _sample(  # type: ignore[no-untyped-def]
     logits, nulls, scales, keys, positions, ids, logit_b, logit_s, scale_b, scale_s, position_b, S, V, temperature,
-    GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, TURNS: tl.constexpr, FEW: tl.constexpr,
-    AHEAD: tl.constexpr,
+    GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, ITERATIONS: tl.constexpr, SMALL: tl.constexpr,
+    PDL: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code.
 
-    Few tokens have all their noise before the logits are there. Seeds and positions are as old as the request.
+    In small batches all noise is made before the logits are read: with PDL and static positions, before the dependency
+    barrier.
     """
-    if AHEAD:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if not STATIC:
+            tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     row = token // S
     at = row * logit_b + (token % S) * logit_s
@@ -59,24 +74,24 @@ def _draw(  # type: ignore[no-untyped-def]
     scale = tl.load(scales + row * scale_b + (token % S) * scale_s) if GUIDED else 1.0
     best = tl.full((CODES,), float("-inf"), tl.float32)
     best_code = tl.zeros((CODES,), tl.int32)
-    if FEW:
+    if SMALL:
         noises = ()
-        for turn in tl.static_range(TURNS):
-            block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
+        for iteration in tl.static_range(ITERATIONS):
+            block = (iteration * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
             noise = _gumbel(_words(block, position, STREAM, key0, key1, CODES))
-            if AHEAD:  # not pure, so that the compiler does not move it behind the wait
+            if PDL and STATIC:  # not pure, so that the compiler does not move it behind the wait
                 noise = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [noise], tl.float32, is_pure=False, pack=1)
             noises += (noise,)  # type: ignore[assignment]
-        if AHEAD:
+        if PDL and STATIC:
             tl.extra.cuda.gdc_wait()
-        for turn in tl.static_range(TURNS):
-            code = turn * CODES + tl.arange(0, CODES)
-            value = _logit(logits + at, nulls + at, code, V, scale, GUIDED) / temperature + noises[turn]
+        for iteration in tl.static_range(ITERATIONS):
+            code = iteration * CODES + tl.arange(0, CODES)
+            value = _logit(logits + at, nulls + at, code, V, scale, GUIDED) / temperature + noises[iteration]
             best, best_code = _better(best, best_code, value, code, V)
     else:
-        for turn in range(TURNS):
-            code = turn * CODES + tl.arange(0, CODES)
-            block = (turn * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
+        for iteration in range(ITERATIONS):
+            code = iteration * CODES + tl.arange(0, CODES)
+            block = (iteration * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
             logit = _logit(logits + at, nulls + at, code, V, scale, GUIDED)
             value = logit / temperature + _gumbel(_words(block, position, STREAM, key0, key1, CODES))
             best, best_code = _better(best, best_code, value, code, V)

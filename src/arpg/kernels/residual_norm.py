@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels import FLOAT8
+from arpg.kernels.dispatch import FLOAT8
 
 # Of the backward pass: each program sums its share of the weight's gradient, some rows at a time, while the next come.
 _PROGRAMS, _ROWS, _STAGES = 512, 1, 3

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from arpg import SamplingSettings, make_plan, tasks
-from arpg.decode import Engine, decode, execution
-from arpg.decode.engine import run
+from arpg.decode import Engine, decode
+from arpg.decode import engine as engine_module
+from arpg.decode.engine import loop
+from arpg.decode.steps import PlannedSteps
 from arpg.errors import InputError
 from support.small import small_model
 
@@ -45,10 +47,10 @@ def model():
 )
 def test_every_mode_draws_the_same_tokens(model, mode, options):
     engine = Engine(model, mode)
-    for first in (0, 10, 20):  # `auto` records the second time and replays the third
+    for first in (0, 10, 20):  # `auto` captures the second time and replays the third
         case = make(model, first=first, **options)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
-        assert tokens(engine.decode(*case, every=False))[-1] == tokens(decode(model, *case))[-1]
+        assert tokens(engine.decode(*case, every_step=False))[-1] == tokens(decode(model, *case))[-1]
 
 
 @pytest.mark.gpu
@@ -101,15 +103,19 @@ class TestGraphs:
             any(1 // 0 for _ in engine.decode(*case))
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
 
-    def test_an_error_while_recording(self, model, monkeypatch):
+    def test_an_error_while_capturing(self, model, monkeypatch):
         engine = Engine(model, "graph")
-        from arpg.decode import recording
+        plain, calls = loop, []
 
-        def fail(*_):
-            raise RuntimeError("out of something")
+        def fail(*args):
+            """The first run, which compiles the kernels, goes well; the second is captured."""
+            calls.append(args)
+            if len(calls) == 2:
+                raise RuntimeError("out of something")
+            yield from plain(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(recording, "advance", fail)
+            patched.setattr(engine_module, "loop", fail)
             with pytest.raises(RuntimeError, match="out of something"):
                 list(engine.decode(*make(model, 2)))
         case = make(model, 2, first=3)
@@ -142,60 +148,65 @@ class TestGraphs:
                 torch.cuda.synchronize()
                 sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
         assert sizes[0] == sizes[1]
-        assert len(engine.recordings) == 1
+        assert len(engine.graphs.captured) == 1
 
-    def test_recordings_go_when_there_is_no_room(self, model):
-        engine = Engine(model, "graph", memory=1)
+    def test_graphs_go_when_there_is_no_room(self, model):
+        engine = Engine(model, "graph", graph_memory=1)
         for batch in (1, 2, 3):
             list(engine.decode(*make(model, batch)))
-            assert len(engine.recordings) == 1
+            assert len(engine.graphs.captured) == 1
         case = make(model, 2, first=4)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
 
 
 class Fake:
-    """A recording that a CPU can make: it runs the loop."""
+    """Captured graphs that a CPU can make: they run the loop."""
 
     made: ClassVar = []
+    model = None
 
-    def __init__(self, model, inputs, way, settings):
-        self.busy, self.bytes, self.args = threading.Lock(), 10, (model, settings)
-        self.made.append(len(inputs.ids_BN))
+    def __init__(self, state, cursor, steps):
+        self.busy, self.bytes = threading.Lock(), 10
+        self.graphs = [None] * cursor.num_steps
+        self.made.append(len(state.ids_BN))
 
-    def replay(self, inputs, way, *, every):
-        return (step for step in run(self.args[0], inputs, way, self.args[1]) if every or step.last)
+    def replay(self, state, cursor, *, every_step):
+        for step in loop(self.model, state, PlannedSteps(cursor), SETTINGS):
+            if every_step or step.last:
+                yield step.index, (step.ids_BN, step.known_BN)
 
 
 @pytest.fixture
 def engine(model, monkeypatch):
-    """An engine that records, with fakes."""
-    monkeypatch.setattr(execution, "Recording", Fake)
+    """An engine that captures fakes."""
+    monkeypatch.setattr(engine_module, "CapturedGraphs", Fake)
+    monkeypatch.setattr(Fake, "model", model, raising=False)
     monkeypatch.setattr(Fake, "made", [])
-    made = Engine(model, memory=25)
+    made = Engine(model, graph_memory=25)
     made.mode = "graph"
     return made
 
 
-def test_a_shape_is_recorded_when_it_comes_again(engine, model):
+def test_a_shape_is_captured_when_it_comes_again(engine, model):
     for first in (0, 10, 20):
         case = make(model, 5, first=first)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
-    assert Fake.made == [6]  # filled up
-    for batch in (1, 2, 1, 2, 5, 6):  # room for two recordings; the oldest goes
+    assert Fake.made == [6]  # padded
+    for batch in (1, 2, 1, 2, 5, 6):  # room for two of them; the oldest goes
         list(engine.decode(*make(model, batch)))
     assert Fake.made == [6, 1, 2, 6]
-    engine.forget()
-    assert not engine.recordings
+    engine.graphs.clear()
+    assert not engine.graphs.captured
 
 
-def test_what_runs_eagerly_is_not_filled_up(engine, model, monkeypatch):
+def test_what_runs_eagerly_is_not_padded(engine, model, monkeypatch):
     sizes = []
     monkeypatch.setattr(
-        execution, "run", lambda model, inputs, *a: sizes.append(len(inputs.ids_BN)) or run(model, inputs, *a)
+        engine_module, "loop", lambda model, state, *a: sizes.append(len(state.ids_BN)) or loop(model, state, *a)
     )
     for first in (0, 10, 20):
         list(engine.decode(*make(model, 5, first=first)))
-    assert sizes == [5, 6]  # eagerly; then filled up, before it is recorded; the fake runs by itself
+    assert sizes == [5, 6, 6]  # eagerly; then padded, to compile and to capture; the fake runs by itself
 
 
 def test_who_looks_at_the_last_step_alone(engine, model):
@@ -203,7 +214,7 @@ def test_who_looks_at_the_last_step_alone(engine, model):
     case = make(model, 2)
     *_, last = decode(model, *case)
     for _ in range(3):
-        *before, step = engine.decode(*case, every=False)
+        *before, step = engine.decode(*case, every_step=False)
         assert tokens([step]) == tokens([last])
     assert Fake.made == [2]
     assert not before
@@ -216,9 +227,9 @@ def test_what_is_too_large_runs_eagerly(engine, model, monkeypatch, caplog):
         tries.append(1)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(execution, "Recording", fail)
+    monkeypatch.setattr(engine_module, "CapturedGraphs", fail)
     for first in (0, 10, 20):
         case = make(model, 2, first=first)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
     assert tries == [1]  # not again and again
-    assert "too large to be recorded" in caplog.text
+    assert "too large to be captured" in caplog.text

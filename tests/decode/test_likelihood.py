@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Request, SamplingSettings, cli, decode, make_plan
-from arpg.decode import engine
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.decode.sampling import guide
-from arpg.decode.score import make_orders, token_bits
 from arpg.model import class_condition
 from arpg.settings import ORDERS
 from support.small import SMALL, small_model
@@ -29,23 +28,20 @@ def test_all_images_together_have_probability_one(name):
     assert torch.exp2(-bits.sum(1)).std() > 1e-4
 
 
-def test_the_bits_are_those_of_sequential_decoding(model, monkeypatch):
+def test_the_bits_are_those_of_sequential_decoding(model):
     """What a one-token-at-a-time decode computed for the tokens it drew."""
-    drawn = []
-    sample = engine.sample
+    seen = []
 
-    def record(logits, *rest, scale_BS):
-        drawn.append(guide(logits, scale_BS))
-        return sample(logits, *rest, scale_BS=scale_BS)
+    def hook(state, step, logits, sampled):
+        seen.append(guide(logits, step.predict.scale_BS))
 
-    monkeypatch.setattr(engine, "sample", record)
     condition = class_condition(model, torch.tensor([1, 3]))
     request = Request.from_nothing(condition, (4, 4), (7, 8))
     settings = SamplingSettings(steps=16)
     plan = make_plan((4, 4), request.known_BN, request.seeds, settings)
-    ids = list(decode(model, request, plan, settings))[-1].ids_BN
+    ids = list(decode(model, request, plan, settings, hook=hook))[-1].ids_BN
     order = torch.tensor([sample.order for sample in plan.samples])
-    log2 = torch.cat(drawn, dim=1).log_softmax(-1) / np.log(2)
+    log2 = torch.cat(seen, dim=1).log_softmax(-1) / np.log(2)
     in_order = log2.gather(-1, ids.gather(1, order)[..., None])[..., 0]
     bits = token_bits(model, ids, condition, order)
     assert torch.allclose(bits.gather(1, order), -in_order, atol=1e-4)

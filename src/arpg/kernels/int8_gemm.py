@@ -1,4 +1,4 @@
-"""Products with int8 weights on a GPU. No gradients.
+"""GEMM with int8 weights on a GPU, for small batches. No gradients.
 
 Shapes: I inputs, O outputs.
 """
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 64  # of `int8_product`
+MAX_ROWS = 64  # of `int8_gemm`
 _OUTPUTS, _INPUTS = 32, 128
 
 
-@torch.library.custom_op("arpg::int8_product", mutates_args=())
-def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
+@torch.library.custom_op("arpg::int8_gemm", mutates_args=())
+def int8_gemm(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     """x times the weight, for at most `MAX_ROWS` rows: the time is that of reading the weight, which is read once."""
     x = x.contiguous()
     outputs, inputs = values_OI.shape
@@ -23,29 +23,29 @@ def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     assert num_rows <= MAX_ROWS
     out = x.new_empty((*x.shape[:-1], outputs))
     rows = max(16, triton.next_power_of_2(num_rows))
-    _int8_product[(triton.cdiv(outputs, _OUTPUTS),)](
+    _int8_gemm[(triton.cdiv(outputs, _OUTPUTS),)](
         x, values_OI, scale_O, out, num_rows, inputs, outputs,
         rows, _OUTPUTS, _INPUTS, triton.cdiv(inputs, _INPUTS), num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
 
 
-@int8_product.register_fake
+@int8_gemm.register_fake
 def _(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], values_OI.shape[0]))
 
 
 @triton.jit
-def _int8_product(  # type: ignore[no-untyped-def]
+def _int8_gemm(  # type: ignore[no-untyped-def]
     x, values, scales, out, num_rows, num_inputs, num_outputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """All rows, some outputs. The weight becomes x's type in registers, which is exact; scales come last."""
     row = tl.arange(0, ROWS)[:, None]
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for turn in range(TURNS):
-        inputs = turn * INPUTS + tl.arange(0, INPUTS)
+    for iteration in range(ITERATIONS):
+        inputs = iteration * INPUTS + tl.arange(0, INPUTS)
         seen = (row < num_rows) & (inputs[None, :] < num_inputs)
         left = tl.load(x + row * num_inputs + inputs[None, :], seen, other=0.0)
         there = (output[None, :] < num_outputs) & (inputs[:, None] < num_inputs)

@@ -1,24 +1,114 @@
-"""The kernel of `few_rows.py`, in Gluon, the part of Triton in which one says where every number lies. Forward only.
+"""GEMM for small batches (up to 32 rows): norm, product, then SwiGLU or the residual sum, in one kernel. Forward only.
 
-Rows and weights are loaded as the tensor cores take them, 16 bytes a thread, and pass through no shared memory: which
-input comes first does not matter to a product, as long as rows and weights agree. Each warp multiplies inputs of its
-own; their sums meet in shared memory. All weights of a program are asked for before it waits for the kernel in front.
+With so few rows a product takes as long as reading its weights. So a program prefetches all of its weights before the
+dependency barrier (programmatic dependent launch); only the rows are read after it. An RMS norm needs the squares of
+all inputs of a row: the kernel that writes the rows can sum the squares of its outputs for the next one.
+
+The kernel is written in Gluon, the part of Triton with explicit layouts. Rows and weights are loaded as the tensor
+cores take them, 16 bytes per thread, without shared memory: the order of inputs does not matter to a product, as long
+as rows and weights agree. Each warp multiplies inputs of its own; their sums are combined in shared memory.
+Shapes: M rows, D inputs, N outputs, P partial sums.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
-INPUTS = gl.constexpr(64)  # of a warp at a time: two loads of 16 bytes for each of the four threads of a row
+from arpg.kernels.dispatch import prefetch_weights
+
+ROWS = 16  # of a program: one tile of the tensor cores
+INPUTS = gl.constexpr(64)  # of a warp per iteration: two loads of 16 bytes for each of the four threads of a row
+
+
+class Tile(NamedTuple):
+    """Tile of one program."""
+
+    outputs: int  # of a group
+    groups: int  # at most; no more than it takes to give each processor one program
+    warps: int
+    staged: bool  # weights are prefetched to shared memory, not to registers
+    lead: int  # parts of the rows that are loaded before the first is multiplied
+    registers: int  # of a thread, at most: the programs of a processor share 65,536
+
+
+# By kind of product, the fastest of those that `benchmarks/small_gemm_tiles.py` tries.
+TILES: dict[str, Tile] = {
+    "plain": Tile(8, 3, 4, True, 4, 168),
+    "swiglu": Tile(8, 1, 4, False, 4, 168),
+    "sum": Tile(8, 1, 8, False, 6, 112),
+}
+
+
+def linear(
+    x: Tensor,
+    weight_ND: Tensor,
+    *,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+    add: Tensor | None = None,
+    swiglu: bool = False,
+    squares_PM: Tensor | None = None,
+    sums_PM: Tensor | None = None,
+) -> Tensor:
+    """`[..., N]`: x times the weight, after an RMS norm of `x` (`[..., D]`) where `norm_D` is given; plus `add`.
+
+    With `swiglu`, the weight holds gates and ups `[2 N, D]`: silu(gate) * up. `sums_PM`, made by `empty_sums`, gets
+    partial sums of the squares of the outputs, which the next norm takes as `squares_PM`.
+    """
+    inputs, outputs = x.shape[-1], len(weight_ND) // (2 if swiglu else 1)
+    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    x_MD = x.flatten(0, -2)
+    add_MN = out if add is None else add.flatten(0, -2)
+    assert x_MD.stride(-1) == add_MN.stride(-1) == 1
+    assert weight_ND.is_contiguous()
+    tile = TILES["swiglu" if swiglu else "plain" if add is None else "sum"]
+    groups, blocks = _groups(tile, outputs, x), triton.cdiv(len(x_MD), ROWS)
+    parts, padded = (0, 0) if squares_PM is None else squares_PM.shape
+    assert parts == 0 or padded == blocks * ROWS
+    _small_gemm[(triton.cdiv(outputs, tile.outputs * groups), blocks)](
+        x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, x if squares_PM is None else squares_PM,
+        x if sums_PM is None else sums_PM, len(x_MD), outputs, x_MD.stride(0), add_MN.stride(0), eps, inputs,
+        norm_D is not None, add is not None, swiglu, sums_PM is not None, parts, triton.next_power_of_2(parts), ROWS,
+        tile.outputs, groups, tile.warps, tile.staged, tile.lead, prefetch_weights(x), num_warps=tile.warps,
+        maxnreg=tile.registers, launch_pdl=prefetch_weights(x),
+    )  # fmt: skip
+    return out
+
+
+def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
+    """Allocate partial sums of the squares of `x @ weight + add`: `[P, M]`, those of a row beside each other.
+
+    Rows are padded to a whole number of programs, so that they can be read without a mask.
+    """
+    tile = TILES["sum"]
+    groups = _groups(tile, len(weight_ND), x)
+    makers = triton.cdiv(len(weight_ND), tile.outputs * groups) * groups
+    padded = triton.cdiv(x.numel() // x.shape[-1], ROWS) * ROWS
+    return torch.empty((padded, makers), dtype=torch.float32, device=x.device).t()
+
+
+def _groups(tile: Tile, outputs: int, x: Tensor) -> int:
+    return min(tile.groups, triton.cdiv(triton.cdiv(outputs, tile.outputs), _processors(x.device)))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 @constexpr_function
-def _loaded(warps, size, axis):  # type: ignore[no-untyped-def]
-    """Who loads what of `[warp, size, 64 inputs]` (1) or `[warp, 64 inputs, size]` (2): eight inputs each, twice."""
+def _load_layout(warps, size, axis):  # type: ignore[no-untyped-def]
+    """The layout of loads of `[warp, size, 64 inputs]` (1) or `[warp, 64 inputs, size]` (2)."""
 
     def at(warp, other, channel):  # type: ignore[no-untyped-def]
         return [warp, other, channel] if axis == 1 else [warp, channel, other]
@@ -31,44 +121,44 @@ def _loaded(warps, size, axis):  # type: ignore[no-untyped-def]
 
 
 @constexpr_function
-def _plain(rank):  # type: ignore[no-untyped-def]
+def _plain_layout(rank):  # type: ignore[no-untyped-def]
     return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank - 1, -1, -1)))
 
 
 @constexpr_function
-def _shared(warps, outputs):  # type: ignore[no-untyped-def]
-    """Lines of 64 inputs; every other line with its halves changed, so that no two threads want the same bank."""
+def _shared_layout(warps, outputs):  # type: ignore[no-untyped-def]
+    """Lines of 64 inputs; every other line with its halves swapped, to avoid bank conflicts."""
     bits = [[0, 1 << bit, 0] for bit in range(6)] + [[0, 32, 1]]
     bits += [[0, 0, 2 << bit] for bit in range(outputs.bit_length() - 2)]
     return gl.SharedLinearLayout(bits + [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)])
 
 
 @gluon.jit(do_not_specialize=["M"])
-def few_rows_product(  # type: ignore[no-untyped-def]
+def _small_gemm(  # type: ignore[no-untyped-def]
     x, norm, weight, add, out, squares, sums, M, N, x_row, add_row, eps, D: gl.constexpr, NORM: gl.constexpr,
     ADD: gl.constexpr, SWIGLU: gl.constexpr, SUMS: gl.constexpr, GIVEN: gl.constexpr, GIVEN_BLOCK: gl.constexpr,
     ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
-    LEAD: gl.constexpr, AHEAD: gl.constexpr,
+    LEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Some groups of outputs of some rows. Rows are `[warp, row, input]`, weights `[warp, input, output]`.
 
-    Rows and outputs that are not there are those of the last one, and not stored. `STAGED`: weights wait in shared
-    memory, not in registers. `LEAD`: parts of the rows that are asked for before one is multiplied.
+    Rows and outputs past the end repeat the last one and are not stored. `STAGED`: weights are prefetched to shared
+    memory, not to registers. `LEAD`: parts of the rows that are loaded before the first is multiplied.
     """
     EACH: gl.constexpr = 2 * OUTPUTS if SWIGLU else OUTPUTS
-    CHAINS: gl.constexpr = 2 if GROUPS * EACH == 8 else 1  # sums that do not wait for each other
+    CHAINS: gl.constexpr = 2 if GROUPS * EACH == 8 else 1  # independent accumulators
     STEP: gl.constexpr = WARPS * INPUTS
     PARTS: gl.constexpr = (D + STEP - 1) // STEP
     SUM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = _loaded(WARPS, ROWS, 1)
-    RIGHT: gl.constexpr = _loaded(WARPS, EACH, 2)
+    LEFT: gl.constexpr = _load_layout(WARPS, ROWS, 1)
+    RIGHT: gl.constexpr = _load_layout(WARPS, EACH, 2)
     COPIED: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 8, 4], [WARPS, 1, 1], [1, 2, 0]) if STAGED else RIGHT
-    DOWN: gl.constexpr = ROWS // WARPS  # rows of a warp once the sums have met
+    DOWN: gl.constexpr = ROWS // WARPS  # rows of a warp once the sums are combined
     WIDE: gl.constexpr = 1 if OUTPUTS * DOWN < 32 else OUTPUTS * DOWN // 32
     MET: gl.constexpr = gl.BlockedLayout([WARPS, 1, WIDE], [1, DOWN, 32 // DOWN], [1, WARPS, 1], [2, 1, 0])
     END: gl.constexpr = gl.SliceLayout(0, MET)
     MADE: gl.constexpr = gl.BlockedLayout([4, 1], [32 // DOWN, DOWN], [1, WARPS], [0, 1])
-    if AHEAD:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first_group, first_row = gl.program_id(0) * GROUPS, gl.program_id(1) * ROWS
     both = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, COPIED)))  # gates of some outputs, then their ups
@@ -80,9 +170,9 @@ def few_rows_product(  # type: ignore[no-untyped-def]
             line = gl.minimum((first_group + group) * OUTPUTS + both % OUTPUTS, N - 1) + both // OUTPUTS * N
             lines = weight + (line * D)[None, None, :]
             if STAGED:
-                tile = _copied(lines, channel, part * STEP, STEP, D, WARPS, EACH)
+                tile = _copy(lines, channel, part * STEP, STEP, D, WARPS, EACH)
             else:
-                tile = _some(lines, channel, part * STEP, STEP, D)
+                tile = _load(lines, channel, part * STEP, STEP, D)
             weights += (tile,)  # type: ignore[assignment]
     if STAGED:
         async_copy.commit_group()
@@ -90,14 +180,14 @@ def few_rows_product(  # type: ignore[no-untyped-def]
     channel = warp * INPUTS + gl.arange(0, INPUTS, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
     if NORM:
         for part in gl.static_range(PARTS):
-            scales += (_some(norm, channel, part * STEP, STEP, D),)  # type: ignore[assignment]
-    if AHEAD:
+            scales += (_load(norm, channel, part * STEP, STEP, D),)  # type: ignore[assignment]
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
     row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT))), M - 1)
     begin = x + (row * x_row)[None, :, None]
     for part in gl.static_range(LEAD if LEAD < PARTS else PARTS):
-        rows += (_some(begin, channel, part * STEP, STEP, D),)  # type: ignore[assignment]
+        rows += (_load(begin, channel, part * STEP, STEP, D),)  # type: ignore[assignment]
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, END))
     if ADD:
         for group in gl.static_range(GROUPS):
@@ -109,20 +199,20 @@ def few_rows_product(  # type: ignore[no-untyped-def]
         maker_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, MADE))[None, :]
         given = gl.load(squares + maker_row * GIVEN + maker, maker < GIVEN, other=0.0)
     if STAGED:
-        gl.thread_barrier()  # so that the compiler asks for the rows before it waits for the weights
+        gl.thread_barrier()  # so that the compiler loads the rows before it waits for the weights
         async_copy.wait_group(0)
     square_w = gl.zeros((WARPS, ROWS), gl.float32, gl.SliceLayout(2, LEFT))
     for _ in gl.static_range(GROUPS * CHAINS):
         totals += (gl.zeros((WARPS, ROWS, EACH), gl.float32, SUM),)  # type: ignore[assignment]
     for part in gl.static_range(PARTS):
         if part + LEAD < PARTS:
-            rows += (_some(begin, channel, (part + LEAD) * STEP, STEP, D),)  # type: ignore[assignment]
+            rows += (_load(begin, channel, (part + LEAD) * STEP, STEP, D),)  # type: ignore[assignment]
         some = rows[part]  # type: ignore[var-annotated]
         if NORM and not GIVEN:
             exact = some.to(gl.float32)  # type: ignore[var-annotated]
             square_w += gl.sum(exact * exact, 2)
         if NORM:
-            some = _times(some, scales[part])
+            some = _multiply(some, scales[part])
         some = some.reshape((WARPS, ROWS, 2, 4, 2, 2, 2)).permute(0, 1, 2, 4, 5, 3, 6)
         some = some.reshape((WARPS, ROWS, INPUTS))
         some = gl.convert_layout(some, gl.DotOperandLayout(0, SUM, 2), assert_trivial=True)
@@ -141,12 +231,12 @@ def few_rows_product(  # type: ignore[no-untyped-def]
         if GIVEN:
             square = gl.sum(given, 0)
         else:
-            of_warps = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], _plain(2), square_w)
+            of_warps = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], _plain_layout(2), square_w)
             square = gl.sum(of_warps.load(gl.SliceLayout(2, MET)), 0)
         factor = gl.rsqrt(gl.convert_layout(square, gl.SliceLayout(1, END)) / D + eps)[:, None]
     for group in gl.static_range(GROUPS):
         total = totals[group] + totals[GROUPS + group] if CHAINS == 2 else totals[group]  # type: ignore[var-annotated]
-        shared += (gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, EACH], _plain(3), total),)  # type: ignore[assignment]
+        shared += (gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, EACH], _plain_layout(3), total),)  # type: ignore[assignment]
     for group in gl.static_range(GROUPS):
         output = (first_group + group) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, END))
         there = (row[:, None] < M) & (output[None, :] < N)
@@ -160,15 +250,15 @@ def few_rows_product(  # type: ignore[no-untyped-def]
             total += befores[group].to(gl.float32)
         result = total.to(out.dtype.element_ty)
         gl.store(out + row[:, None] * N + output[None, :], result, there)
-        if SUMS:  # of what will be read, rounded
+        if SUMS:  # of the rounded outputs, which the next kernel reads
             rounded = gl.where(output[None, :] < N, result.to(gl.float32), 0.0)
             place = row * (gl.num_programs(0) * GROUPS) + first_group + group
             gl.store(sums + place, gl.sum(rounded * rounded, 1))
 
 
 @gluon.jit
-def _some(begin, channel, first: gl.constexpr, size: gl.constexpr, D: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Some channels from the first on; zeros behind the last."""
+def _load(begin, channel, first: gl.constexpr, size: gl.constexpr, D: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some channels from the first on; zeros past the last."""
     if first + size <= D:
         return gl.load(begin + channel + first)
     else:
@@ -176,11 +266,11 @@ def _some(begin, channel, first: gl.constexpr, size: gl.constexpr, D: gl.constex
 
 
 @gluon.jit
-def _copied(  # type: ignore[no-untyped-def]
+def _copy(  # type: ignore[no-untyped-def]
     lines, channel, first: gl.constexpr, size: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr
 ):
-    """The same on the way to shared memory."""
-    to = gl.allocate_shared_memory(lines.dtype.element_ty, [WARPS, INPUTS, EACH], _shared(WARPS, EACH))
+    """Copy some channels to shared memory."""
+    to = gl.allocate_shared_memory(lines.dtype.element_ty, [WARPS, INPUTS, EACH], _shared_layout(WARPS, EACH))
     if first + size <= D:
         async_copy.async_copy_global_to_shared(to, lines + channel + first)
     else:
@@ -189,8 +279,8 @@ def _copied(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _times(some, scale):  # type: ignore[no-untyped-def]
-    """Two products an instruction."""
+def _multiply(some, scale):  # type: ignore[no-untyped-def]
+    """Multiply two values per instruction."""
     TYPE: gl.constexpr = "bf16x2" if some.dtype == gl.bfloat16 else "f16x2"
     some, scale = gl.broadcast(some, scale)
     return gl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""Products of a handful of rows against their plain twins, and the network that uses them.
+"""The GEMM for small batches against its plain twin, and the network that uses it.
 
 Without a GPU the kernel's numbers are those of Triton's interpreter (`interpreted_gluon.py`), in float32.
 """
@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from arpg import kernels
-from arpg.decode import sampling, state
-from arpg.kernels import few_rows, few_rows_gluon
-from arpg.kernels.few_rows import Tile, linear
-from arpg.model import layers
+from arpg.kernels import dispatch, small_gemm
+from arpg.kernels.dispatch import KernelPolicy, kernel_policy
+from arpg.kernels.small_gemm import Tile, linear
 from arpg.quantization.precision import to_precision
+from support.fused import fuse_everywhere
 from support.interpreted import mend
 from support.small import SMALL, small_model
 
@@ -40,8 +39,8 @@ def anywhere(monkeypatch, tmp_path_factory):
         pytest.skip("neither a GPU nor the interpreter")
     from support.interpreted_gluon import interpreted
 
-    module = interpreted(few_rows_gluon.__file__, tmp_path_factory.mktemp("kernel"))
-    monkeypatch.setattr(few_rows, "few_rows_product", module.few_rows_product)
+    module = interpreted(small_gemm.__file__, tmp_path_factory.mktemp("kernel"))
+    monkeypatch.setattr(small_gemm, "_small_gemm", module._small_gemm)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -70,8 +69,8 @@ def off(made, exact):
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_product(rows, inputs, outputs, kind, staged, monkeypatch):
     """Whole parts of the inputs and not, whole groups of outputs and not; one block of rows and several."""
-    monkeypatch.setattr(few_rows, "TILES", dict.fromkeys(few_rows.TILES, Tile(8, 3, 8, staged, 2, 255)))
-    monkeypatch.setattr(few_rows, "_processors", lambda device: 2)
+    monkeypatch.setattr(small_gemm, "TILES", dict.fromkeys(small_gemm.TILES, Tile(8, 3, 8, staged, 2, 255)))
+    monkeypatch.setattr(small_gemm, "_processors", lambda device: 2)
     swiglu = kind == "norm and swiglu"
     x = 3 * draw(1, rows, inputs, dtype=HALF)
     weight = (draw(outputs * (2 if swiglu else 1), inputs, seed=1) / inputs**0.5).to(HALF)
@@ -88,7 +87,7 @@ def test_squares_that_are_summed_on_the_way(rows, swiglu):
     """A product leaves the sums of its squares, and a norm of its outputs takes them; with the tiles of the table."""
     x, weight, add = draw(1, rows, 128, dtype=HALF), draw(144, 128, seed=1, dtype=HALF), draw(1, rows, 144, dtype=HALF)
     norm, after = draw(144, seed=3, dtype=HALF), (draw(32, 144, seed=4) / 12).to(HALF)
-    sums = few_rows.empty_sums(x, weight)
+    sums = small_gemm.empty_sums(x, weight)
     between = linear(x, weight, add=add, sums_PM=sums)
     torch.testing.assert_close(sums.sum(0)[:rows], between[0].float().square().sum(-1), atol=1e-2, rtol=1e-4)
     made = linear(between, after, norm_D=norm, eps=EPS, swiglu=swiglu, squares_PM=sums)
@@ -113,44 +112,43 @@ def test_a_layer_as_it_is_used(rows):
     assert off(linear(hidden, down, add=x), plain(hidden, down, add=x)) < CLOSE
 
 
-def start_early(monkeypatch):
-    """The network takes these kernels, whatever the device; they start early only where it can."""
-    monkeypatch.setattr(kernels, "AHEAD", kernels.early(draw(1)))
-    monkeypatch.setattr(kernels, "early", lambda x: True)
+def allow_pdl(monkeypatch):
+    """The network takes these kernels, whatever the device."""
+    monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
 
 
-def test_who_takes_few_rows(monkeypatch):
-    monkeypatch.setattr(kernels, "decoding", lambda x: not torch.is_grad_enabled())
-    layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, kernels.MOST_ROWS // 2, 32)
+def test_when_the_small_gemm_is_used(monkeypatch):
+    monkeypatch.setattr(dispatch, "can_fuse_inference", lambda x: not torch.is_grad_enabled())
+    use, most = dispatch.use_small_gemm, dispatch.SMALL_BATCH_ROWS
+    layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, most // 2, 32)
     with torch.no_grad():
-        assert not kernels.few(x, layer)  # on a CPU no kernel starts before the one in front ends
-        start_early(monkeypatch)
-        assert kernels.few(x, layer)
-        monkeypatch.setattr(kernels, "FEW_ROWS", False)
-        assert not kernels.few(x, layer)  # switched off
-        monkeypatch.setattr(kernels, "FEW_ROWS", True)
+        assert not use(x, layer)  # a CPU has no programmatic dependent launch
+        allow_pdl(monkeypatch)
+        assert use(x, layer)
+        with kernel_policy(KernelPolicy(small_gemm=False)):
+            assert not use(x, layer)
         with monkeypatch.context() as without:
-            without.setattr(kernels, "has_gluon", lambda: False)
-            assert not kernels.few(x, layer)
-        assert not kernels.few(torch.zeros(1, kernels.MOST_ROWS + 1, 32), layer)  # too many
-        assert not kernels.few(x.half(), layer)
-        assert not kernels.few(torch.zeros(1, 1, 24), nn.Linear(24, 32, bias=False))  # no whole loads
+            without.setattr(dispatch, "gluon_available", lambda: False)
+            assert not use(x, layer)
+        assert not use(torch.zeros(1, most + 1, 32), layer)  # too many rows
+        assert not use(x.half(), layer)
+        assert not use(torch.zeros(1, 1, 24), nn.Linear(24, 32, bias=False))  # no whole loads
         model = to_precision(small_model(), "int8", torch.device("cpu"))
-        assert not kernels.few(torch.zeros(1, 1, model.config.width), model.pass1[0].ffn.down)
-    assert not kernels.few(x, layer)  # somebody may want a gradient
+        assert not use(torch.zeros(1, 1, model.config.width), model.pass1[0].ffn.down)
+    assert not use(x, layer)  # a gradient may be wanted
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
-def test_who_starts_early(capability, expected, monkeypatch):
-    """Hopper and later. What torch.compile traces cannot say so."""
+def test_programmatic_dependent_launch(capability, expected, monkeypatch):
+    """Hopper and later. What torch.compile traces cannot ask for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     x = SimpleNamespace(is_cuda=True, device="cuda")
-    assert kernels.early(x) == kernels.ahead(x) == expected
-    monkeypatch.setattr(kernels, "AHEAD", False)
-    assert kernels.early(x) == expected
-    assert not kernels.ahead(x)
+    assert dispatch.supports_pdl(x) == dispatch.prefetch_weights(x) == expected
+    with kernel_policy(KernelPolicy(pdl=False)):
+        assert dispatch.supports_pdl(x) == expected
+        assert not dispatch.prefetch_weights(x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not kernels.early(x)
+    assert not dispatch.supports_pdl(x)
 
 
 @pytest.mark.skipif(GPU, reason="a GPU multiplies these in half precision: see the next test")
@@ -166,18 +164,14 @@ def test_decoding_in_five_kernels_a_layer(monkeypatch):
     plan = make_plan((4, 4), known, request.seeds, settings)
     *_, plain_step = decode(model, request, plan, settings)
     products = []
-    monkeypatch.setattr(few_rows, "TILES", dict.fromkeys(few_rows.TILES, Tile(8, 16, 2, False, 1, 255)))
-    monkeypatch.setattr(few_rows, "_processors", lambda device: 1)  # few programs: the interpreter is slow
-    monkeypatch.setattr(few_rows, "linear", lambda x, *a, **k: products.append(x.shape) or linear(x, *a, **k))
-    monkeypatch.setattr(kernels, "MOST_ROWS", 64)
-    start_early(monkeypatch)
-    for module in (kernels, layers):
-        monkeypatch.setattr(module, "decoding", lambda x: not torch.is_grad_enabled())
-    monkeypatch.setattr(layers, "usable", lambda x: True)
-    monkeypatch.setattr(sampling, "fusible", lambda x: True)
-    monkeypatch.setattr(state, "fusible", lambda x: True)
-    monkeypatch.setattr(state, "decoding", lambda x: not torch.is_grad_enabled())
-    *_, step = decode(model, request, plan, settings)
+    monkeypatch.setattr(small_gemm, "TILES", dict.fromkeys(small_gemm.TILES, Tile(8, 16, 2, False, 1, 255)))
+    monkeypatch.setattr(small_gemm, "_processors", lambda device: 1)  # few programs: the interpreter is slow
+    monkeypatch.setattr(small_gemm, "linear", lambda x, *a, **k: products.append(x.shape) or linear(x, *a, **k))
+    monkeypatch.setattr(dispatch, "SMALL_BATCH_ROWS", 64)
+    allow_pdl(monkeypatch)
+    fuse_everywhere(monkeypatch)
+    with kernel_policy(KernelPolicy(pdl=False)):  # the interpreter knows no dependency barrier
+        *_, step = decode(model, request, plan, settings)
     assert step.ids_BN.tolist() == plain_step.ids_BN.tolist()
     # Four for a layer, one between the passes, the head. Pass 1 reads the class, what is known and the first step.
     assert len(products) == 3 * (4 + 1) + 2 * (2 * 4 + 1)
@@ -186,20 +180,62 @@ def test_decoding_in_five_kernels_a_layer(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @torch.no_grad()
-def test_a_step_of_the_network_on_a_gpu(monkeypatch):
-    """No further from float32 than the library's products, and the same whether kernels start early or not."""
+def test_a_step_of_the_network_on_a_gpu():
+    """No further from float32 than the library's products, and the same with and without PDL."""
     exact = small_model().to(DEVICE).eval()
     model = small_model().to(DEVICE, HALF).eval()
 
     def logits(model):
-        cache, place = model.allocate_cache(2, 40), draw(2, 5, 2, seed=1).abs()
+        cache, pos = model.allocate_cache(2, 40), draw(2, 5, 2, seed=1).abs()
         x = draw(2, 5, model.config.width).to(model.dtype)
         for _ in range(3):
-            model.encode(x, place, cache, causal=False)
-        return model.predict(place, None, cache)
+            model.encode(x, pos, cache, causal=False)
+        return model.predict(pos, None, cache)
 
     true, made = logits(exact), logits(model)
-    monkeypatch.setattr(kernels, "AHEAD", False)
-    assert torch.equal(logits(model), made)
-    monkeypatch.setattr(kernels, "FEW_ROWS", False)
-    assert off(made, true) < 1.5 * off(logits(model), true)
+    with kernel_policy(KernelPolicy(pdl=False)):
+        assert torch.equal(logits(model), made)
+    with kernel_policy(KernelPolicy(small_gemm=False)):
+        assert off(made, true) < 1.5 * off(logits(model), true)
+
+
+@pytest.mark.parametrize("decode_with", ["steps", "exact", "speculative"])
+def test_only_planned_steps_are_read_before_the_dependency_barrier(decode_with, monkeypatch):
+    """Exact and speculative decoding gather positions just before a step: their kernels must wait first."""
+    from arpg import SamplingSettings, decode, make_plan, tasks
+
+    model, seen = small_model(), set()
+    attention = "block" if decode_with == "steps" else "causal"
+    settings = SamplingSettings(steps=4, guidance=3.0, decode=decode_with, attention=attention, draft=2)
+    request = tasks.generate(model, [1, 2], [5, 6])
+    plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+
+    def hook(state, step, logits, sampled):
+        seen.add(step.predict.static)
+        if step.encode is not None:
+            seen.add(step.encode.static)
+
+    list(decode(model, request, plan, settings, hook=hook))
+    assert seen == {decode_with == "steps"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("decode_with", ["exact", "speculative"])
+def test_speculative_decoding_with_and_without_pdl(decode_with):
+    """Fifty images, one at a time: a position that is read before it is written would change some of them."""
+    from arpg import SamplingSettings, decode, make_plan, tasks
+
+    config = dataclasses.replace(SMALL, width=256, num_heads=4, vocab_size=512, grid=(8, 8))
+    model = small_model(config).to(DEVICE, HALF).eval()
+    settings = SamplingSettings(guidance=3.0, decode=decode_with, attention="causal", draft=6)
+
+    def tokens(seed):
+        request = tasks.generate(model, [seed % 5], [seed])
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        return list(decode(model, request, plan, settings))[-1].ids_BN.tolist()
+
+    for seed in range(50):
+        early = tokens(seed)
+        with kernel_policy(KernelPolicy(pdl=False)):
+            assert tokens(seed) == early, seed

@@ -1,7 +1,7 @@
 """Random numbers that are a pure function of (seed, stream, position, code): Philox 4x32-10 in tensor operations.
 
-Counter-based (Salmon et al., SC'11): no state, so a number does not depend on the batch it was drawn in, on
-the device or on how the loop was run. The 32-bit words live in int64 tensors, because torch has no unsigned
+Counter-based (Salmon et al., SC'11): no state, so a number does not depend on the batch, the
+device or on how the loop is executed. The 32-bit words live in int64 tensors, because torch has no unsigned
 multiplication everywhere; products wrap modulo 2^64, which is just what is needed.
 
 Shapes: B batch, S tokens, V codes, R = B S rows, of which r are made at once.
@@ -28,7 +28,7 @@ _AT_ONCE = 32768  # counters that a thread of a CPU works on
 
 
 class Stream(IntEnum):
-    """What the numbers are for; streams never share a number."""
+    """What the numbers are used for; streams never share a number."""
 
     TOKEN = 0
     ORDER = 1
@@ -44,7 +44,7 @@ def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Te
     return send(torch.tensor(_words(seeds), dtype=torch.long), torch.device(device))
 
 
-def few_words(seeds: Sequence[int], stream: Stream, num_positions: int) -> NDArray[np.int64]:
+def position_words(seeds: Sequence[int], stream: Stream, num_positions: int) -> NDArray[np.int64]:
     """`[B, N]`: `random_words` of one code at each of the positions 0 to N - 1, in numpy."""
     zero, kind, keys = np.zeros((), np.int64), np.full((), int(stream)), np.array(_words(seeds))
     words: NDArray[np.int64] = philox((zero, np.arange(num_positions), kind, zero), (keys[:, :1], keys[:, 1:]))[0]

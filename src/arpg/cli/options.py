@@ -1,0 +1,205 @@
+"""What the verbs share: consoles, progress bars, and options, which are made from the tables of settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL, ENGINES, PRECISIONS
+from arpg.errors import InputError, one_of, present, require
+from arpg.settings import SETTINGS, TASK_SETTINGS, SamplingDefaults
+
+Command = Callable[..., None]
+ALL_SETTINGS = {**SETTINGS, **TASK_SETTINGS}
+DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in ALL_SETTINGS.items()}
+
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def setting_help(name: str) -> str:
+    """Return the help text of a setting, with its choices."""
+    setting = ALL_SETTINGS[name]
+    return setting.help + (f" One of {', '.join(setting.names)}{setting.hint}." if setting.choices else "")
+
+
+def setting_option(name: str, *flags: str) -> Any:
+    """Return the typer option of a setting; `flags` where they are not made from its name."""
+    return typer.Option(*flags, help=setting_help(name))
+
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="A bundled name like garden, a folder, a published name or a hub id.")
+]
+SeedOption = Annotated[int, setting_option("seed")]
+BatchSizeOption = Annotated[int, setting_option("batch_size")]
+GridOption = Annotated[str, typer.Option(metavar="HxW", help="Token grid, like 16x16.")]
+ScheduleOption = Annotated[str | None, setting_option("schedule")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", "--dtype", help=f"One of {', '.join(PRECISIONS)}.")]
+EngineOption = Annotated[str, typer.Option(help=f"How the decode loop is executed: {', '.join(ENGINES)}.")]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The values of the sampling options: model, seed, device and the settings that were given."""
+
+    model: str
+    named: bool  # the user named the model
+    seed: int
+    device: str
+    dtype: str
+    engine: str
+    settings: dict[str, Any]
+
+    def with_default_model(self, *, prompts: bool = False, control: bool = False) -> SamplingOptions:
+        """Choose the bundled model that takes prompts or condition images, unless the user named a model."""
+        require(
+            self.named or not (prompts and control),
+            "no bundled model takes a prompt and a condition image together; give a class instead, or name a model "
+            "with --model",
+        )
+        if self.named or not (prompts or control):
+            return self
+        return dataclasses.replace(self, model=DEFAULT_CONTROL_MODEL if control else DEFAULT_TEXT_MODEL)
+
+    def load(self) -> Any:
+        """Load the pipeline."""
+        return load_pipeline(self.model, device=self.device, dtype=self.dtype, engine=self.engine)
+
+
+def load_pipeline(model: str, **options: Any) -> Any:
+    """Load a pipeline, with a spinner meanwhile."""
+    with err.status("loading"):
+        from arpg.device import set_threads
+        from arpg.pipeline import Pipeline
+
+        set_threads()
+        return Pipeline.from_pretrained(model, **options)
+
+
+def with_sampling_options(command: Command) -> Command:
+    """Give a command the options of every sampling verb; its parameter `sampling` receives `SamplingOptions`."""
+    settings = [
+        _parameter(name, Annotated[setting.kind | None, setting_option(name)], None)
+        for name, setting in SETTINGS.items()
+    ]
+    return add_options(command, _read_sampling, "sampling", more=settings)
+
+
+def with_axes(*names: str) -> Callable[[Command], Command]:
+    """Give a command an option with several values for each named setting; its parameter `axes` receives the lists."""
+
+    def read(**texts: str) -> dict[str, list[Any]]:
+        return {name: parse_values(name, text, SETTINGS[name].kind) for name, text in texts.items()}
+
+    def decorate(command: Command) -> Command:
+        parameters = []
+        for name in names:
+            choices = ", ".join(SETTINGS[name].names)
+            values = f"One or more of {choices}." if choices else "One or more values, with commas."
+            option = typer.Option(help=f"{SETTINGS[name].help} {values}")
+            parameters.append(_parameter(name, Annotated[str, option], ""))
+        return add_options(command, read, "axes", more=parameters)
+
+    return decorate
+
+
+def add_options(
+    command: Command, options: Callable[..., Any], name: str, *, more: Sequence[inspect.Parameter] = ()
+) -> Command:
+    """Replace the parameter `name` of a command by those of `options`; it receives what `options` returns.
+
+    `more` are parameters that `options` takes as keywords and does not name.
+    """
+    own = [p for p in _parameters(command) if p.name != name]
+    shared = [*more, *_parameters(options)]
+
+    def run(**values: Any) -> None:
+        command(**{name: options(**{p.name: values.pop(p.name) for p in shared})}, **values)
+
+    required = [p for p in own if p.default is p.empty]
+    optional = [p for p in own if p.default is not p.empty]
+    every = [*required, *optional, *shared]
+    run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in every}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Show a progress bar on the terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        yield progress
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    """Parse HEIGHTxWIDTH in tokens."""
+    match = present(
+        re.fullmatch(r"(\d+)x(\d+)", text), f"grid is {text!r}; expected HEIGHTxWIDTH in tokens, like 16x16"
+    )
+    height, width = int(match[1]), int(match[2])
+    require(1 <= height <= 1024 and 1 <= width <= 1024, f"grid is {text}; expected sides from 1 to 1024")
+    return height, width
+
+
+def parse_schedule(text: str | None) -> str | tuple[int, ...] | None:
+    """Parse the name of a schedule, or the number of tokens of each step, like 16,48,80."""
+    if text is None or not re.fullmatch(r"\d+(,\d+)*", text):
+        return text
+    return tuple(int(size) for size in text.split(","))
+
+
+def parse_values(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Parse several values with commas between them."""
+    try:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        expected = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{name} is {text!r}; expected {expected} with commas, like 8,12,24") from None
+
+
+def _read_sampling(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A folder, a published name or a hub id; none: garden, garden-text for prompts, garden-control for "
+            "condition images.",
+        ),
+    ] = None,
+    seed: SeedOption = DEFAULTS["seed"],
+    device: DeviceOption = "auto",
+    dtype: PrecisionOption = "auto",
+    engine: EngineOption = "auto",
+    **settings: Any,
+) -> SamplingOptions:
+    settings["schedule"] = parse_schedule(settings["schedule"])
+    SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
+    one_of("engine", engine, ENGINES)
+    return SamplingOptions(model or DEFAULT_MODEL, model is not None, seed, device, dtype, engine, settings)
+
+
+def _parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the named parameters of a function, keyword-only, with their annotations resolved."""
+    if hasattr(function, "__signature__"):  # made, not written
+        return list(inspect.signature(function).parameters.values())
+    hints = get_type_hints(function, include_extras=True)
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in named]

@@ -1,0 +1,195 @@
+"""CUDA graphs: a generation captured once, one graph per step, and replayed for every request of the same shape.
+
+The GPU then runs the steps without the CPU launching each kernel, which for small steps takes longer than the kernels.
+What is captured is the decode loop itself. One graph per step and not one for all, so that previews can be taken and a
+generation can be left between steps. Shapes: B batch, N grid tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arpg.decode.state import DecodeState
+from arpg.decode.steps import PlanCursor
+from arpg.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from arpg.decode.engine import Step
+
+log = logging.getLogger(__name__)
+
+GraphKey = tuple[Any, ...]
+_MAX_COUNTED_KEYS = 4096
+_MEMORY_SHARE = 0.25  # of the GPU's memory that captured graphs may hold together
+
+
+def graph_key(state: DecodeState, cursor: PlanCursor, settings: SamplingSettings) -> GraphKey:
+    """Return all that the kernels of a generation depend on; requests with the same key can share graphs."""
+    sampling = (settings.attention, settings.temperature, settings.top_k, settings.top_p)
+    shapes = tuple((tuple(x.shape), x.dtype) for x in cursor.tensors())
+    return _structure(state), shapes, tuple(cursor.widths), tuple(cursor.longest), sampling
+
+
+class CapturedGraphs:
+    """The graphs of one generation with the memory they work in. `busy` is held while one is being replayed."""
+
+    @torch.no_grad()
+    def __init__(self, state: DecodeState, cursor: PlanCursor, steps: Generator[Step]) -> None:
+        """Capture `steps`, the loop over `state` and `cursor`, which then belong to the graphs.
+
+        A run of the same shape must have come before: it compiles the kernels.
+        """
+        device = state.ids_BN.device
+        self.busy = threading.Lock()
+        self.state, self.cursor = state, cursor
+        self.graphs: list[tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = []
+        self._steps = steps  # holds the cache, which must live as long as the graphs
+        allocated, started = torch.cuda.memory_allocated(device), time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), _own_workspace():
+            for _ in range(cursor.num_steps):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    step = next(steps)
+                finally:
+                    graph.capture_end()
+                self.graphs.append((graph, step.ids_BN, step.known_BN))
+        torch.cuda.current_stream(device).wait_stream(stream)
+        # The scratch memory of the kernels is free again for the next graph of the pool, but for nothing else.
+        self.live_bytes = torch.cuda.memory_allocated(device) - allocated
+        self.bytes = max(self.live_bytes, _pool_bytes(pool))
+        self.seconds = time.perf_counter() - started
+        self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def replay(
+        self, state: DecodeState, cursor: PlanCursor, *, every_step: bool = True
+    ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Run the graphs on another request of the same shape; yield (step, (ids, known)) of every step or the last.
+
+        What is yielded is copied, and each copy waits between two graphs. The caller holds `busy` and releases it.
+        """
+        stream = torch.cuda.current_stream(state.ids_BN.device)
+        stream.wait_event(self._replayed)  # the last replay may have run on another stream
+        try:
+            own, new = [*_leaves(self.state), *self.cursor.tensors()], [*_leaves(state), *cursor.tensors()]
+            for mine, given in zip(own, new, strict=True):
+                mine.copy_(given)
+            for index, (graph, ids_BN, known_BN) in enumerate(self.graphs):
+                graph.replay()
+                if every_step or index + 1 == len(self.graphs):
+                    yield index, (ids_BN.clone(), known_BN.clone())
+        finally:
+            self._replayed.record(stream)
+
+
+class GraphCache:
+    """Captured graphs by key; the least recently used ones go first where memory is short."""
+
+    def __init__(self, device: torch.device, *, memory: int | None = None, capture_after: int = 0) -> None:
+        """`memory`: bytes that graphs may hold (None: a quarter of all); `capture_after`: runs before a capture."""
+        if memory is None and device.type == "cuda":
+            memory = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        self.memory, self.capture_after = memory or 0, capture_after
+        self.captured: OrderedDict[GraphKey, CapturedGraphs] = OrderedDict()
+        self._runs: Counter[GraphKey] = Counter()
+        self._too_large: set[GraphKey] = set()
+        self._lock = threading.Lock()
+
+    def acquire(self, key: GraphKey) -> CapturedGraphs | None:
+        """Return the graphs of a key with `busy` held, if they are there and not in use."""
+        with self._lock:
+            found = self.captured.get(key)
+            if found is None or not found.busy.acquire(blocking=False):
+                return None
+            self.captured.move_to_end(key)
+            return found
+
+    def worth_capturing(self, key: GraphKey) -> bool:
+        """Count a run of `key`, and say whether it should be captured now."""
+        with self._lock:
+            if len(self._runs) > _MAX_COUNTED_KEYS:
+                self._runs.clear()
+            self._runs[key] += 1
+            return self._runs[key] > self.capture_after and key not in self.captured and key not in self._too_large
+
+    def capture(self, key: GraphKey, make: Callable[[], CapturedGraphs]) -> CapturedGraphs | None:
+        """Capture, keep and return graphs with `busy` held, evicting idle ones; None where they do not fit."""
+        try:
+            graphs = make()
+        except torch.OutOfMemoryError:
+            log.warning("a generation is too large to be captured as CUDA graphs; it runs eagerly")
+            self.clear()
+            self._too_large.add(key)
+            return None
+        graphs.busy.acquire()
+        with self._lock:
+            self.captured[key] = graphs
+            idle = [other for other, kept in self.captured.items() if other != key and not kept.busy.locked()]
+            while idle and sum(kept.bytes for kept in self.captured.values()) > self.memory:
+                del self.captured[idle.pop(0)]
+        return graphs
+
+    def clear(self) -> None:
+        """Drop all graphs; a shape that comes again is captured again."""
+        with self._lock:
+            self.captured.clear()
+
+
+@contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Matrix products inside use a workspace of their own, not that of other graphs which may run at the same time:
+    torch keeps one workspace per stream, and hands out the same streams again and again.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+def _pool_bytes(pool: Any) -> int:
+    """All memory that the pool of the graphs holds."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(part["total_size"] for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(pool))
+
+
+def _leaves(x: Any) -> Iterator[Tensor]:
+    """The tensors in a dataclass of tensors and dataclasses, in order."""
+    if isinstance(x, Tensor):
+        yield x
+    elif dataclasses.is_dataclass(x):
+        for field in dataclasses.fields(x):
+            yield from _leaves(getattr(x, field.name))
+
+
+def copy_tensors(x: Any) -> Any:
+    """Copy a dataclass of tensors and dataclasses: captured graphs must not share tensors with a request."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = dataclasses.fields(x)
+        return dataclasses.replace(x, **{field.name: copy_tensors(getattr(x, field.name)) for field in fields})
+    return x
+
+
+def _structure(x: Any) -> Any:
+    """What is not in the tensors themselves."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    if dataclasses.is_dataclass(x):
+        return tuple(_structure(getattr(x, field.name)) for field in dataclasses.fields(x))
+    return x

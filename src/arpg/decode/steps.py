@@ -1,0 +1,247 @@
+"""Steps: what one step of the loop encodes, predicts and accepts, and the cursor over the plans of a batch.
+
+Shapes: B batch, S tokens of a step, T positions of all steps, K steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from arpg.decode.plan import SamplePlan
+from arpg.device import send
+from arpg.errors import require
+
+if TYPE_CHECKING:
+    from arpg.decode.state import DecodeState
+
+
+@dataclass(frozen=True)
+class EncodeArgs:
+    """Tokens that Pass 1 writes to the cache, named by position; rows are padded with position N."""
+
+    position_BS: Tensor
+    count_B: Tensor | None = None  # how many of a row's positions are real; None: all
+    longest: int | None = None  # image tokens of the longest row after this; None: all that are written
+    static: bool = False  # the tensors were written before the decode started
+
+
+@dataclass(frozen=True)
+class PredictArgs:
+    """Positions that Pass 2 predicts, padded with N."""
+
+    position_BS: Tensor
+    scale_BS: Tensor | None  # guidance, one for each position or for each row; None: not guided
+    visible_BS: Tensor | None = None  # image tokens of the cache that each sees; None: all that its row has
+    static: bool = False  # the tensors were written before the decode started
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One call of the network: Pass 1 encodes (None: nothing yet), then Pass 2 predicts."""
+
+    encode: EncodeArgs | None
+    predict: PredictArgs
+
+
+class DecodeStrategy(Protocol):
+    """Decides what each step encodes and predicts, and which of the sampled tokens are accepted.
+
+    The loop calls `next_step` and `accept` alternately, until there is no next step.
+    """
+
+    ragged: bool  # rows may hold different numbers of tokens
+    num_slots: int  # image tokens that the cache must hold, padding included
+    num_steps: int | None  # steps in all; None: not known yet
+
+    def next_step(self, state: DecodeState) -> StepPlan | None:
+        """Return the next step, or None after the last."""
+        ...
+
+    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the ids for the positions just predicted, and which of them are final (None: all)."""
+        ...
+
+
+@dataclass
+class RowProgress:
+    """How far one sample is in its plan."""
+
+    plan: SamplePlan
+    length: int  # image tokens in the cache
+    done: int = 0  # steps
+    finished: bool = False
+
+    def positions(self, step: int) -> tuple[int, ...]:
+        """The positions of one step; none before the first and after the last."""
+        sizes = self.plan.sizes
+        if not 0 <= step < len(sizes):
+            return ()
+        first = sum(sizes[:step])
+        return self.plan.order[first : first + sizes[step]]
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """The sizes of the steps that are still to be taken."""
+        return self.plan.sizes[self.done :]
+
+
+class PlanCursor:
+    """The remaining steps of a batch as padded tensors on the device, and which step comes next.
+
+    `position_BT` holds first what was sampled last and is not in the cache yet, then the positions of each remaining
+    step; every group is as wide as its longest row and padded with position N. All rows move together.
+    """
+
+    def __init__(
+        self, rows: Sequence[RowProgress], *, num_tokens: int, device: torch.device, guided: bool, lookahead: int = 0
+    ) -> None:
+        """`num_tokens`: N; `lookahead`: columns of padding behind the last step."""
+        pending = [() if row.finished else row.positions(row.done - 1) for row in rows]
+        self.num_steps = max(len(row.remaining) for row in rows)
+        counts = [
+            [len(part), *row.remaining, *[0] * (self.num_steps - len(row.remaining))]
+            for row, part in zip(rows, pending, strict=True)
+        ]
+        columns = list(zip(*counts, strict=True))
+        self.widths = [max(column) for column in columns] + [1] * lookahead
+        lengths = [row.length for row in rows]
+        self.ragged = any(len(set(column)) > 1 for column in (lengths, *columns))
+        order = [
+            [*part, *row.plan.order[sum(row.plan.sizes[: row.done]) :]] for row, part in zip(rows, pending, strict=True)
+        ]
+        padded = [_pad(*each, self.widths, num_tokens) for each in zip(order, counts, strict=True)]
+        self.position_BT = send(torch.tensor(padded, dtype=torch.long), device)
+        scales = [list(row.plan.scales[row.done :]) for row in rows]
+        width = self.num_steps + lookahead
+        self.scale_BK = (
+            send(torch.tensor([[*s, *[1.0] * (width - len(s))] for s in scales]), device) if guided else None
+        )
+        self.count_BK = send(torch.tensor(counts), device) if self.ragged else None
+        # Image tokens of the longest row before each group is encoded, and after the last.
+        rising = [itertools.accumulate(row, initial=length) for row, length in zip(counts, lengths, strict=True)]
+        self.longest = [max(column) for column in zip(*rising, strict=True)]
+        # The tokens of the last step are never encoded.
+        ends = [self.longest[k] + self.widths[k] for k in range(self.num_steps)]
+        self.num_slots = max(self.longest[0], *ends, 0)
+        self._next = 0
+
+    def next_step(self) -> StepPlan | None:
+        """Return the next step: encode what was sampled last, predict the next positions. None after the last."""
+        k = self._next
+        if k == self.num_steps:
+            return None
+        self._next += 1
+        encode = None
+        if self.widths[k]:
+            count_B = None if self.count_BK is None else self.count_BK[:, k]
+            encode = EncodeArgs(self._groups[k], count_B, self.longest[k + 1], static=True)
+        scale_B1 = None if self.scale_BK is None else self.scale_BK[:, k : k + 1]
+        return StepPlan(encode, PredictArgs(self._groups[k + 1], scale_B1, static=True))
+
+    @cached_property
+    def _groups(self) -> tuple[Tensor, ...]:
+        """`[B, S]` of each group. Made when first used: where graphs are replayed, only `tensors` are."""
+        return torch.split(self.position_BT, self.widths, dim=1)
+
+    def predicted(self) -> tuple[Tensor, ...]:
+        """`[B, S]`: the positions that each step predicts, padded with N."""
+        return self._groups[1 : self.num_steps + 1]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that differ between batches of the same shape."""
+        return [x for x in (self.position_BT, self.scale_BK, self.count_BK) if x is not None]
+
+
+class TokenCursor(PlanCursor):
+    """A cursor over plans of one token per step in which each row moves on by a number that only the device knows.
+
+    `done_B` places of each order are decided. Offsets count from there: -1 is the last decided place, 0 the next. The
+    cache holds what is decided except for that last one, which is encoded first. Guidance belongs to a place of the
+    order, whichever call decides it.
+    """
+
+    def __init__(
+        self, rows: Sequence[RowProgress], *, num_tokens: int, device: torch.device, guided: bool, lookahead: int
+    ) -> None:
+        """`lookahead`: how far beyond the end of an order offsets may reach."""
+        require(
+            all(set(row.plan.sizes) <= {1} for row in rows),
+            "the plan fills several tokens at once; exact and speculative decoding need a plan of single tokens",
+        )
+        super().__init__(rows, num_tokens=num_tokens, device=device, guided=guided, lookahead=lookahead)
+        totals, known = [len(row.plan.order) for row in rows], [row.length for row in rows]
+        self.total_B, self.known_B = torch.tensor(totals, device=device), torch.tensor(known, device=device)
+        self.done_B = torch.zeros_like(self.total_B)
+        self.left = max(totals)  # places that the row with the most of them still has
+        self.started = False
+        # Rows that are done still encode their padding.
+        self.num_slots = max(a + b for a, b in zip(known, totals, strict=True)) + lookahead
+
+    def encode(self, first: int, stop: int) -> EncodeArgs | None:
+        """Encode the tokens at these offsets, if there are any: there is none at -1 before the first call."""
+        first = first if self.started else max(first, 0)
+        return EncodeArgs(self.position_BT.gather(1, self._places(first, stop))) if first < stop else None
+
+    def predict(self, first: int, stop: int, *, drafts: int) -> PredictArgs:
+        """Predict these offsets; each sees what is decided, and the `drafts` at the offsets before its own."""
+        place_BS = self._places(first, stop)
+        offset_S = torch.arange(first, stop, device=place_BS.device).clamp_max(drafts)
+        return PredictArgs(
+            self.position_BT.gather(1, place_BS),
+            None if self.scale_BK is None else self.scale_BK.gather(1, place_BS),
+            (self.known_B + self.done_B)[:, None] + offset_S,
+        )
+
+    def advance(self, state: DecodeState, count_B: Tensor) -> None:
+        """Decide `count_B` more places and drop whatever else is in the cache. Waits for the device."""
+        self.started = True
+        self.done_B = torch.minimum(self.done_B + count_B, self.total_B)
+        length_B = self.known_B + (self.done_B - 1).clamp_min(0)
+        self.left, longest = torch.stack(((self.total_B - self.done_B).max(), length_B.max())).tolist()
+        state.roll_back(length_B, longest)
+
+    def select(self, rows_B: Tensor) -> None:
+        """Keep only these rows."""
+        self.position_BT, self.total_B = self.position_BT[rows_B], self.total_B[rows_B]
+        self.known_B, self.done_B = self.known_B[rows_B], self.done_B[rows_B]
+        self.scale_BK = None if self.scale_BK is None else self.scale_BK[rows_B]
+        self.left = int((self.total_B - self.done_B).max())
+
+    def _places(self, first: int, stop: int) -> Tensor:
+        offset_S = torch.arange(first, stop, device=self.done_B.device)
+        return (self.done_B[:, None] + offset_S).clamp(0, self.position_BT.shape[1] - 1)
+
+
+class PlannedSteps:
+    """The strategy of the plan: each step fills as many positions as planned, all at once."""
+
+    def __init__(self, cursor: PlanCursor) -> None:
+        self.cursor = cursor
+        self.ragged, self.num_slots = cursor.ragged, cursor.num_slots
+        self.num_steps: int | None = cursor.num_steps
+
+    def next_step(self, state: DecodeState) -> StepPlan | None:
+        """Return the next planned step."""
+        return self.cursor.next_step()
+
+    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, None]:
+        """Accept every sampled token."""
+        return sampled_BS, None
+
+
+def _pad(order: list[int], counts: list[int], widths: list[int], padding: int) -> list[int]:
+    """The positions of all groups, each padded to its width; groups behind the last are padding."""
+    widths_here = widths[: len(counts)]
+    behind = [padding] * sum(widths[len(counts) :])
+    if counts == widths_here:
+        return order + behind
+    ends = list(itertools.accumulate(counts, initial=0))
+    groups = zip(itertools.pairwise(ends), widths_here, strict=True)
+    return [x for (a, b), width in groups for x in (*order[a:b], *[padding] * (width - b + a))] + behind

@@ -1,0 +1,95 @@
+"""Which kernels a tensor can take: questions about its device, type and shape, and the policy of the caller."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
+SMALL_BATCH_ROWS = 32  # rows up to which the small-batch GEMM is faster than the library's
+TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+@dataclass(frozen=True)
+class KernelPolicy:
+    """Which optional kernel features may be used; benchmarks and tests turn them off to compare."""
+
+    small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
+    pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
+
+
+_DEFAULT_POLICY = KernelPolicy()
+_policy: ContextVar[KernelPolicy] = ContextVar("kernel_policy", default=_DEFAULT_POLICY)
+
+
+@contextmanager
+def kernel_policy(policy: KernelPolicy) -> Iterator[None]:
+    """Use `policy` inside the block, in this thread."""
+    token = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether kernels that compute in float32, whatever they read, take this tensor: on a GPU, with Triton."""
+    return TRITON_AVAILABLE and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def can_fuse_half(x: Tensor) -> bool:
+    """Whether the kernels for half precision take this tensor."""
+    return can_fuse(x) and x.dtype != torch.float32
+
+
+def can_fuse_inference(x: Tensor) -> bool:
+    """Whether the half-precision kernels without a gradient take this tensor."""
+    return can_fuse_half(x) and not torch.is_grad_enabled()
+
+
+def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
+    """Whether the small-batch GEMM takes `x` and the weight of `layer`: few rows, plain weights of the same type.
+
+    Only where programmatic dependent launch exists: other GPUs have not been measured.
+    """
+    if not can_fuse_inference(x) or x.numel() > SMALL_BATCH_ROWS * x.shape[-1] or not supports_pdl(x):
+        return False
+    if not _policy.get().small_gemm or not gluon_available():
+        return False
+    if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
+        return False
+    return x.shape[-1] % 16 == 0 and layer.in_features % 16 == 0  # loads of 16 bytes
+
+
+@cache
+def gluon_available() -> bool:
+    """Whether this Triton has Gluon, in which the small-batch GEMM is written; Gluon may still change."""
+    try:
+        importlib.import_module("arpg.kernels.small_gemm")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def prefetch_weights(x: Tensor) -> bool:
+    """Whether kernels are launched before those in front of them end.
+
+    Each must then wait itself (`gdc_wait`) before it reads or writes what another kernel writes or reads.
+    """
+    if not supports_pdl(x):
+        return False
+    policy = _policy.get()
+    return policy.small_gemm and policy.pdl
+
+
+def supports_pdl(x: Tensor) -> bool:
+    """Whether the GPU has programmatic dependent launch: compute capability 9.0 (Hopper) and later."""
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.get_device_capability(x.device) >= (9, 0)

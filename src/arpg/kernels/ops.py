@@ -1,0 +1,541 @@
+"""Operations of the network: one function each, a fused kernel where one takes the tensors, else plain PyTorch.
+
+The plain code is the definition; a kernel computes the same and is held to it by tests. Nothing else in the package
+chooses between the two.
+
+Shapes: B batch, R rows (B, or 2B when guided: conditional, then unconditional), S slots of this call, T slots of the
+cache, N grid tokens, H heads, K head channels, D width, V vocabulary, O outputs, P partial sums, M rows of a GEMM.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arpg.kernels.dispatch import (
+    FLOAT8,
+    TRITON_AVAILABLE,
+    can_fuse,
+    can_fuse_half,
+    can_fuse_inference,
+    use_small_gemm,
+)
+from arpg.noise import Stream as NoiseStream
+from arpg.noise import gumbel
+
+# How many slots each query sees, the first ones: `[B, S]` (either may be 1), "causal", or None for all of them.
+Limit = Tensor | Literal["causal"] | None
+Mask = Tensor | Literal["causal"] | None  # as `attention_mask` makes it: limits for the fused attention, else booleans
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of a rotation, each angle twice: channels 2i and 2i + 1 turn together."""
+
+    cos_BSK: Tensor
+    sin_BSK: Tensor
+
+
+class Stream(NamedTuple):
+    """The residual stream, what is still to be added to it, and partial sums of its squares where they are known."""
+
+    x_BSD: Tensor
+    delta_BSD: Tensor | None = None
+    squares_PM: Tensor | None = None
+
+
+def input_dtype(layer: nn.Module) -> torch.dtype | None:
+    """Return the type that `layer` reads without a cast where that is not the type of the stream."""
+    dtype: torch.dtype | None = getattr(layer, "input_dtype", None)
+    return dtype
+
+
+# Residual stream, norm, linear layers
+
+
+def norm(
+    stream: Stream,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    dropout: float = 0.0,
+    key_B: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Stream, Tensor]:
+    """Add what is pending to the stream (after dropout) and return it with its RMS norm.
+
+    The norm is computed at least in float32, cast, then scaled. `key_B` fixes the dropout masks; `dtype` is the type of
+    the normed tensor where a kernel can write it directly.
+    """
+    x, delta = stream.x_BSD, stream.delta_BSD
+    if delta is None:
+        return stream, _expanded_once(lambda part: _rms_norm(part, weight_D, eps), x)
+    if dtype == FLOAT8 and can_fuse_inference(x):
+        from arpg.kernels.residual_norm import residual_norm_float8
+
+        x, normed = residual_norm_float8(x, delta, weight_D, eps)
+    elif can_fuse_half(x) and (dropout == 0 or key_B is not None):
+        from arpg.kernels.residual_norm import residual_norm
+
+        key = x.new_empty(0, dtype=torch.int32) if key_B is None else key_B
+        x, normed = residual_norm(x, delta, weight_D, key, dropout, eps)
+    else:
+        x = x + keyed_dropout(delta, dropout, key_B)
+        normed = _rms_norm(x, weight_D, eps)
+    return Stream(x), normed
+
+
+def norm_linear(
+    stream: Stream,
+    weight_D: Tensor,
+    layers: Sequence[nn.Module],
+    *,
+    eps: float,
+    dropout: float = 0.0,
+    key_B: Tensor | None = None,
+) -> tuple[Stream, list[Tensor]]:
+    """Return the stream and what each of `layers` makes of its norm, `[B, S, O]`."""
+    x = stream.x_BSD
+    if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, layers[0]):
+        from arpg.kernels.small_gemm import linear
+
+        def product(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+            return lambda part: linear(part, layer.weight, norm_D=weight_D, eps=eps, squares_PM=stream.squares_PM)  # type: ignore[arg-type]
+
+        return stream, [_expanded_once(product(layer), x) for layer in layers]
+    stream, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B, dtype=input_dtype(layers[0]))
+    return stream, [_expanded_once(layer, normed) for layer in layers]
+
+
+def norm_swiglu(
+    stream: Stream,
+    weight_D: Tensor,
+    gate_up: nn.Module,
+    *,
+    eps: float,
+    dropout: float = 0.0,
+    key_B: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Stream, Tensor]:
+    """Return the stream and silu(gate) * up of its norm; `dtype` as in `norm`."""
+    x = stream.x_BSD
+    if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, gate_up):
+        from arpg.kernels.small_gemm import linear
+
+        squares, weight = stream.squares_PM, gate_up.weight
+        return stream, linear(x, weight, norm_D=weight_D, eps=eps, swiglu=True, squares_PM=squares)  # type: ignore[arg-type]
+    stream, (hidden,) = norm_linear(stream, weight_D, [gate_up], eps=eps, dropout=dropout, key_B=key_B)
+    return stream, swiglu(hidden, dtype=dtype)
+
+
+def add_linear(stream: Stream, layer: nn.Module, x_BSO: Tensor) -> Stream:
+    """Add layer(x) to the stream: pending until the next norm, or at once where one kernel does both."""
+    if stream.delta_BSD is None and use_small_gemm(stream.x_BSD, layer):
+        from arpg.kernels.small_gemm import empty_sums, linear
+
+        weight: Any = layer.weight
+        squares = empty_sums(stream.x_BSD, weight)
+        return Stream(linear(x_BSO, weight, add=stream.x_BSD, sums_PM=squares), None, squares)
+    assert stream.delta_BSD is None
+    return Stream(stream.x_BSD, layer(x_BSO))
+
+
+def swiglu(gate_up: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """silu(gate) * up from the fused projection `[..., 2 F]`."""
+    if dtype == FLOAT8 and can_fuse_inference(gate_up):
+        from arpg.kernels.swiglu import swiglu_float8
+
+        narrow: Tensor = swiglu_float8(gate_up)
+        return narrow
+    if can_fuse_half(gate_up):
+        from arpg.kernels.swiglu import swiglu as fused
+
+        hidden: Tensor = fused(gate_up)
+        return hidden
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if can_fuse_inference(x):
+        return F.rms_norm(x, x.shape[-1:], eps=eps) * weight_D
+    x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return normed.type_as(x) * weight_D
+
+
+def _expanded_once(function: Callable[[Any], Tensor], x_BSD: Tensor) -> Tensor:
+    """Apply a function of the channels; where all slots of all rows are one (expanded) vector, apply it once."""
+    if not can_fuse_half(x_BSD) or x_BSD.stride()[:2] != (0, 0):
+        return function(x_BSD)
+    return function(x_BSD[:1, :1]).expand(*x_BSD.shape[:2], -1)
+
+
+def int8_linear(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
+    """Multiply by an int8 weight with a scale for each output; activations stay as they are."""
+    if can_fuse_half(x):
+        from arpg.kernels.int8_gemm import MAX_ROWS, int8_gemm
+
+        if x.numel() <= MAX_ROWS * x.shape[-1]:
+            product: Tensor = int8_gemm(x, values_OI, scale_O)
+            return product
+    if x.dtype == torch.float16:  # sums of numbers up to 127 would leave its range
+        return F.linear(x, (values_OI.float() * scale_O[:, None]).to(x.dtype))
+    return F.linear(x, values_OI.to(x.dtype)).mul_(scale_O)
+
+
+# Rotary position embedding
+
+
+def rope_table(pos_BS2: Tensor, head_dim: int, base: float) -> Rope:
+    """Return the rotation of each grid position (row, column), in float32; a negative position gives zeros.
+
+    The first half of a head's channels turns by the row, the second by the column.
+    """
+    if can_fuse(pos_BS2) and not torch.is_grad_enabled():
+        from arpg.kernels.rope import rope_table as fused
+
+        return Rope(*fused(pos_BS2, head_dim, base))
+    angles, exists = position_angles(pos_BS2, head_dim // 4, base)
+    angles = angles.flatten(-2).repeat_interleave(2, dim=-1)
+    return Rope(angles.cos() * exists, angles.sin() * exists)
+
+
+def position_angles(pos_BS2: Tensor, num_frequencies: int, base: float) -> tuple[Tensor, Tensor]:
+    """`[B, S, 2, F]` angles per axis, and `[B, S, 1]`: 1 where the slot has a position, else 0."""
+    exponents = torch.arange(num_frequencies, dtype=torch.float32, device=pos_BS2.device) / num_frequencies
+    angles = pos_BS2.float().unsqueeze(-1) * base**-exponents
+    return angles, (pos_BS2[..., :1] >= 0).float()
+
+
+def apply_rope(x_BSHK: Tensor, rope: Rope) -> Tensor:
+    """Rotate each pair of adjacent channels, at least in float32; the result has the type of `x`."""
+    if can_fuse_half(x_BSHK):
+        from arpg.kernels.rope import apply_rope as fused
+
+        rotated: Tensor = fused(x_BSHK, *rope)
+        return rotated
+    x = x_BSHK.to(torch.promote_types(x_BSHK.dtype, torch.float32))
+    even, odd = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    partner = torch.stack((-odd, even), dim=-1).flatten(-2)
+    return (x * rope.cos_BSK.unsqueeze(2) + partner * rope.sin_BSK.unsqueeze(2)).type_as(x_BSHK)
+
+
+def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+    """Return queries and keys, rotated, and values: `[B, S, H, K]` each."""
+    if rope is None:
+        return qkv_BS3HK.unbind(2)
+    if can_fuse_half(qkv_BS3HK):
+        from arpg.kernels.rope import split_qkv_rope as fused
+
+        parts: tuple[Tensor, ...] = fused(qkv_BS3HK, *rope)
+        return parts
+    q, k, v = qkv_BS3HK.unbind(2)
+    return apply_rope(q, rope), apply_rope(k, rope), v
+
+
+# Attention and the key-value cache
+
+
+def attention_mask(limit: Limit, num_slots: int, x: Tensor) -> Mask:
+    """Return the limits themselves where the fused attention takes `x`, else booleans `[B, 1, S, T]`."""
+    if limit is None or isinstance(limit, str) or can_fuse_inference(x):
+        return limit
+    slot_T = torch.arange(num_slots, device=limit.device)
+    return (slot_T < limit[..., None])[:, None]
+
+
+def attention(
+    q_BSHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTHK: Tensor,
+    mask: Mask,
+    *,
+    rope: Rope | None = None,
+    settled: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The one attention: `[B, S, D]` from queries (rotated first by `rope`), keys and values.
+
+    `settled`: the first so many slots are complete, whichever kernels still run. `dtype` as in `norm`.
+    """
+    if can_fuse_inference(q_BSHK) and not isinstance(mask, str):
+        from arpg.kernels.attention import attend
+
+        out_dtype = FLOAT8 if dtype == FLOAT8 else None
+        return attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, settled=settled, dtype=out_dtype).flatten(2)
+    q_BSHK = q_BSHK if rope is None else apply_rope(q_BSHK, rope)
+    out_BHSK = F.scaled_dot_product_attention(
+        q_BSHK.transpose(1, 2),
+        key_BTHK.transpose(1, 2),
+        value_BTHK.transpose(1, 2),
+        attn_mask=None if isinstance(mask, str) else mask,
+        is_causal=isinstance(mask, str),
+    )
+    return out_BHSK.transpose(1, 2).flatten(2)
+
+
+def attention_with_cache_write(
+    qkv_BS3HK: Tensor,
+    key_BTHK: Tensor,
+    value_BTHK: Tensor,
+    mask: Mask,
+    *,
+    rope: Rope | None,
+    first: int | Tensor,
+    stop: int,
+    settled: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Write the rotated keys and the values into a layer's cache from slot `first` (of each row) on, and attend.
+
+    `stop` is where the longest row ends then. One kernel does both where the fused attention takes the tensors.
+    """
+    if rope is not None and not isinstance(mask, str) and can_fuse_inference(qkv_BS3HK):
+        from arpg.kernels.attention import attend_and_store
+
+        out_dtype = FLOAT8 if dtype == FLOAT8 else None
+        cache = (key_BTHK, value_BTHK)
+        return attend_and_store(qkv_BS3HK, cache, mask, rope, first, settled=settled, dtype=out_dtype).flatten(2)
+    q, k, v = split_qkv_rope(qkv_BS3HK, rope)
+    _store(k, v, key_BTHK, value_BTHK, first)
+    return attention(q, key_BTHK[:, :stop], value_BTHK[:, :stop], mask, settled=settled, dtype=dtype)
+
+
+def cache_write(
+    key_BSHK: Tensor,
+    value_BSHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTHK: Tensor,
+    *,
+    rope: Rope | None,
+    first: int | Tensor,
+) -> None:
+    """Write the rotated keys and the values into a layer's cache, from slot `first` (of each row) on."""
+    if rope is not None and can_fuse_inference(key_BSHK):
+        from arpg.kernels.rope import store_rope
+
+        store_rope(key_BSHK, value_BSHK, *rope, key_BTHK=key_BTHK, value_BTHK=value_BTHK, first=first)
+        return
+    _store(key_BSHK if rope is None else apply_rope(key_BSHK, rope), value_BSHK, key_BTHK, value_BTHK, first)
+
+
+def _store(key_BSHK: Tensor, value_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: Tensor, first: int | Tensor) -> None:
+    num_new = key_BSHK.shape[1]
+    if isinstance(first, int):
+        part = slice(first, first + num_new)
+        key_BTHK[:, part], value_BTHK[:, part] = key_BSHK, value_BSHK
+    else:
+        row_B1 = torch.arange(len(first), device=first.device)[:, None]
+        slot_BS = first[:, None] + torch.arange(num_new, device=first.device)
+        key_BTHK[row_B1, slot_BS], value_BTHK[row_B1, slot_BS] = key_BSHK, value_BSHK
+
+
+# Tokens of a decoding step
+
+
+def embed_at(
+    weight_VD: Tensor,
+    ids_BN: Tensor,
+    pos_BN2: Tensor,
+    position_BS: Tensor,
+    *,
+    copies: int,
+    head_dim: int | None,
+    base: float,
+    static: bool = False,
+) -> tuple[Tensor, Tensor | Rope]:
+    """Return the embeddings `[R, S, D]` of the tokens at `position_BS`, and their grid positions or rotation.
+
+    Each row stands `copies` times (conditional and unconditional). `head_dim`: None where the model does not rotate.
+    `static`: the positions were written before the decode started, so a kernel may read them before the one in front
+    of it ends.
+    """
+    if head_dim is not None and can_fuse_inference(weight_VD):
+        from arpg.kernels.token_io import embed_at as fused
+
+        x_RSD, *rope = fused(
+            weight_VD, ids_BN, pos_BN2, position_BS, copies=copies, head_dim=head_dim, base=base, static=static
+        )
+        return x_RSD, Rope(*rope)
+    x_BSD = F.embedding(ids_BN.gather(1, position_BS), weight_VD)
+    return repeat_rows(x_BSD, copies), _gather_pos(pos_BN2, position_BS, copies)
+
+
+def rope_at(
+    pos_BN2: Tensor,
+    position_BS: Tensor,
+    like: Tensor,
+    *,
+    copies: int,
+    head_dim: int | None,
+    base: float,
+    static: bool = False,
+) -> Tensor | Rope:
+    """Return the grid positions at `position_BS`, `[R, S, 2]`, or their rotation where one kernel makes it.
+
+    `like`: a tensor of the device and type that the rotated tensors have; other arguments as in `embed_at`.
+    """
+    if head_dim is not None and can_fuse_inference(like):
+        from arpg.kernels.token_io import rope_at as fused
+
+        return Rope(*fused(pos_BN2, position_BS, copies=copies, head_dim=head_dim, base=base, static=static))
+    return _gather_pos(pos_BN2, position_BS, copies)
+
+
+def scatter_tokens(
+    ids_BN: Tensor, known_BN: Tensor, position_BS: Tensor, sampled_BS: Tensor, kept_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return new ids and known with `sampled_BS` at `position_BS`; known where they are kept (None: all)."""
+    if kept_BS is None and TRITON_AVAILABLE and ids_BN.is_cuda:
+        from arpg.kernels.token_io import scatter_tokens as fused
+
+        return fused(ids_BN, known_BN, position_BS, sampled_BS)
+    known: Tensor | bool = True if kept_BS is None else kept_BS | known_BN.gather(1, position_BS)
+    return ids_BN.scatter(1, position_BS, sampled_BS), known_BN.scatter(1, position_BS, known)
+
+
+def guide(logits_RSV: Tensor, scale_BS: Tensor | None) -> Tensor:
+    """Return uncond + scale (cond - uncond), at least in float32; a scale per position, or `[B, 1]` per row.
+
+    Without a scale the rows are the conditional logits alone.
+    """
+    logits_RSV = logits_RSV.to(torch.promote_types(logits_RSV.dtype, torch.float32))
+    if scale_BS is None:
+        return logits_RSV
+    cond, uncond = logits_RSV.chunk(2)
+    return uncond + scale_BS[..., None] * (cond - uncond)
+
+
+def gumbel_argmax(
+    logits_RSV: Tensor,
+    key_B2: Tensor,
+    stream: NoiseStream,
+    position_BS: Tensor,
+    *,
+    scale_BS: Tensor | None = None,
+    temperature: float = 1.0,
+    static: bool = False,
+) -> Tensor:
+    """Sample ids `[B, S]` by the Gumbel-max trick: argmax(guided logits / temperature + noise).
+
+    The noise is a function of seed, stream, position and code alone. `static` as in `embed_at`, also for `scale_BS`.
+    """
+    if can_fuse(logits_RSV):
+        from arpg.kernels.sample import sample as fused
+
+        return fused(logits_RSV, scale_BS, temperature, key_B2, stream, position_BS, static=static)
+    logits_BSV = guide(logits_RSV, scale_BS)
+    logits_BSV = logits_BSV if temperature == 1.0 else logits_BSV / temperature
+    return (logits_BSV + gumbel(key_B2, stream, position_BS, logits_BSV.shape[-1])).argmax(-1)
+
+
+def repeat_rows(x_B: Tensor, copies: int) -> Tensor:
+    """Repeat a batch for its conditional and unconditional rows."""
+    return x_B if copies == 1 else torch.cat((x_B,) * copies)
+
+
+def _gather_pos(pos_BN2: Tensor, position_BS: Tensor, copies: int) -> Tensor:
+    return repeat_rows(pos_BN2.gather(1, position_BS[..., None].expand(-1, -1, 2)), copies)
+
+
+# Training
+
+
+def keyed_dropout(x_B: Tensor, p: float, key_B: Tensor | None) -> Tensor:
+    """Drop channels with probability `p`, by a mask that is a function of each sample's key and the channel alone.
+
+    Without keys the mask comes from torch's global generator. Two channels, one of each half of the last dimension,
+    share the two halves of a random word.
+    """
+    if p == 0:
+        return x_B
+    if key_B is None:
+        return F.dropout(x_B, p)
+    half = x_B.shape[-1] // 2
+    shape = (*x_B.shape[1:-1], half)
+    index = torch.arange(math.prod(shape), device=x_B.device, dtype=torch.int32).reshape(shape)
+    word = _mix(key_B.reshape(-1, *[1] * len(shape)) + index)
+    keep = torch.cat((word & 0xFFFF, (word >> 16) & 0xFFFF), -1) >= round(p * 2**16)
+    return x_B * keep * (1.0 / (1.0 - p))
+
+
+def fold_key(key_B: Tensor, number: int) -> Tensor:
+    """Return new dropout keys for a site of a layer, so that no two sites share a mask."""
+    step = ((number + 1) * _GOLDEN + 2**31) % 2**32 - 2**31  # wrapped here: a compiler might widen it instead
+    return _mix(key_B + step)
+
+
+def fold_keys(key_B: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return `fold_key` for the numbers 0 to `count` - 1, all at once."""
+    step_L = torch.arange(1, count + 1, dtype=torch.int32, device=key_B.device) * _GOLDEN  # wraps
+    return _mix(key_B + step_L[:, None]).unbind(0)
+
+
+_GOLDEN = -1640531527  # 2^32 / golden ratio, as int32
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit avalanche (two multiplications, three shifts) in wrapping int32; `& mask` makes the shifts logical."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def to_autocast(x: Tensor) -> Tensor:
+    """Return `x` in autocast's type where autocast is on: the residual stream then has half the traffic of float32."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def grad_fanout(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return `x` for each of `count` readers; their gradients are summed in one pass over memory (do not write)."""
+    copies: tuple[Tensor, ...] = _GradFanout.apply(x, count)
+    return copies
+
+
+class _GradFanout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        given = [grad for grad in grads if grad is not None]
+        if len(given) < 2:
+            return (given[0] if given else None), None
+        return (_compiled_sum() if given[0].is_cuda else _sum)(given), None
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """Sum at least in float32, rounded once."""
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total.to(parts[0].dtype)
+
+
+@functools.cache
+def _compiled_sum() -> Callable[[list[Tensor]], Tensor]:
+    return torch.compile(_sum, dynamic=False)
+
+
+def compile_each(modules: Sequence[nn.Module], *, dynamic: bool | None = None) -> None:
+    """Compile modules one by one, in place: seconds, where a whole network takes a minute.
+
+    `dynamic`: whether for sizes that differ from call to call; None: as they come. Blocks of several widths and modes
+    are versions of one function to the compiler, which would go on uncompiled beyond 8 of them: its limit is raised,
+    for the process.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 64)
+    for module in modules:
+        module.compile(dynamic=dynamic)
