@@ -7,7 +7,7 @@
 Each row is written as soon as it is measured; rows that are in the file already are skipped, unless they failed or
 --again is given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256
 tokens and without pixels, unless they say otherwise. --table only prints; --write puts the table into
-docs/performance.md. --like FOLDER runs all rows at a small size with that model's configuration.
+docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from arpg.tables import fill_page, markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "performance" / "results.md"
 REPEATS, WARMUP = 10, 3
 
 
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--like", metavar="FOLDER", help="Run small rows with that model's configuration.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="Measure nothing.")
-    parser.add_argument("--write", action="store_true", help="Put the table into docs/performance.md.")
+    parser.add_argument("--write", action="store_true", help="Put the table into docs/performance/results.md.")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     chosen = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]

@@ -81,7 +81,7 @@ def test_tables():
         "| samples, all defaults (12 steps, guidance 3) | 5000 | 9.00 ± 0.50 | 10.00 | 0.600 | 0.500 | 0.900 |",
     ]
     for name in ("steps", "speed"):
-        assert f"](images/ablations-{name}.png)" in parts["steps"]
+        assert f"](../images/ablations-{name}.png)" in parts["steps"]
     assert "ablations-orders.png" in parts["orders"]
     some = [x for x in lines if x["settings"]["order"] == "random" and x["settings"]["steps"] == 12]
     alone = ablation_report.tables(Measured(some, baselines, about, fake_speed()))

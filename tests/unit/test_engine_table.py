@@ -92,7 +92,7 @@ def test_bad_arguments(arguments, capsys):
 
 
 def test_the_page_has_a_place_for_it():
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "performance" / "results.md").read_text()
     record = table.read(table.RESULTS)
     assert fill_page(page, {"engine": table.page_part(record)}) == page, "run benchmarks/engine.py --table --write"
 

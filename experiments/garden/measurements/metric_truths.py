@@ -4,7 +4,7 @@
     python -m experiments.garden metric-truths --write
 
 measures (1,360 images go through Inception: minutes on a CPU) and writes the JSON; with --write, only puts the table of
-what the JSON holds into docs/evaluation.md.
+what the JSON holds into docs/guides/evaluate.md.
 """
 
 from __future__ import annotations
