@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from arpg import ARPG, InputError, ModelConfig, Pipeline
 from arpg.checkpoint import FolderConfig, load_model, write_folder
 from arpg.data.tokens import TokenWriter, open_tokens
+from arpg.kernels.ops import fold_key, fold_keys, grad_fanout
 from arpg.model import class_condition
-from arpg.model.copies import copies_of
-from arpg.model.dropout import Dropout, fold, fold_each
+from arpg.model.layers import Dropout
 from arpg.quantization.storage import pack, unpack
 from arpg.train.batches import TokenBatches
 from arpg.train.cross_entropy import linear_cross_entropy
@@ -132,7 +132,7 @@ def test_dropout_has_the_right_rate_and_is_independent_between_sites():
     key = torch.arange(64, dtype=torch.int32) * 7919
     ones = torch.ones(64, 100, 32)
     masks = [
-        Dropout(0.1, site).train()(ones, fold(key, layer)) == 0 for layer, site in ((0, 0), (0, 1), (1, 0), (5, 1))
+        Dropout(0.1, site).train()(ones, fold_key(key, layer)) == 0 for layer, site in ((0, 0), (0, 1), (1, 0), (5, 1))
     ]
     for mask in masks:
         assert mask.float().mean().item() == pytest.approx(0.1, abs=0.002)
@@ -147,8 +147,8 @@ def test_dropout_has_the_right_rate_and_is_independent_between_sites():
 
 def test_keys_of_all_layers_at_once():
     key = torch.arange(-8, 8, dtype=torch.int32) * 123456789
-    for number, folded in enumerate(fold_each(key, 50)):
-        assert torch.equal(folded, fold(key, number))
+    for number, folded in enumerate(fold_keys(key, 50)):
+        assert torch.equal(folded, fold_key(key, number))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,13 +156,13 @@ def test_gradients_of_copies_are_summed_at_once(dtype):
     generator = torch.Generator().manual_seed(0)
     x, *weights = (torch.randn(6, 5, generator=generator).to(dtype) for _ in range(13))
     x.requires_grad_()
-    copies = copies_of(x, 12)
+    copies = grad_fanout(x, 12)
     assert all(torch.equal(copy, x) for copy in copies)
     sum((copy * weight).sum().float() for copy, weight in zip(copies, weights, strict=True)).backward()
     assert x.grad.dtype == dtype
     torch.testing.assert_close(x.grad, sum(w.double() for w in weights).to(dtype))
     x.grad = None
-    copies_of(x, 3)[1].sum().backward()  # readers that give no gradient
+    grad_fanout(x, 3)[1].sum().backward()  # readers that give no gradient
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
