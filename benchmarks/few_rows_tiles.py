@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from arpg.kernels.few_rows import Tile, linear
 from few_rows import (
     AHEAD,
     HALF,
@@ -35,7 +36,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.kernels import few_rows
-from arpg.kernels.few_rows import Tile, linear
 from arpg.model import ARPG
 
 Table = dict[str, Tile]

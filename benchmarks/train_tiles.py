@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from triton.testing import do_bench
 
-from arpg.kernels import adamw, residual
+from arpg.kernels import adamw, residual_norm
 from arpg.train.optim import EMA, clip_gradients, make_adamw
 from arpg.train.recipe import OptimRecipe
 from arpg.train.update import Update
@@ -40,10 +40,10 @@ def _residual(grad_total: Tensor, grad_normed: Tensor, total: Tensor, p: float) 
     _say(f"residual and norm, backward: {5 if p else 4} tensors")
     first = None
     for rows, stages, programs in itertools.product((1, 2), (1, 2, 3, 4), (512, 768, 1024, 2048, 4096)):
-        residual._ROWS, residual._STAGES, residual._PROGRAMS = rows, stages, programs
+        residual_norm._ROWS, residual_norm._STAGES, residual_norm._PROGRAMS = rows, stages, programs
 
         def run() -> tuple[Tensor, ...]:
-            return residual.residual_norm_backward(grad_total, grad_normed, total, weight, key, p, 1e-5)
+            return residual_norm.residual_norm_backward(grad_total, grad_normed, total, weight, key, p, 1e-5)
 
         out = run()
         first = out if first is None else first

@@ -10,9 +10,9 @@ from PIL import Image, ImageDraw
 
 from arpg import ARPG, ControlInput, Pipeline
 from arpg.checkpoint import load_model, read_folder
-from arpg.evaluation.edges import agreement, edge_maps
 from arpg.hub import resolve
 from arpg.model import class_condition
+from experiments.garden.control_images import agreement, edge_maps
 from support.command import check_error
 from support.small import noise
 

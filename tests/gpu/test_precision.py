@@ -341,13 +341,18 @@ def test_products_on_a_gpu(precision):
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_eight_bits_in_compiled_code(precision):
     """What is handed from kernel to kernel in float8 goes through torch.compile, too, for any size."""
-    from arpg.bench.agreement import equal_share, generate, on_context, sampled_on_context
+    from arpg.bench.agreement import agreement, generate, on_context
     from arpg.bench.case import Case
 
     if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")
-    model = to_precision(small_model(), precision, torch.device("cuda"), head=False)
-    case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
-    told = generate(model, case)
-    expected = [drawn for _, drawn in on_context(model, case, told)]
-    assert equal_share(sampled_on_context(Engine(model, "compiled"), case, told), expected) > 0.9
+    exact, gpu = small_model().cuda(), torch.device("cuda")
+    case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), exact.config.grid)
+    told = generate(exact, case)
+    model = to_precision(small_model(), precision, gpu, head=False)
+    eager = on_context(model, case, told)
+    model.compile_blocks(dynamic=True)
+    compiled = on_context(model, case, told)
+    # Sums are rounded in another order: that must matter less than 8 bits do.
+    off = agreement(eager, on_context(exact, case, told))["logit error"]
+    assert agreement(compiled, eager)["logit error"] < off

@@ -12,7 +12,7 @@ from PIL import Image
 
 from arpg import Pipeline, cli
 from arpg.image import open_image
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from support.page_browser import draw, encoded, result, task, upload
 from support.page_server import info_of
 from support.small import TEXT, FakeEncoder, small_tokenizer
@@ -131,10 +131,10 @@ def test_axe_finds_nothing(page):
 
 def test_the_page_the_server_and_a_model_together(text_model, live, visit, tmp_path, monkeypatch):
     """What the page draws is what the pipeline, the Python and the command line on it draw."""
-    pipe = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=Prompts(TEXT.text, load=FakeEncoder))
+    pipe = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=FakeEncoder))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     pipe.save_pretrained("small")  # what the server calls it
     address, _ = live(pipeline=pipe)
     page = visit(address)

@@ -18,7 +18,7 @@ from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
 from arpg.serve.schemas import Limits
 from arpg.settings import SamplingSettings
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from support.http import b64, error, events, image_of, pixels, post
 from support.rows import SteppedBatcher, SubmittedRows
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
@@ -41,7 +41,7 @@ class Paused(FakeEncoder):
 
 
 def pipeline_of(model, load=FakeEncoder, **options):
-    return Pipeline(model, small_tokenizer(), license="MIT", prompts=Prompts(TEXT.text, load=load, **options))
+    return Pipeline(model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=load, **options))
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
 
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     replica = Replica(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}

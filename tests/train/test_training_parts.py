@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 from arpg import ARPG, InputError, ModelConfig, Pipeline
 from arpg.checkpoint import FolderConfig, load_model, write_folder
+from arpg.data.dataset import Dataset, TokenBatches
 from arpg.data.tokens import TokenWriter, open_tokens
+from arpg.kernels.ops import fold_key, fold_keys, grad_fanout
 from arpg.model import class_condition
-from arpg.model.copies import copies_of
-from arpg.model.dropout import Dropout, fold, fold_each
+from arpg.model.layers import Dropout
 from arpg.quantization.storage import pack, unpack
-from arpg.train.batches import TokenBatches
-from arpg.train.cross_entropy import linear_cross_entropy
+from arpg.train.model import warm_start
+from arpg.train.objective import linear_cross_entropy
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
 from arpg.train.recipe import OptimRecipe
-from arpg.train.warm_start import warm_start
 from support.small import SMALL, small_model
 
 OPTIM = OptimRecipe(lr=1.0, min_lr=0.1, warmup=0.25)
@@ -132,7 +132,7 @@ def test_dropout_has_the_right_rate_and_is_independent_between_sites():
     key = torch.arange(64, dtype=torch.int32) * 7919
     ones = torch.ones(64, 100, 32)
     masks = [
-        Dropout(0.1, site).train()(ones, fold(key, layer)) == 0 for layer, site in ((0, 0), (0, 1), (1, 0), (5, 1))
+        Dropout(0.1, site).train()(ones, fold_key(key, layer)) == 0 for layer, site in ((0, 0), (0, 1), (1, 0), (5, 1))
     ]
     for mask in masks:
         assert mask.float().mean().item() == pytest.approx(0.1, abs=0.002)
@@ -147,8 +147,8 @@ def test_dropout_has_the_right_rate_and_is_independent_between_sites():
 
 def test_keys_of_all_layers_at_once():
     key = torch.arange(-8, 8, dtype=torch.int32) * 123456789
-    for number, folded in enumerate(fold_each(key, 50)):
-        assert torch.equal(folded, fold(key, number))
+    for number, folded in enumerate(fold_keys(key, 50)):
+        assert torch.equal(folded, fold_key(key, number))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,13 +156,13 @@ def test_gradients_of_copies_are_summed_at_once(dtype):
     generator = torch.Generator().manual_seed(0)
     x, *weights = (torch.randn(6, 5, generator=generator).to(dtype) for _ in range(13))
     x.requires_grad_()
-    copies = copies_of(x, 12)
+    copies = grad_fanout(x, 12)
     assert all(torch.equal(copy, x) for copy in copies)
     sum((copy * weight).sum().float() for copy, weight in zip(copies, weights, strict=True)).backward()
     assert x.grad.dtype == dtype
     torch.testing.assert_close(x.grad, sum(w.double() for w in weights).to(dtype))
     x.grad = None
-    copies_of(x, 3)[1].sum().backward()  # readers that give no gradient
+    grad_fanout(x, 3)[1].sum().backward()  # readers that give no gradient
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
@@ -177,7 +177,7 @@ def tokens(tmp_path):
 
 def batches(tokens, parts, **change):
     options = {"batch_size": 8, "num_classes": 5, "label_drop": 0.3, "seed": 1, "device": torch.device("cpu"), **change}
-    return TokenBatches(tokens, parts=parts, **options)
+    return TokenBatches(Dataset(tokens), parts=parts, **options)
 
 
 def test_a_batch_does_not_depend_on_how_it_is_cut(tokens):
@@ -275,3 +275,16 @@ def test_packed_pipelines_load(pipeline, tmp_path):
         tokenizer=pack(pipeline.tokenizer.state_dict(), "float16"),
     )
     assert Pipeline.from_pretrained(tmp_path, device="cpu").generate(1, steps=3)[0].size == (8, 8)
+
+
+def test_ablations_of_the_speed_benchmark(monkeypatch):
+    """Each replaces something that the code has; an unknown one is refused in one line."""
+    import train_speed
+
+    def replace(module, **values):
+        assert all(hasattr(module, name) for name in values), (module, values)
+
+    monkeypatch.setattr(train_speed, "_replace", replace)
+    train_speed.ablate(list(train_speed.ABLATIONS))
+    with pytest.raises(SystemExit, match=r"--ablate attention turned does not exist; expected one of graph, .*stages$"):
+        train_speed.ablate(["attention", "graph", "turned"])

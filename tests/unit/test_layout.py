@@ -9,13 +9,13 @@ SOURCE = ROOT / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "settings", "classes"},
+    {"files", "settings", "classes", "tables"},
     {"config"},
-    {"device", "image"},
+    {"device", "image", "noise"},
     {"kernels"},
     {"tokenizer", "model"},
     {"quantization"},
-    {"text"},
+    {"text_encoder"},
     {"checkpoint"},
     {"convert"},
     {"hub"},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpg.pipeline import Pipeline
 from arpg.serve.observability import Metrics
-from arpg.text import Prompts, TextEncoder
+from arpg.text_encoder import PromptCache, TextEncoder
 from arpg.tokenizer import Tokenizer
 
 
@@ -160,7 +160,7 @@ def serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics)
     own, prompts = pipeline.prompts, None
     if own is not None:
         encoder = cast(TextEncoder, TimedTextEncoder(own.encoder, metrics))
-        prompts = Prompts(own.config, load=lambda: encoder)
+        prompts = PromptCache(own.config, load=lambda: encoder)
     return Pipeline(
         pipeline.model,
         tokenizer,
