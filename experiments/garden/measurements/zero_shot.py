@@ -28,7 +28,6 @@ from PIL import Image
 from torch import Tensor
 
 from arpg import Pipeline, make_plan, tasks
-from arpg.config import EXPAND_METHODS
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
 from arpg.decode.likelihood import make_orders, token_bits
@@ -38,7 +37,7 @@ from arpg.evaluation.metrics import KernelDistance, kernel_distance
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
 from arpg.model import class_condition
-from arpg.settings import SamplingSettings
+from arpg.settings import EXPAND_METHODS, SamplingSettings
 from arpg.tables import markdown_table
 from arpg.tasks.canvas import Canvas, box_mask
 from arpg.tasks.stages import expand_stage

@@ -13,9 +13,7 @@ import typer.exceptions
 
 from arpg.cli import (
     analyze,
-    attention,
     bench,
-    captions,
     evaluate,
     generate,
     models,
@@ -38,13 +36,13 @@ app.command()(models.pull)
 app.command()(generate.plan)
 app.command()(analyze.score)
 app.command()(analyze.classify)
-app.command()(attention.attention)
+app.command()(analyze.attention)
 app.command()(evaluate.sample)
 app.command()(evaluate.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
 app.command()(train.tokenize)
-app.command()(captions.embed)
+app.command()(train.embed)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
 app.command()(serve.serve)

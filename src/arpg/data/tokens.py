@@ -29,9 +29,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.config import CONTROLS, from_dict, to_dict
+from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, one_of, require
 from arpg.files import read_array, read_json, write_array, write_json
+from arpg.settings import CONTROL_KINDS
 
 FORMAT = "arpg-tokens-1"
 TOKENS, UNFINISHED = "tokens.json", "unfinished.json"
@@ -64,7 +65,7 @@ class TokenInfo:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected 1 or more")
         require(min(self.grid) >= 1, f"grid is {self.grid}; expected two numbers of 1 or more")
         if self.control:
-            one_of("control", self.control, CONTROLS)
+            one_of("control", self.control, CONTROL_KINDS)
             stored_shape(self.control, self.control_size)
         require(
             len(self.classes) in (0, self.num_classes),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ControlConfig, ModelConfig
-from arpg.errors import InputError, require
+from arpg.errors import InputError, first_line, require
+from arpg.image import normalize
 from arpg.kernels.ops import Stream
 from arpg.model.layers import Block, ResidualNorm, SelfAttention
 from arpg.model.rope import grid_positions, make_rope
@@ -53,7 +54,7 @@ class ControlQueries(nn.Module):
     def forward(self, pixels_BHW: Tensor, kind_B: Tensor) -> Tensor:
         """Return `[B, N, D]` from uint8 images and the kind of each."""
         grid = self.grid(pixels_BHW)
-        x_BHW = pixels_BHW.to(self.encoder.kind.weight.dtype) / 127.5 - 1
+        x_BHW = normalize(pixels_BHW.to(self.encoder.kind.weight.dtype))
         states_BNE = self.encoder(x_BHW, kind_B, grid)
         added: Tensor = self.down(F.gelu(self.up(states_BNE), approximate="tanh"))
         return added
@@ -146,7 +147,7 @@ def _found(load: Any, name: str) -> Any:
     try:
         return load(name)
     except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:160]
         raise InputError(
-            f"control encoder {name!r} could not be loaded ({first}); expected patches, a hub id or a folder with a ViT"
+            f"control encoder {name!r} could not be loaded ({first_line(error)}); expected patches, a hub id or a "
+            "folder with a ViT"
         ) from None
