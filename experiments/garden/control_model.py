@@ -25,16 +25,15 @@ from PIL import Image
 
 from arpg import ARPG, ControlInput, Pipeline
 from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
-from arpg.data.control_maps import ControlMaps
-from arpg.data.pixels import eval_pixels
+from arpg.data.crops import center_crops
+from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
 from arpg.device import choose_device
 from arpg.evaluation.classifier import Classifier
 from arpg.hub import resolve
 from arpg.image import save, sheet
-from arpg.train.batches import TokenBatches
-from arpg.train.model import Objective
+from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
 from experiments.garden.control_score import SCENE_SEED, EdgeScorers, control_report, image_side
 from experiments.garden.depth_net import DepthNet, compose_depth_scenes, train_and_save
@@ -170,12 +169,12 @@ class ControlRun:
             train, test = (open_photos(self.options.data, split) for split in ("train", "test"))
             load_or_train_classifier(
                 folder,
-                lambda: (eval_pixels(train, SIZE), class_ids(train, names)),
+                lambda: (center_crops(train, SIZE), class_ids(train, names)),
                 num_classes=len(names),
                 steps=self.options.classifier_steps,
                 device=self.device,
                 batch_size=self.batch_size(256),
-                test=(eval_pixels(test, SIZE), class_ids(test, names)),
+                test=(center_crops(test, SIZE), class_ids(test, names)),
             )
         return True
 
@@ -255,14 +254,13 @@ class ControlRun:
                     control = ControlMaps(tokens.controls, model.config.control.kinds, self.device)
                 num_classes = model.config.num_classes
                 batches = TokenBatches(
-                    tokens,
+                    Dataset(tokens, control=control),
                     batch_size=size,
                     parts=1,
                     num_classes=num_classes,
                     label_drop=0.0,
                     seed=1,
                     device=self.device,
-                    control=control,
                 )
                 objective = Objective(model, tokens.grid)
                 losses = []

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from arpg.classes import ClassNames
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
-from arpg.data.pixels import eval_pixels
 from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
 from arpg.files import write_whole
 from arpg.image import Pixels, adm_crop
@@ -37,7 +37,7 @@ def read_photos(images: ImageSet, num: int | None = None, *, size: int = SIZE) -
     """Read the centre crops of a set and their labels; at most `num` of them, evenly spread over the classes."""
     labels = np.asarray(images.labels)
     if num is None or num >= len(images):
-        return eval_pixels(images, size), labels
+        return center_crops(images, size), labels
     chosen = evenly_spaced(len(images), num).tolist()
     return np.stack([np.asarray(adm_crop(images.read(i), size)) for i in chosen]), labels[chosen]
 

@@ -29,14 +29,13 @@ import torch
 from arpg import Pipeline
 from arpg.checkpoint import BUNDLED, FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import TextConfig
-from arpg.data.text_states import write_text_states
+from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
 from arpg.files import read_tensors, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.quantization.storage import pack as pack_weights
-from arpg.text import Prompts
-from arpg.text.minilm import load_minilm, package_folder
+from arpg.text_encoder import PromptCache, load_minilm, minilm_folder
 from arpg.train.recipe import ModelRecipe, read_recipe
 from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import Detector, train_and_save
@@ -117,7 +116,7 @@ def make_parts(data: Path, target: Path, num_captions: int) -> None:
                         parts.writestr(inner, fruits.read(inner))
             for name in emoji.namelist():
                 parts.writestr(name, emoji.read(name))
-            folder = package_folder()
+            folder = minilm_folder()
             for name in (
                 "config.json",
                 "tokenizer.json",
@@ -229,7 +228,7 @@ class TextRun:
         write_folder(folder, config, model=weights)
         tokenizer = load_tokenizer(made, device=self.device, dtype=torch.float32)
         network = load_model(folder, device=self.device, dtype=torch.float32)
-        encoder = Prompts(self.text, load=self._encoder)
+        encoder = PromptCache(self.text, load=self._encoder)
         pipe = Pipeline(network, tokenizer, sampling=described.sampling, prompts=encoder)
         detector = Detector.load(self.detector_folder, device=self.device)
         held = held_out_prompts(self.options.per_task)

