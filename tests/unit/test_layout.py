@@ -37,7 +37,6 @@ LAYERS = [
 UNDOCUMENTED = {
     "config": 5,
     "data": 7,
-    "evaluation": 20,
     "serve": 70,
     "text": 3,
     "tokenizer": 4,
