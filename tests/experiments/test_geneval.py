@@ -245,6 +245,7 @@ def test_maps_are_read_as_they_are_written():
     assert detection_loss(maps, kind.flip(1), said, torch.tensor([boxes])) > 5
 
 
+@pytest.mark.slow
 def test_a_detector_learns_scenes(sets, tmp_path):
     """Two kinds in two colours: after a little training it finds most of them, and a saved one finds the same."""
     composer, rng = Composer(*sets, size=64), np.random.default_rng(0)

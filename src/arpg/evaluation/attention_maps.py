@@ -257,6 +257,7 @@ class Column:
 
     @property
     def caption(self) -> str:
+        """Return the caption of the column: layer, and head where one is chosen."""
         return f"layer {self.layer + 1}" + ("" if self.head is None else f", head {self.head + 1}")
 
 

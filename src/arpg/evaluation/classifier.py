@@ -108,6 +108,8 @@ def fit(
 
 @dataclass(frozen=True)
 class ClassifierConfig:
+    """The shape of a classifier."""
+
     num_classes: int
     width: int = 32  # 2.8 M parameters
 
@@ -120,6 +122,8 @@ class ClassifierConfig:
 
 
 class Block(nn.Module):
+    """A residual block of two 3x3 convolutions with GroupNorm."""
+
     def __init__(self, in_channels: int, out_channels: int, *, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
@@ -159,6 +163,7 @@ class Classifier(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights."""
         return self.head.weight.device
 
     def forward(self, image_B3HW: Tensor) -> Tensor:
@@ -170,10 +175,12 @@ class Classifier(nn.Module):
         return logits_BK
 
     def save(self, folder: Path) -> None:
+        """Write the classifier into `folder`."""
         save_scorer(self, folder, name="classifier", config=self.config)
 
     @staticmethod
     def load(folder: Path, *, device: torch.device | str = "cpu") -> Classifier:
+        """Load a classifier from `folder`."""
         return load_scorer(Classifier, folder, name="classifier", config=ClassifierConfig, device=device)
 
 

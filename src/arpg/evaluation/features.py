@@ -54,6 +54,7 @@ def open_source(path: str | Path, *, size: int | None = None) -> ImageSource:
 
 
 def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
+    """Return a source of images that are in memory."""
     check_pixels(pixels, what=where)
 
     def batches(batch_size: int) -> Iterator[Pixels]:
@@ -233,6 +234,7 @@ class Collector:
         self.kept: list[Tensor] = []
 
     def add(self, pixels_BHW3: Pixels | Tensor) -> None:
+        """Add the features of a batch."""
         found = self.inception.features(pixels_BHW3)
         self.pool.add(found.pool)
         self.spatial.add(found.spatial)
@@ -241,6 +243,7 @@ class Collector:
             self.gains.add(found.logits)
 
     def features(self) -> Features:
+        """Return the features of all batches so far."""
         require(self.pool.n >= 2, f"there are {self.pool.n} images; a covariance needs 2 or more")
         return Features(
             self.pool.statistics().to("cpu"),

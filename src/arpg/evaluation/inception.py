@@ -257,10 +257,12 @@ class Inception:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights."""
         return self.network.conv.weight.device
 
     @property
     def has_logits(self) -> bool:
+        """Return whether the weights include those of the logits, which the Inception Score needs."""
         return self.network.output is not None
 
     @torch.no_grad()

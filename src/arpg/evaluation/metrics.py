@@ -67,6 +67,7 @@ class Statistics:
         require(finite, "statistics hold numbers that are not finite; compute them again")
 
     def to(self, device: torch.device | str) -> Statistics:
+        """Return the statistics on `device`."""
         return Statistics(self.mean_F.to(device), self.cov_FF.to(device), self.n)
 
 
@@ -80,6 +81,7 @@ class Moments:
         self.products_FF = torch.empty(0)
 
     def add(self, x_BF: Tensor) -> None:
+        """Add a batch of features."""
         x_BF = x_BF.to(self.device, torch.float64)
         if not self.n:
             self.sum_F = x_BF.new_zeros(x_BF.shape[1])
@@ -89,6 +91,7 @@ class Moments:
         self.products_FF.addmm_(x_BF.T, x_BF)
 
     def statistics(self) -> Statistics:
+        """Return mean and covariance of all features so far."""
         require(self.n >= 2, f"there are {self.n} images; a covariance needs 2 or more")
         mean_F = self.sum_F / self.n
         cov_FF = (self.products_FF - self.n * torch.outer(mean_F, mean_F)) / (self.n - 1)
@@ -193,6 +196,7 @@ class RunningGains:
         self.done: list[Tensor] = []
 
     def add(self, logits_BK: Tensor) -> None:
+        """Add the logits of a batch."""
         while len(logits_BK):
             room = self.split - sum(map(len, self.waiting))
             self.waiting.append(logits_BK[:room])
@@ -201,6 +205,7 @@ class RunningGains:
                 self._close()
 
     def gains(self) -> Tensor:
+        """Return the gains of all images so far."""
         if self.waiting:
             self._close()
         return torch.cat(self.done)
@@ -288,10 +293,12 @@ class PrecisionRecall(NamedTuple):
 
     @property
     def precision(self) -> float:
+        """Return the share of generated images that are near real ones."""
         return self.realistic_M.double().mean().item()
 
     @property
     def recall(self) -> float:
+        """Return the share of real images that are near generated ones."""
         return self.covered_M.double().mean().item()
 
 

@@ -74,6 +74,7 @@ class Results:
         return next((line for line in self.lines if default | line["settings"] == key and line["num"] == num), None)
 
     def add(self, settings: SamplingSettings, num: int, line: Mapping[str, Any]) -> Line:
+        """Write a line, and return it."""
         entry = {"num": num, "settings": json_settings(settings), **line}
         self.own.append(entry)
         text = "".join(json.dumps(each) + "\n" for each in self.own)
@@ -96,6 +97,7 @@ def claim_folder(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
+    """Read what all lines of a folder share."""
     return _parse(folder / ABOUT, (folder / ABOUT).read_text(encoding="utf-8"))
 
 
