@@ -1,4 +1,4 @@
-"""Training speed of the full step (forward, backward, clip, AdamW, moving average) on random tokens; writes JSON.
+"""Measure the full training step (forward, backward, clip, AdamW, moving average) on random tokens.
 
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train-arpg-l.json
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --one-pass both
@@ -26,12 +26,12 @@ import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
+from arpg.device import gpu_spec
 from arpg.kernels import ops, residual_norm
 from arpg.train import model as training_module
 from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
-from arpg.train.report import peak_flops
 
 ABLATIONS = {
     "graph": "compute the gradients without a CUDA graph",
@@ -85,15 +85,15 @@ def measure(training: ModelTraining, first: int, steps: int) -> float:
 
 def profile(training: ModelTraining, step: int, most: int = 40) -> None:
     """Print the kernels of one step: milliseconds, launches, name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         training.step(step)
         torch.cuda.synchronize()
     kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]
     kernels = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
     total = sum(kernel.self_device_time_total for kernel in kernels)
-    print(f"{total / 1000:9.3f} ms in all")  # noqa: T201
+    print(f"{total / 1000:9.3f} ms in all")
     for kernel in kernels[:most]:
-        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")  # noqa: T201
+        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")
 
 
 def main() -> None:
@@ -156,7 +156,7 @@ def main() -> None:
         if options.profile:
             profile(training, next_step + 1)
     name = torch.cuda.get_device_name()
-    results = []
+    spec, results = gpu_spec(name), []
     for kind, times in seconds.items():
         per_step = statistics.median(times)
         result = {
@@ -169,7 +169,7 @@ def main() -> None:
             "without": options.ablate,
             "images/s": round(options.batch_size / per_step, 1),
             "ms/step": round(1000 * per_step, 2),
-            "mfu": round(training.flops_per_step() / per_step / (peak_flops(name) or float("nan")), 4),
+            "mfu": round(training.flops_per_step() / per_step / (spec.bf16_flops if spec else float("nan")), 4),
             "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "first 5 steps s": round(compiled, 1),
             "loss": round(float(loss), 4),
@@ -182,7 +182,7 @@ def main() -> None:
         results.append(result)
     shutdown_distributed()
     text = json.dumps(results if len(results) > 1 else results[0], indent=1)
-    print(text)  # noqa: T201
+    print(text)
     if options.out:
         options.out.write_text(text + "\n")
 

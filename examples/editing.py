@@ -1,4 +1,4 @@
-"""Inpainting and editing: a picture, a hole in it, two ways to fill it, and two other classes put into it.
+"""Inpainting and editing: an image, a hole in it, the hole filled with and without the class, and two class edits.
 
 Usage: python examples/editing.py OUT.png
 """
@@ -18,13 +18,13 @@ def main() -> None:
     pipe = Pipeline.from_pretrained("garden", device="cpu")
     images = []
     for name, seed, *others in ROWS:
-        (picture,) = pipe.generate(name, seed=seed)
-        mask = Image.new("L", picture.size, 0)
+        (image,) = pipe.generate(name, seed=seed)
+        mask = Image.new("L", image.size, 0)
         mask.paste(255, HOLE)
-        hole = picture.copy()
+        hole = image.copy()
         hole.paste("grey", HOLE)
-        images += [picture, hole, *pipe.inpaint(picture, mask, name, seed=1), *pipe.inpaint(picture, mask, seed=1)]
-        images += [made for other in others for made in pipe.edit(picture, MOST, other, seed=1, feather=3)]
+        images += [image, hole, *pipe.inpaint(image, mask, name, seed=1), *pipe.inpaint(image, mask, seed=1)]
+        images += [made for other in others for made in pipe.edit(image, MOST, other, seed=1, feather=3)]
     sheet(images, columns=len(images) // len(ROWS)).save(sys.argv[1])
 
 

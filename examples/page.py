@@ -1,4 +1,4 @@
-"""The two pictures of the page in the README: a picture being drawn, and a mask being painted.
+"""Screenshots of the web page for the documentation: a generation in progress, and a mask for inpainting.
 
     arpg serve --port 8000 &
     python examples/page.py http://127.0.0.1:8000
@@ -31,9 +31,9 @@ def main(url: str) -> None:
         page.get_by_role("button", name="sunflowers").first.click()
         page.keyboard.press("Control+Enter")
         page.locator("#stage-about", has_text=re.compile(r"step 1[5-9] of")).wait_for()
-        shoot(page, "page-drawing.webp")
+        save_screenshot(page, "page-drawing.webp")
 
-        page.locator("#stage-about", has_text="seed 663274").wait_for()  # what it is called when it is drawn
+        page.locator("#stage-about", has_text="seed 663274").wait_for()  # shown when the image is finished
         page.get_by_text("Inpaint", exact=True).click()
         board = page.locator("#board").bounding_box()
         assert board is not None
@@ -43,11 +43,11 @@ def main(url: str) -> None:
         for i in range(12):
             page.mouse.move(x + (0.35 + 0.025 * i) * size, y + (0.45 + 0.05 * (i % 3)) * size)
         page.mouse.up()
-        shoot(page, "page-inpaint.webp")
+        save_screenshot(page, "page-inpaint.webp")
         browser.close()
 
 
-def shoot(page: Page, name: str) -> None:
+def save_screenshot(page: Page, name: str) -> None:
     Image.open(io.BytesIO(page.screenshot())).convert("RGB").save(IMAGES / name, quality=85)
 
 

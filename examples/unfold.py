@@ -1,4 +1,4 @@
-"""Watch a model draw: a strip of previews, one row per class.
+"""Show the decoding: a strip of previews after chosen steps, one row per class.
 
 Usage: python examples/unfold.py OUT.png CLASS [CLASS ...]
 """

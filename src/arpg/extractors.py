@@ -20,7 +20,7 @@ from arpg.hub import home
 from arpg.image import Pixels, to_rgb
 from arpg.settings import CONTROL_KINDS
 
-FASTDEPTH_FILE = "fastdepth.onnx"  # MIT; docs/control-score.md has the sha256 of the one tested
+FASTDEPTH_FILE = "fastdepth.onnx"  # MIT; docs/guides/control.md has the sha256 of the one tested
 METRIC_DEPTH_MODELS = ("depth_pro", "glpn", "zoedepth")  # predict distance, where others predict nearness
 
 # From an RGB image to the nearness of its pixels on any scale: [H, W], larger is nearer.

@@ -92,19 +92,6 @@ def read_array(path: Path, *, advice: str, mmap: bool = True) -> NDArray[Any]:
     return array
 
 
-def hash_file(path: Path) -> str:
-    """Return the sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def hash_tensors(digest: hashlib._Hash, state: Mapping[str, Tensor], *, shapes: bool = True) -> None:
-    """Add names and values of `state`, sorted by name, to `digest`; `shapes`: also their types and shapes."""
-    for name, tensor in sorted(state.items()):
-        digest.update((f"{name} {tensor.dtype} {list(tensor.shape)}\n" if shapes else name).encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-
 def _make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents; those that were not there before."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()][::-1]
@@ -119,7 +106,7 @@ def _umask() -> int:
 
 
 def read_tensors(path: Path) -> State:
-    """A safetensors file."""
+    """Read a safetensors file."""
     require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
     try:
         return safetensors.torch.load_file(path)
@@ -128,7 +115,7 @@ def read_tensors(path: Path) -> State:
 
 
 def read_pickle(path: Path) -> Any:
-    """A torch file, opened so that it cannot run code."""
+    """Read a torch file without running code."""
     require(path.exists(), f"{path} does not exist; expected a published checkpoint (.pt)")
     require(path.is_file(), f"{path} is not a file; expected a published checkpoint (.pt)")
     try:
@@ -145,7 +132,26 @@ def read_pickle(path: Path) -> Any:
 
 
 def write_tensors(state: State, path: Path) -> None:
+    """Write a safetensors file."""
     try:
         safetensors.torch.save_file(state, path)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from None
+
+
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tensors(state: Mapping[str, Tensor], digest: hashlib._Hash | None = None, *, names_only: bool = False) -> str:
+    """Return the sha256 of all names, dtypes, shapes and values, sorted by name; continues `digest` where given.
+
+    `names_only` leaves dtypes and shapes out, as the fingerprints of token folders do.
+    """
+    digest = digest or hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() if names_only else f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

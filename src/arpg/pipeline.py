@@ -28,7 +28,7 @@ from arpg.tasks.canvas import Box, Canvas, box_mask
 from arpg.tasks.control_input import ControlInput, Controls, check_controls
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
 from arpg.text_encoder import PromptCache
-from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer import Tokenizer
 
 Classes = str | int | Sequence[str | int] | None
 Seed = int | torch.Generator | Sequence[int | torch.Generator]
@@ -61,7 +61,7 @@ class Pipeline:
     def __init__(
         self,
         model: ARPG,
-        tokenizer: VQTokenizer,
+        tokenizer: Tokenizer,
         *,
         sampling: SamplingDefaults | None = None,
         classes: ClassNames | None = None,

@@ -1,4 +1,8 @@
-"""The README: its commands and snippets run as they stand, in order, in one empty folder."""
+"""README, Get started and the guides: their commands and snippets run as written, their links and images exist.
+
+`sh` and `python` blocks are run, page by page, in one folder; what an earlier page has run is not
+run again. `console` and `py` blocks are not run.
+"""
 
 import re
 import shlex
@@ -6,60 +10,126 @@ import subprocess
 import sys
 
 import pytest
+import typer.main
 
 from arpg import cli
 from support.paths import ROOT
 
-README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", DOCS / "get-started.md", *sorted((DOCS / "guides").glob("*.md"))]
+MADE = {
+    "README.md": ["out.png", "first.png", "kiwi-inside.png"],
+    "get-started.md": ["out.png", "first.png", "preview.png"],
+    "generate.md": ["kiwi.png", "images/", "exact.png", "surprise.png", "attention.png", "orders.png"],
+    "edit.md": ["edited.png", "filled/", "wide.png", "large.png"],
+    "text.md": ["prompts.png"],
+    "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
+}
+
+# Options that are being renamed: new name, old name.
+RENAMED = {"--max-seconds": "--most", "--max-pending-requests": "--queue"}
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.S | re.M)
+def blocks(path, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.S | re.M)
 
 
-def test_commands_and_snippets_run(tmp_path, monkeypatch):
+def commands(path):
+    return [line for block in blocks(path, "sh") for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done():
+    """The commands that have been run."""
+    return set()
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path.name in MADE], ids=lambda path: path.stem)
+def test_commands_and_snippets_run(path, folder, done, monkeypatch):
     """In this process: starting Python and torch anew for each would take longer than all of them together."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    shell = [line for block in blocks("sh") for line in block.splitlines() if not line.startswith("make ")]
-    assert len(shell) >= 12
-    for line in shell:
+    monkeypatch.chdir(folder)
+    for line in commands(path):
+        if line.startswith("make ") or line in done:
+            continue
+        done.add(line)
         monkeypatch.setattr(sys, "argv", shlex.split(line))
-        assert sys.argv[0] == "arpg", f"{line!r} is no arpg command; run it here too"
+        assert sys.argv[0] == "arpg", f"{line!r} is not an arpg command; run it here too"
         with pytest.raises(SystemExit) as exited:
             cli.main()
         assert not exited.value.code, line
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), {})
-    for made in ("out", "orders", "first", "preview", "kiwi", "edited", "wide", "surprise", "kiwi-inside"):
-        assert (tmp_path / f"{made}.png").stat().st_size > 100
-    assert len(list((tmp_path / "images").iterdir())) == 4
-    assert len(list((tmp_path / "filled").iterdir())) == 2
+    for block in blocks(path, "python"):
+        exec(compile(block, path.name, "exec"), {})
+    for name in MADE[path.name]:
+        made = folder / name
+        files = list(made.iterdir()) if name.endswith("/") else [made]
+        assert files
+        for file in files:
+            assert file.stat().st_size > 100
 
 
-@pytest.mark.parametrize("target", re.findall(r"^make (\w+)", "\n".join(blocks("sh")), flags=re.M))
+def test_every_page_with_commands_is_run():
+    assert {path.name for path in PAGES if commands(path) or blocks(path, "python")} == set(MADE)
+
+
+def documented_commands():
+    """Every `arpg` command of the documentation: page, words."""
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+        text = path.read_text().replace("\\\n", " ")
+        text = re.sub(r"torchrun [^\n]*-m arpg\.cli ", "arpg ", text)
+        for found in re.findall(r"^(?:\$ )?(arpg [^\n#]*)|`(arpg [a-z][^`]*)`", text, flags=re.M):
+            yield path.name, shlex.split("".join(found))
+
+
+def test_options_of_documented_commands_exist():
+    root = typer.main.get_command(cli.app)
+    num = 0
+    for page, words in documented_commands():
+        command, rest = root, words[1:]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command, *rest = command.commands[rest[0]], *rest[1:]
+        assert command is not root, f"{page}: {words}"
+        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        for word in rest:
+            if re.match(r"--?[a-z]", word):
+                assert word in known or RENAMED.get(word) in known, f"{page}: {words} has no {word}"
+        num += 1
+    assert num > 100
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make ([\w-]+)", "\n".join(commands(ROOT / "README.md")), flags=re.M))
 def test_make_targets_exist(target):
     subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_the_tree_names_every_module():
-    for path in (ROOT / "src" / "arpg").rglob("*.py"):
-        if path.name != "__init__.py":
-            assert path.name in README, f"{path.name} is not in the README's tree"
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
-def test_the_gallery_shows_what_its_commands_write():
-    """Every picture is the output of a command on the page, and small."""
-    folder = ROOT / "docs" / "images" / "gallery"
-    text = (ROOT / "docs" / "gallery.md").read_text()
-    written = set(re.findall(r"(?:-o|--map|--gif) (\S+)", text))
+def test_gallery_images_are_results_of_the_commands_beside_them():
+    folder = DOCS / "images" / "gallery"
+    text = "".join(path.read_text() for path in PAGES)
+    written = set(re.findall(r"(?:-o|--map|--gif) (\S+)", text)) | {"surprise.webp"}  # written there as a PNG
     shown = set(re.findall(r"images/gallery/([^)]+)\)", text))
     assert shown <= written
-    assert shown == {path.name for path in folder.iterdir()}
     assert max(path.stat().st_size for path in folder.iterdir()) <= 150_000
 
 
-def test_links_and_pictures_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+def test_every_image_of_the_documentation_is_shown():
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md")))
+    for path in (DOCS / "images").rglob("*.*"):
+        assert path.relative_to(DOCS).as_posix() in text, path
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *DOCS.rglob("*.md")], ids=lambda path: path.stem)
+def test_links_and_images_exist(path):
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)#\s]+)", prose):
         if not target.startswith("http"):
-            assert (ROOT / target).exists(), target
+            assert (path.parent / target).exists(), target

@@ -89,9 +89,8 @@ def test_what_cannot_be_packed_stays_and_gradients_flow():
 
 def test_the_plain_loop_of_the_benchmark_draws_the_same(model):
     """What our speed is held against computes the same thing."""
-    from cpu_speed import PlainLoop, generate, on_context
-
     from arpg.bench.case import Case
+    from benchmarks.cpu_speed import PlainLoop, generate, on_context
 
     case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
     request, plan = case.request(model, 0)

@@ -14,12 +14,12 @@ from arpg import InputError, Pipeline, Request, SamplingSettings, decode, load_m
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.config import TextConfig
 from arpg.data import TokenWriter, open_images, open_tokens, tokenize
-from arpg.data.compose import compose_tokens
-from arpg.data.composer import Composer
 from arpg.data.dataset import open_text_states, write_text_states
 from arpg.model import text_condition
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.garden.composer import Composer
+from experiments.garden.scene_sets import compose_tokens
 from support.scene_sets import write_sets
 from support.small import FakeEncoder, noise, small_tokenizer, write_zip
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from arpg import InputError, Pipeline
 from arpg.checkpoint import FolderConfig, write_folder
-from arpg.data.compose import compose_tokens
 from arpg.data.dataset import ControlMaps, Dataset, TokenBatches, join_tokens
 from arpg.data.images import open_images
 from arpg.data.tokenize import tokenize
@@ -21,6 +20,7 @@ from arpg.model.condition import class_condition, training_control
 from arpg.tasks import control_input as picture
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.garden.scene_sets import compose_tokens
 from support.scene_sets import write_sets
 from support.small import CONTROL, SMALL, controlled_model, small_model, small_tokenizer
 
@@ -152,7 +152,7 @@ def _sets(folder):
 def test_composed_scenes_bring_their_depth(tmp_path):
     sets = _sets(tmp_path)
     tokens = compose_tokens(small_tokenizer(), sets, tmp_path / "scenes", num=5, seed=3, size=64, depth=True)
-    from arpg.data.composer import Composer
+    from experiments.garden.composer import Composer
 
     maps = ControlMaps(tokens.controls, ("canny", "depth"), CPU)
     pixels, kind = maps.gather(np.arange(5), np.zeros(5, np.int64))
@@ -320,6 +320,7 @@ def test_maps_that_stay_on_the_device(tmp_path):
         assert torch.equal(one, other.cpu())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_keeps_a_version_for_every_use(monkeypatch):
     """Both passes and the encoder, learning and judged, of several batches: more than the compiler's own 8."""

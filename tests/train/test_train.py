@@ -170,6 +170,7 @@ def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off; tests/test_graphed.py does it")
+@pytest.mark.slow
 def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, monkeypatch):
     """Its losses are torch's, and its snapshots hold all that it needs."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -246,7 +247,7 @@ def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_signals(recipe, tmp_path, number):
     """A real process, signalled in the middle of the run; resumed, it ends as if nothing had happened."""
     options = ("run.steps=150", "run.save_every=10", "run.validate_every=150", "run.sample_every=150")
@@ -294,6 +295,7 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path):
         assert all(torch.allclose(found[key], expected[key], atol=1e-3) for key in expected)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(recipe, tmp_path):
     """Sharded snapshots of two processes are continued by one."""
     options = ("run.steps=120", "run.save_every=10", "run.validate_every=120", "run.sample_every=120", "optim.lr=3e-4")
@@ -409,6 +411,7 @@ def tokenizer_recipe(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_tokenizer_learns_with_all_its_terms(tokenizer_recipe, tmp_path):
     recipe = read_recipe(tokenizer_recipe, TokenizerRecipe, ["run.steps=40", "run.validate_every=10"])
     folder = train_tokenizer(recipe, tmp_path / "run", device="cpu")

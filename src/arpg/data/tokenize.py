@@ -124,5 +124,4 @@ def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int, control: s
 
 def fingerprint(tokenizer: VQTokenizer, digest: hashlib._Hash) -> str:
     """Return the hash of `digest` and of the weights that encode."""
-    hash_tensors(digest, tokenizer.state_dict(), shapes=False)
-    return digest.hexdigest()[:32]
+    return hash_tensors(tokenizer.state_dict(), digest, names_only=True)[:32]

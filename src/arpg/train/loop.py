@@ -12,11 +12,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from arpg.device import gpu_spec
 from arpg.errors import InputError, require
 from arpg.train.distributed import World, mean_over_ranks
 from arpg.train.optim import learning_rate
 from arpg.train.recipe import OptimRecipe, RunRecipe
-from arpg.train.report import Report, peak_flops
+from arpg.train.report import Report
 from arpg.train.snapshot import Snapshots
 
 _NEVER = 2**62
@@ -103,8 +104,8 @@ def _metrics(training: Training, rate: float, losses: RunningLosses, step: int) 
     metrics["steps/s"] = rate
     metrics["images/s"] = rate * training.run.batch_size
     device, flops = training.world.device, training.flops_per_step()
-    if device.type == "cuda" and flops and (peak := peak_flops(torch.cuda.get_device_name(device))):
-        metrics["mfu"] = rate * flops / (peak * training.world.size)
+    if device.type == "cuda" and flops and (spec := gpu_spec(torch.cuda.get_device_name(device))):
+        metrics["mfu"] = rate * flops / (spec.bf16_flops * training.world.size)
     return metrics
 
 

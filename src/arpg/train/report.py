@@ -15,9 +15,6 @@ from arpg.files import write_whole
 
 log = logging.getLogger(__name__)
 
-# Dense bf16 peak in FLOP/s, by the vendor's data sheets.
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12}
-
 
 class Report:
     """`metrics.jsonl`, `tensorboard/` and `loss.png` in the run's folder. Only the main process writes."""
@@ -100,11 +97,6 @@ def plot_losses(folder: Path) -> None:
     if series:
         axes.legend()
     write_whole(folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png"))
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of a GPU in FLOP/s, where it is known."""
-    return next((peak for name, peak in PEAK.items() if name in device_name), None)
 
 
 def _drop_after(path: Path, step: int) -> None:
