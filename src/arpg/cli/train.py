@@ -125,5 +125,5 @@ def embed(
 
 
 def show_log() -> None:
-    """Training tells what it does through the log."""
+    """Show the log messages of training."""
     logging.getLogger("arpg").setLevel(logging.INFO)

