@@ -171,6 +171,7 @@ class PromptCache:
 
     @property
     def encoder(self) -> TextEncoder:
+        """The encoder, loaded at the first use."""
         if self._encoder is None:
             self._encoder = self._load()
         return self._encoder

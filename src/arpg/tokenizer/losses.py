@@ -59,6 +59,7 @@ class LPIPS(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.shift.device
 
     def train(self, mode: bool = True) -> LPIPS:
@@ -123,14 +124,18 @@ class PatchDiscriminator(nn.Module):
 
 
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    """Return the hinge loss of a discriminator."""
     return 0.5 * (F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean())
 
 
 def hinge_generator_loss(fake_logits: Tensor) -> Tensor:
+    """Return the hinge loss of the generator."""
     return -fake_logits.float().mean()
 
 
 class Quantized(NamedTuple):
+    """The nearest codes of features, and the losses of the codebook."""
+
     codes_BEhw: Tensor  # the nearest codes, with the gradient of z
     ids_BN: Tensor
     codebook_loss: Tensor  # moves the codes towards z
