@@ -170,7 +170,7 @@ class PromptCache:
 
     @property
     def encoder(self) -> TextEncoder:
-        """The text encoder, loaded on first use."""
+        """The encoder, loaded at the first use."""
         if self._encoder is None:
             self._encoder = self._load()
         return self._encoder

@@ -34,13 +34,7 @@ LAYERS = [
 
 
 # How many public names still lack a docstring: these numbers only ever shrink.
-UNDOCUMENTED = {
-    "data": 7,
-    "serve": 70,
-    "text": 3,
-    "tokenizer": 4,
-    "train": 29,
-}
+UNDOCUMENTED = {"data": 3, "evaluation": 20, "serve": 53, "train": 14}
 
 
 def imports(path):

@@ -13,10 +13,14 @@ class Tokenizer(Protocol):
     """What tasks and the pipeline need of a tokenizer. Shapes: B images, N tokens, H W pixels."""
 
     @property
-    def config(self) -> TokenizerConfig: ...
+    def config(self) -> TokenizerConfig:
+        """The sizes of the tokenizer."""
+        ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        ...
 
     def encode(self, image_B3HW: Tensor) -> Tensor:
         """Return the code ids `[B, N]` of images in [-1, 1]."""

@@ -124,7 +124,7 @@ class PatchDiscriminator(nn.Module):
 
 
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """Return the hinge loss of the discriminator."""
+    """Return the hinge loss of a discriminator."""
     return 0.5 * (F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean())
 
 
@@ -134,7 +134,7 @@ def hinge_generator_loss(fake_logits: Tensor) -> Tensor:
 
 
 class Quantized(NamedTuple):
-    """Quantised latents, their ids, and the two quantisation losses."""
+    """The nearest codes of features, and the losses of the codebook."""
 
     codes_BEhw: Tensor  # the nearest codes, with the gradient of z
     ids_BN: Tensor
