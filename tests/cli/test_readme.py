@@ -21,7 +21,7 @@ MADE = {
     "README.md": ["out.png", "first.png", "kiwi-inside.png"],
     "get-started.md": ["out.png", "first.png", "preview.png"],
     "generate.md": ["kiwi.png", "images/", "exact.png", "surprise.png", "attention.png", "orders.png"],
-    "edit.md": ["edited.png", "filled/", "wide.png", "large.png"],
+    "edit.md": ["edited.png", "filled/", "wide.png", "large.png", "outpainting.png"],
     "text.md": ["prompts.png"],
     "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
 }
