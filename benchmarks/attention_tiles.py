@@ -1,34 +1,31 @@
-"""Checks and times the decode attention for ways to cut it into tiles; prints tables, in about a minute.
+"""Check and time the decoding attention on a GPU for different tiles; prints tables, in about a minute.
 
-What decides is the column of a whole generation: every launch of 32 arccos steps, with the queries and slots that they
-have, in one CUDA graph. Every layer has its own cache, also in Pass 2, so that nothing of it is left in the L2.
+    python benchmarks/attention_tiles.py
+    python benchmarks/attention_tiles.py --one-image
 
-`--one-image` times it as one image meets it: between products of a handful of rows, all launched ahead, with slots read
-before the wait or not.
+The column that decides is that of a whole generation: every launch of 32 arccos steps, with their queries and slots, in
+one CUDA graph. Every layer has its own cache, also in Pass 2, so that none of it stays in the L2 cache.
 
-python benchmarks/attention_tiles.py
-python benchmarks/attention_tiles.py --one-image
-git show HEAD~1:src/arpg/kernels/attention_kernel.py > before.py
-python benchmarks/attention_tiles.py --against before.py
+`--one-image` times attention between the small products of one image's layers, all launched early, with slots read
+before or after the dependency barrier.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import itertools
 import time
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from arpg.bench.timing import error_line, graph_microseconds, relative_error
 from arpg.config import MODELS, ModelConfig
 from arpg.decode.schedule import step_sizes
-from arpg.kernels import attention, few_rows
-from arpg.model.rope import Rotation, grid_positions, rotate, rotation
+from arpg.kernels import attention, small_gemm
+from arpg.kernels.ops import Rope, apply_rope
+from arpg.model.rope import grid_positions, make_rope
 
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles
@@ -47,41 +44,41 @@ class Layers:
     def __init__(self, rows: int, heads: int, count: int = 12, spare: int = 0) -> None:
         self.rows, self.heads, slots = rows, heads, GRID[0] * GRID[1] + 1 + spare
         self.caches = [tuple(self.random(slots, heads) for _ in range(2)) for _ in range(count)]
-        self.inputs: dict[int, tuple[Tensor, Rotation]] = {}
+        self.inputs: dict[int, tuple[Tensor, Rope]] = {}
 
     def random(self, slots: int, *shape: int) -> Tensor:
         return torch.randn((self.rows, slots, *shape, 64), device=DEVICE).to(DTYPE)
 
-    def queries(self, count: int) -> tuple[Tensor, Rotation]:
+    def queries(self, count: int) -> tuple[Tensor, Rope]:
         if count not in self.inputs:
-            place = grid_positions(*GRID, device=DEVICE)[:count].expand(self.rows, -1, -1).contiguous()
-            self.inputs[count] = self.random(count, 3, self.heads), rotation(place, 64)
+            positions = grid_positions(*GRID, device=DEVICE)[:count].expand(self.rows, -1, -1).contiguous()
+            self.inputs[count] = self.random(count, 3, self.heads), make_rope(positions, 64)
         return self.inputs[count]
 
-    def run(self, module: ModuleType, launch: Launch, layer: int) -> Tensor:
+    def run(self, launch: Launch, layer: int) -> Tensor:
         new, queries, slots = launch
-        (qkv, by), (key, value) = self.queries(queries), self.caches[layer % len(self.caches)]
+        (qkv, rope), (key, value) = self.queries(queries), self.caches[layer % len(self.caches)]
         if new:
-            return module.attend_and_store(qkv, (key, value), None, by, slots)
-        return module.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, by)
+            return attention.attend_and_store(qkv, (key, value), None, rope, slots)
+        return attention.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, rope)
 
-    def error(self, module: ModuleType, launch: Launch) -> float:
-        """Against the plain twin, in float32: of the result, and of what is stored."""
+    def error(self, launch: Launch) -> float:
+        """Return the error against the plain twin in float32, of the result and of what is stored."""
         new, queries, slots = launch
-        (qkv, by), cache = self.queries(queries), self.caches[0]
+        (qkv, rope), cache = self.queries(queries), self.caches[0]
         q, k, v = qkv.unbind(2)
-        out, k = self.run(module, launch, 0), rotate(k, by)
+        out, k = self.run(launch, 0), apply_rope(k, rope)
         kept = [x[:, :slots] for x in cache]
         key, value = (torch.cat(x, 1) for x in zip(kept, (k, v), strict=True)) if new else kept
-        heads = (x.float().transpose(1, 2) for x in (rotate(q, by), key, value))
-        worst = _far(out, F.scaled_dot_product_attention(*heads).transpose(1, 2))
+        heads = (x.float().transpose(1, 2) for x in (apply_rope(q, rope), key, value))
+        worst = relative_error(out, F.scaled_dot_product_attention(*heads).transpose(1, 2))
         for x, y in zip(cache, (k, v), strict=True) if new else ():
-            worst = max(worst, _far(x[:, slots : slots + queries], y))
+            worst = max(worst, relative_error(x[:, slots : slots + queries], y))
         return worst
 
 
 def generation(layers: int) -> list[tuple[Launch, int]]:
-    """Every launch of a generation, and its layer."""
+    """Return every launch of a generation and its layer."""
     sizes = step_sizes("arccos", GRID[0] * GRID[1], STEPS)
     ends = [1 + sum(sizes[:i]) for i in range(STEPS)]
     steps = [((True, a, b - a), (False, c, b)) for a, b, c in zip((1, *sizes), ends, sizes, strict=False)]
@@ -90,35 +87,33 @@ def generation(layers: int) -> list[tuple[Launch, int]]:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", help="another version of kernels/attention_kernel.py")
-    parser.add_argument("--seconds", type=float, default=55, help="start no variant after that")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=55, help="start no variant after this")
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--one-image", action="store_true", help="only this, between the products of its layers")
+    parser.add_argument("--one-image", action="store_true", help="time attention between the products of one image")
     options = parser.parse_args()
     if options.one_image:
         return one_image(time.perf_counter() + options.seconds)
-    stop, before = time.perf_counter() + options.seconds, _module(options.against)
+    stop = time.perf_counter() + options.seconds
     _say(f"{torch.cuda.get_device_name()}; us a launch; queries slots warps stages registers; N: stores, C: does not")
 
     def table(title: str, layers: Layers, ways: list[tuple[int, ...]], cases: list[Launch], depth: int) -> None:
         names = [f"{'N' if new else 'C'} {queries}/{slots}" for new, queries, slots in cases]
         _say(f"{title}\n  {'':22}{'error':>8}" + "".join(f"{x:>10}" for x in names) + ("  whole, ms" if depth else ""))
         few = cases[0][1] <= 16
-        for way in [None, *ways] if before else ways:
+        for way in ways:
             if time.perf_counter() > stop:
                 return _say("  out of time")
-            module = attention if way else before
             attention.tiles = _instead(way, few=few)
-            name = " ".join(str(x) for x in way) if way else "the other version"
+            name = " ".join(str(x) for x in way)
             try:
-                error = max(layers.error(module, case) for case in cases)
-                times = [_time([(case, i) for i in range(24)], layers, module) / 24 for case in cases]
+                error = max(layers.error(case) for case in cases)
+                times = [_time([(case, i) for i in range(24)], layers.run) / 24 for case in cases]
                 line = f"  {name:22}{error:8.4f}" + "".join(f"{x:10.2f}" for x in times)
-                whole = f"{_time(generation(depth), layers, module, 4) / 1000:11.2f}" if depth else ""
+                whole = f"{_time(generation(depth), layers.run, 4) / 1000:11.2f}" if depth else ""
                 _say(line + whole + ("" if error < 0.02 else "  WRONG"))
-            except Exception as problem:  # one variant less
-                _say(f"  {name:22}{type(problem).__name__}: {str(problem).splitlines()[:1]}")
+            except Exception as error:  # the other variants are still timed
+                _say(f"  {name:22}{error_line(error)}")
         return None
 
     large, config = Layers(options.rows, MODELS["arpg-l"].num_heads), MODELS["arpg-l"]
@@ -136,9 +131,9 @@ def main() -> None:
 
 
 class Chain(Layers):
-    """As one guided image has them: the projection, attention, the sum of its output and the stream, launched ahead.
+    """The layers of one guided image: projection, attention and output added to the residual stream, launched early.
 
-    Steps before have settled all slots; in Pass 2 all but the newest, which this step would have written.
+    Earlier steps have written all slots; in Pass 2 all but the newest, which this step would have written.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -148,31 +143,31 @@ class Chain(Layers):
         self.streams = {n: torch.randn((2, n, width), device=DEVICE).to(DTYPE) for n in range(1, 65)}
         self.attends = True
 
-    def run(self, module: ModuleType, launch: Launch, layer: int) -> Tensor:
-        """Only the attention, for its error."""
-        qkv, by = self.queries(launch[1])
-        return self.attend(module, launch, layer, qkv, by)
+    def run(self, launch: Launch, layer: int) -> Tensor:
+        """Run only the attention, for its error."""
+        qkv, rope = self.queries(launch[1])
+        return self.attend(launch, layer, qkv, rope)
 
-    def attend(self, module: ModuleType, launch: Launch, layer: int, qkv: Tensor, by: Rotation) -> Tensor:
+    def attend(self, launch: Launch, layer: int, qkv: Tensor, rope: Rope) -> Tensor:
         new, queries, slots = launch
         key, value = self.caches[layer % len(self.caches)]
         if new:
-            return module.attend_and_store(qkv, (key, value), None, by, slots, settled=slots)
+            return attention.attend_and_store(qkv, (key, value), None, rope, slots, settled=slots)
         settled = max(0, slots - queries)
-        return module.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, by, settled=settled)
+        return attention.attend(qkv[:, :, 0], key[:, :slots], value[:, :slots], None, rope, settled=settled)
 
     def layer(self, launch: Launch, layer: int) -> None:
         new, queries, _ = launch
         x, (projection, out) = self.streams[queries], self.weights[layer % len(self.weights)]
-        made = few_rows.linear(x, projection if new else projection[: len(projection) // 3])
+        made = small_gemm.linear(x, projection if new else projection[: len(projection) // 3])
         if self.attends:
             qkv = made.view(2, queries, 3 if new else 1, self.heads, 64)
-            made = self.attend(attention, launch, layer, qkv, self.queries(queries)[1]).flatten(2)
-        few_rows.linear(made[..., : x.shape[-1]], out, add=x)
+            made = self.attend(launch, layer, qkv, self.queries(queries)[1]).flatten(2)
+        small_gemm.linear(made[..., : x.shape[-1]], out, add=x)
 
 
 def one_image(stop: float) -> None:
-    """Microseconds of a layer's projection, attention and output, and of the two products alone."""
+    """Print the microseconds of a layer's projection, attention and output, and of the two products alone."""
     config = MODELS["arpg-l"]
     chain = Chain(config)
     _say(f"{torch.cuda.get_device_name()}; us of projection, attention and output; 24 layers in a graph, 2 rows")
@@ -180,8 +175,8 @@ def one_image(stop: float) -> None:
     ways: list[tuple[str, Callable[..., attention.Tiles] | None]] = [
         ("no attention", None),
         (
-            "128 8, after the wait",
-            lambda queries, *a, **by: present if queries <= 16 else own(queries, *a, new=by["new"]),
+            "128 8, after the barrier",
+            lambda queries, *a, **sizes: present if queries <= 16 else own(queries, *a, new=sizes["new"]),
         ),
         ("its own tiles", own),
         *((f"{way[0]} {way[1]}, before it", _early(*way)) for way in EARLY),
@@ -196,14 +191,12 @@ def one_image(stop: float) -> None:
             chain.attends = tiles is not None
             attention.tiles = tiles or own
             try:
-                error = max(chain.error(attention, case) for case in cases) if chain.attends else 0.0
-                times = [
-                    _time([(case, i) for i in range(24)], chain, attention, run=chain.layer) / 24 for case in cases
-                ]
+                error = max(chain.error(case) for case in cases) if chain.attends else 0.0
+                times = [_time([(case, i) for i in range(24)], chain.layer) / 24 for case in cases]
                 line = f"  {name:24}{error:8.4f}" + "".join(f"{x:9.2f}" for x in times)
                 _say(line + ("" if error < 0.02 else "  WRONG"))
-            except Exception as problem:  # one variant less
-                _say(f"  {name:24}{type(problem).__name__}: {str(problem).splitlines()[:1]}")
+            except Exception as error:  # the other variants are still timed
+                _say(f"  {name:24}{error_line(error)}")
     _say("all 768 of a generation, ms")
     for name, tiles in ways[:3]:
         if time.perf_counter() > stop:
@@ -211,25 +204,25 @@ def one_image(stop: float) -> None:
         chain.attends = tiles is not None
         attention.tiles = tiles or own
         try:
-            whole = _time(generation(config.pass1_layers), chain, attention, 4, run=chain.layer)
+            whole = _time(generation(config.pass1_layers), chain.layer, 4)
             _say(f"  {name:24}{whole / 1000:8.3f}")
-        except Exception as problem:
-            _say(f"  {name:24}{type(problem).__name__}: {str(problem).splitlines()[:1]}")
+        except Exception as error:
+            _say(f"  {name:24}{error_line(error)}")
     return None
 
 
 def _early(slots: int, warps: int) -> Callable[..., attention.Tiles]:
-    """These tiles where settled slots fit; what it takes itself elsewhere."""
+    """Return these tiles where the settled slots fit, and the default elsewhere."""
 
-    def tiles(queries: int, pairs: int, **by: int) -> attention.Tiles:
-        cut = DEFAULT(queries, pairs, **by)
-        return cut._replace(slots=slots, warps=warps) if cut.early and by["settled"] <= slots else cut
+    def tiles(queries: int, pairs: int, **sizes: int) -> attention.Tiles:
+        cut = DEFAULT(queries, pairs, **sizes)
+        return cut._replace(slots=slots, warps=warps) if cut.prefetch and sizes["settled"] <= slots else cut
 
     return tiles
 
 
 def _instead(way: tuple[int, ...] | None, *, few: bool) -> Callable[..., attention.Tiles]:
-    """These tiles for up to 16 queries, or for more; where they cannot be, and for the others, what it takes itself."""
+    """Return these tiles for up to 16 queries (`few`), or for more; and the default for the others."""
 
     def tiles(queries: int, pairs: int, *, new: bool, **_: int) -> attention.Tiles:
         fits = way is not None and (queries <= way[0] or not new)
@@ -238,61 +231,15 @@ def _instead(way: tuple[int, ...] | None, *, few: bool) -> Callable[..., attenti
     return tiles
 
 
-def _time(
-    launches: list[tuple[Launch, int]],
-    layers: Layers,
-    module: ModuleType,
-    replays: int = 10,
-    run: Callable[[Launch, int], object] | None = None,
-) -> float:
-    """Microseconds of all of them, replayed from a graph."""
-    run = run or (lambda launch, layer: layers.run(module, launch, layer))
+def _time(launches: list[tuple[Launch, int]], run: Callable[[Launch, int], object], repeats: int = 10) -> float:
+    """Return the microseconds of all launches, replayed from a graph: the best of three."""
     for launch in {launch for launch, _ in launches}:
         run(launch, 0)  # compiles, and makes inputs
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch, layer in launches:
-            run(launch, layer)
-    return min(_replayed(graph.replay, replays) for _ in range(3))
-
-
-def _replayed(replay: Callable[[], None], times: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    replay()
-    start.record()
-    for _ in itertools.repeat(None, times):
-        replay()
-    stop.record()
-    stop.synchronize()
-    return 1000 * start.elapsed_time(stop) / times
-
-
-def _far(x: Tensor, y: Tensor) -> float:
-    return float((x.float() - y.float()).norm() / y.float().norm())
-
-
-def _module(path: str | None) -> ModuleType | None:
-    """Attention with the kernel of another file; or that file alone, if it is from when both were one."""
-    if path is None:
-        return None
-    other = _loaded(path)
-    if hasattr(other, "attend"):
-        return other
-    beside = _loaded(attention.__file__)
-    beside.attend_kernel = other.attend_kernel
-    return beside
-
-
-def _loaded(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("before", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return min(graph_microseconds(lambda: [run(*each) for each in launches], repeats=repeats)[0] for _ in range(3))
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""On a CPU, in one run: our loop against a plain one that does as the published code does, in turns; ratios only.
+"""Compare our loop on a CPU with a plain loop written like the published code, alternating in one run; ratios only.
 
-The plain loop has separate projections, grows its cache by concatenation, turns queries and keys as complex numbers
-(cast to float32 and back) and draws by `multinomial`, all in float32. That it computes the same is checked before
-anything is timed: with our noise it must draw the very tokens. bfloat16 is compared on the same context, step by
-step. Tokens alone; only the split of the time has pixels, too.
+The plain loop has separate projections, grows its cache by concatenation, rotates queries and keys as complex numbers
+(cast to float32 and back) and samples by `multinomial`, all in float32. Before anything is timed, both are checked to
+compute the same: with our noise the plain loop must sample the same tokens. bfloat16 is compared on the same context,
+step by step. Tokens only; the split of the time includes pixels.
 
 python benchmarks/cpu_speed.py --model arpg-l --rounds 3 --out benchmarks/results/cpu-speed-arpg-l.json
 python benchmarks/cpu_speed.py --model garden --rounds 9 --out benchmarks/results/cpu-speed-garden.json
@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from arpg.bench.agreement import agreement, generate, on_context
 from arpg.bench.case import Case, open_pipeline
+from arpg.bench.profile import split_time
 from arpg.bench.record import environment
-from arpg.bench.split import split_time
+from arpg.bench.timing import relative_error
 from arpg.config import MODELS
 from arpg.decode.sampling import sample
 from arpg.device import has_bfloat16, set_threads
@@ -35,11 +36,11 @@ from arpg.noise import seed_keys
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import unpack_linears
 
-Draw = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
+Sample = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
 
 
 class PlainLoop:
-    """The same network and steps, written as one would without caring for speed. Rows: conditional, then not."""
+    """The same network and steps without any optimisation. Rows: conditional, then unconditional."""
 
     def __init__(self, model: ARPG) -> None:
         config = model.config
@@ -49,7 +50,7 @@ class PlainLoop:
         self.pass1, self.pass2 = ([self._layer(block) for block in blocks] for blocks in (model.pass1, model.pass2))
         self.memory_norm, self.norm = model.memory_norm.weight, model.norm.weight
         self.to_k, self.to_v = (part.contiguous() for part in model.memory_kv[0].weight.chunk(2))
-        self.turns_N = self._turns()
+        self.rotations_N = self._rotations()
 
     @staticmethod
     def _layer(block: torch.nn.Module) -> dict[str, Tensor]:
@@ -60,8 +61,8 @@ class PlainLoop:
         weights |= {"gate": gate, "up": up, "norm1": block.attn_norm.weight, "norm2": block.ffn_norm.weight}
         return {name: weight.detach().clone() for name, weight in weights.items()}
 
-    def _turns(self) -> Tensor:
-        """`[1 + N, K / 2]` complex: the class, which vanishes, then the grid."""
+    def _rotations(self) -> Tensor:
+        """Return the rotations `[1 + N, K / 2]`, complex: zero for the class, then the grid."""
         quarter = self.config.head_dim // 4
         exponents = torch.arange(quarter) / quarter
         rows, columns = torch.meshgrid(torch.arange(self.grid[0]), torch.arange(self.grid[1]), indexing="ij")
@@ -69,10 +70,10 @@ class PlainLoop:
         turns = torch.polar(torch.ones_like(angles), angles)
         return torch.cat((torch.zeros_like(turns[:1]), turns))
 
-    def _turn(self, x_BSD: Tensor, turn_BSK: Tensor) -> Tensor:
+    def _rotate(self, x_BSD: Tensor, rotation_BSK: Tensor) -> Tensor:
         x = x_BSD.unflatten(-1, (self.heads, -1))
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turn_BSK.unsqueeze(2)).flatten(3).type_as(x)
+        return torch.view_as_real(pairs * rotation_BSK.unsqueeze(2)).flatten(3).type_as(x)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -88,38 +89,38 @@ class PlainLoop:
 
     @torch.no_grad()
     def run(
-        self, labels_B: Tensor, order_BN: Tensor, sizes: list[int], scales: list[float], draw: Draw
+        self, labels_B: Tensor, order_BN: Tensor, sizes: list[int], scales: list[float], sample_ids: Sample
     ) -> tuple[Tensor, list[Tensor]]:
-        """Ids in raster order, and the guided logits of each step."""
+        """Return the ids in raster order, and the guided logits of each step."""
         config, batch = self.config, len(labels_B)
         rows_B = torch.cat((config.first_class_id + labels_B, torch.full((batch,), config.null_class_id)))
         ids_BN = torch.zeros_like(order_BN)
         cache: list[tuple[Tensor, Tensor] | None] = [None] * (len(self.pass1) + 1)
-        x, turn = F.embedding(rows_B[:, None], self.table), self.turns_N[:1].expand(2 * batch, 1, -1)
+        x, turn = F.embedding(rows_B[:, None], self.table), self.rotations_N[:1].expand(2 * batch, 1, -1)
         logits, done = [], 0
         for size, scale in zip(sizes, scales, strict=True):
             for i, w in enumerate(self.pass1):
                 normed = self._norm(x, w["norm1"])
-                q, k = (self._turn(F.linear(normed, w[name]), turn) for name in "qk")
+                q, k = (self._rotate(F.linear(normed, w[name]), turn) for name in "qk")
                 cache[i] = self._grow(cache[i], k, F.linear(normed, w["v"]).unflatten(-1, (self.heads, -1)))
                 x = x + self._attend(q, *cache[i], w["out"])
                 x = x + self._ffn(x, w)
             x = self._norm(x, self.memory_norm)
-            key = self._turn(F.linear(x, self.to_k), turn)
+            key = self._rotate(F.linear(x, self.to_k), turn)
             cache[-1] = self._grow(cache[-1], key, F.linear(x, self.to_v).unflatten(-1, (self.heads, -1)))
 
             position_BS = order_BN[:, done : done + size]
-            turn = self.turns_N[1 + position_BS].repeat(2, 1, 1)
+            turn = self.rotations_N[1 + position_BS].repeat(2, 1, 1)
             x = self.table[config.mask_id].expand(2 * batch, size, -1)
             for w in self.pass2:
-                q = self._turn(F.linear(self._norm(x, w["norm1"]), w["q"]), turn)
+                q = self._rotate(F.linear(self._norm(x, w["norm1"]), w["q"]), turn)
                 x = x + self._attend(q, *cache[-1], w["out"])
                 x = x + self._ffn(x, w)
             cond, uncond = F.linear(self._norm(x, self.norm), self.head).chunk(2)
             logits.append(uncond + scale * (cond - uncond))
-            drawn_BS = draw(logits[-1], position_BS)
-            ids_BN = ids_BN.scatter(1, position_BS, drawn_BS)
-            x, done = F.embedding(drawn_BS, self.table).repeat(2, 1, 1), done + size
+            sampled_BS = sample_ids(logits[-1], position_BS)
+            ids_BN = ids_BN.scatter(1, position_BS, sampled_BS)
+            x, done = F.embedding(sampled_BS, self.table).repeat(2, 1, 1), done + size
         return ids_BN, logits
 
     @staticmethod
@@ -162,8 +163,8 @@ def main() -> None:
     keys = seed_keys(request.seeds, device=model.device)
     theirs, logits = plain.run(labels, order, sizes, scales, lambda x, at: sample(x, case.settings, keys, at))
     context = on_context(model, case, ids)
-    error = max(float((a - b).norm() / b.norm()) for (a, _), b in zip(context, logits, strict=True))
-    assert torch.equal(ids, theirs), "the plain loop draws other tokens"
+    error = max(relative_error(a, b) for (a, _), b in zip(context, logits, strict=True))
+    assert torch.equal(ids, theirs), "the plain loop samples other tokens"
     assert error < 1e-3, f"the plain loop has other logits: {error}"
     about = {"same tokens": True, "logit error": float(f"{error:.2g}")}
     if "bfloat16" in pipes:
@@ -206,7 +207,7 @@ def main() -> None:
         "where": environment(torch.device("cpu")),
     }
     text = json.dumps(result, indent=1)
-    print(text)  # noqa: T201
+    print(text)
     if options.out:
         write_whole(options.out, lambda path: path.write_text(text + "\n"))
 

@@ -1,13 +1,13 @@
-"""How fast the engine is on an NVIDIA H200: every row that it is held to, with the bar and the goal beside it.
+"""Measure the rows that the engine is held to on an NVIDIA H200, each with its bar and its goal.
 
     python benchmarks/engine.py
     python benchmarks/engine.py --rows "L, 32 steps" "VQ-16" --minutes 8 --again
     python benchmarks/engine.py --table --write
 
-Each row is written as soon as it is there; what is there already is not measured again, unless it failed or --again is
-given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256 tokens and
-without pixels, unless they say otherwise. --table only prints; --write puts the table into docs/performance/results.md.
---like FOLDER tries everything, small, with that model's configuration.
+Each row is written as soon as it is measured; rows that are in the file already are skipped, unless they failed or
+--again is given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256
+tokens and without pixels, unless they say otherwise. --table only prints; --write puts the table into
+docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from marks import fill
 
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import commit, environment
 from arpg.bench.roofline import device_limits, pixel_work
-from arpg.bench.throughput import Effort, measure
+from arpg.bench.throughput import MeasureOptions, measure
+from arpg.bench.timing import error_line, synchronize
 from arpg.device import choose_device
 from arpg.files import write_whole
 from arpg.pipeline import Pipeline
+from arpg.tables import fill_page, markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
@@ -41,7 +42,7 @@ REPEATS, WARMUP = 10, 3
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured, what it is held to, and what is hoped for."""
+    """What is measured, the bar it must reach, and the goal."""
 
     name: str
     bar: float
@@ -53,7 +54,7 @@ class Row:
     side: int = 16  # tokens
     pixels: bool = False
     value: str = "token images/s"  # of `arpg bench`'s row; or `p50 ms`, `peak GiB`
-    only: str = ""  # "tokens": nothing of the tokenizer on the device; "pixels": nothing but the tokenizer
+    only: str = ""  # "tokens": no tokenizer on the device; "pixels": the tokenizer alone
 
     @property
     def unit(self) -> str:
@@ -61,7 +62,7 @@ class Row:
 
     @property
     def less(self) -> bool:
-        """Is less better?"""
+        """Whether a lower value is better."""
         return self.unit != "images/s"
 
 
@@ -80,12 +81,12 @@ ROWS = (
 
 
 def small(row: Row, folder: str) -> Row:
-    """The same on that folder's configuration, so small that any machine can do it."""
+    """Return the row with that folder's configuration, small enough for any machine."""
     return replace(row, model=folder, batch=min(row.batch, 2), steps=min(row.steps, 4), side=row.side // 4)
 
 
 class Bench:
-    """Measures rows; the pipeline of the last one is kept, for the next may want the same."""
+    """Measures rows. It keeps the pipeline of the last row, which the next one may share."""
 
     def __init__(self, device: str, repeats: int) -> None:
         self.device, self.repeats = choose_device(device), repeats
@@ -107,7 +108,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def measure(self, row: Row) -> dict[str, Any]:
-        """`value`, and all that `arpg bench` says of it."""
+        """Return `value` and the whole row of `arpg bench`."""
         pipe = self.pipeline(row)
         grid = (row.side, row.side)
         if row.only == "pixels":
@@ -116,25 +117,26 @@ class Bench:
             pipe.tokenizer.to("cpu")
         settings = pipe.sampling.settings(steps=row.steps, guidance=4.0)
         case = Case(f"{row.model} (random)", row.batch, settings, grid)
-        effort = Effort(repeats=self.repeats, warmup=WARMUP, pixels=row.pixels, top=self.device.type == "cuda")
-        found = measure(pipe, case, effort, limits=lambda dtype: device_limits(self.device, dtype))
+        on_gpu = self.device.type == "cuda"
+        options = MeasureOptions(repeats=self.repeats, warmup=WARMUP, pixels=row.pixels, top_kernels=on_gpu)
+        found = measure(pipe, case, options, limits=lambda dtype: device_limits(self.device, dtype))
         if row.only == "tokens":
-            self.close()  # its tokenizer is not where the others want it
+            self.close()  # its tokenizer is on the CPU
         flat = {**found, **{f"{name} ms": value for name, value in found["latency ms"].items()}}
         return {"value": flat[row.value], "roofline": _roofline(row, found), **found}
 
     @torch.no_grad()
     def _pixels(self, pipe: Pipeline, row: Row, grid: tuple[int, int]) -> dict[str, Any]:
-        """Batches of tokens that are there already, one after the other."""
-        tokenizer, wait = pipe.tokenizer, torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        """Time decoding of given tokens to pixels, batch after batch."""
+        tokenizer = pipe.tokenizer
         ids_BN = torch.randint(tokenizer.config.codebook_size, (row.batch, row.side**2)).to(self.device)
         for _ in range(WARMUP):
             tokenizer.decode(ids_BN, grid)
-        wait()
+        synchronize(self.device)
         began = time.perf_counter()
         for _ in range(self.repeats):
             tokenizer.decode(ids_BN, grid)
-        wait()
+        synchronize(self.device)
         found: dict[str, Any] = {"value": round(row.batch * self.repeats / (time.perf_counter() - began), 1)}
         if (limits := device_limits(self.device, torch.bfloat16)) is not None:
             found["roofline"] = round(row.batch / limits.seconds(pixel_work(tokenizer.config, grid, row.batch, 2)), 1)
@@ -142,7 +144,7 @@ class Bench:
 
 
 def _roofline(row: Row, found: dict[str, Any]) -> float | None:
-    """Images/s: of the tokens, and where pixels are made, of both together, for they share the device."""
+    """Return the roofline in images/s: of the tokens, or of tokens and pixels together, which share the device."""
     names = ["roofline token images/s", *(["roofline pixel images/s"] if row.pixels else [])]
     if row.unit != "images/s" or not all(name in found for name in names):
         return None
@@ -150,13 +152,13 @@ def _roofline(row: Row, found: dict[str, Any]) -> float | None:
 
 
 def reached(row: Row, value: float, wanted: float) -> float:
-    """The share of what is wanted; above 1 it is more than that."""
+    """Return the share of `wanted` that `value` reaches."""
     return wanted / value if row.less else value / wanted
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: what was reached, what it is held to, what is hoped for."""
-    lines = ["| | reached | bar | of it | goal | of it | of the roofline |", "|---|---:|---:|---:|---:|---:|---:|"]
+    """Return a Markdown table of what was reached, the bars and the goals."""
+    rows = []
     for row in ROWS:
         found = record["rows"].get(row.name)
         if found is None:
@@ -169,12 +171,12 @@ def table(record: dict[str, Any]) -> str:
             bold = f"**{value:,.4g}**" if reached(row, value, row.bar) >= 1 else f"{value:,.4g}"
             share = "" if not roof else f"{100 * value / roof:.0f}%"
             cells = [f"{bold} {row.unit}", f"{row.bar:g}", shares[0], f"{row.goal:g}", shares[1], share]
-        lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([row.name, *cells])
+    return markdown_table(["", "reached", "bar", "of it", "goal", "of it", "of the roofline"], rows)
 
 
 def page_part(record: dict[str, Any]) -> str:
-    """The table, and where its numbers are from."""
+    """Return the tables with the hardware, the versions and the commits of their numbers."""
     if not record["rows"]:
         return "Not measured yet.\n"
     where = record["where"]
@@ -185,17 +187,17 @@ def page_part(record: dict[str, Any]) -> str:
 
 
 def _kernels(record: dict[str, Any]) -> str:
-    """Where the time of a batch's tokens goes, row by row, and what recording it took."""
+    """Return a table of the time of a batch's tokens by kind of kernel, and of the time to capture the graph."""
     found = {row.name: each for row in ROWS if "kernels ms" in (each := record["rows"].get(row.name, {}))}
     if not found:
         return ""
     parts = list(next(iter(found.values()))["kernels ms"])
-    lines = [f"| ms | {' | '.join(parts)} | kernels | recorded in |", "|---|" + "---:|" * (len(parts) + 2)]
+    rows = []
     for name, each in found.items():
         recorded = f"{each['recording']['s']} s" if "recording" in each else ""
         cells = [*(f"{each['kernels ms'].get(part, 0):.4g}" for part in parts), f"{each['kernels']:,}", recorded]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *cells])
+    return markdown_table(["ms", *parts, "kernels", "recorded in"], rows)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def say(text: str) -> None:
 
 
 def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again: bool) -> dict[str, Any]:
-    """Measure what is not there yet, until the time is up; a row that has begun is finished."""
+    """Measure the rows that are not in the file yet; begin none after so many minutes."""
     record, deadline = read(path), time.monotonic() + 60 * minutes
     where = environment(bench.device)
     if record["where"].get("device") not in (None, where["device"]):
@@ -223,7 +225,7 @@ def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again:
     record["where"] = where
     for row in rows:
         if not again and "value" in record["rows"].get(row.name, {}):
-            say(f"{row.name}: there already")
+            say(f"{row.name}: in the file already")
             continue
         if time.monotonic() > deadline:
             say(f"{row.name}: no time left; run it again to go on")
@@ -231,9 +233,8 @@ def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again:
         began = time.monotonic()
         try:
             found = bench.measure(row)
-        except Exception as error:  # the others still count
-            first = (str(error).splitlines() or ["nothing said"])[0][:200]
-            found = {"error": f"{type(error).__name__}: {first}"}
+        except Exception as error:  # the other rows are still measured
+            found = {"error": error_line(error)}
         if "error" in found:
             bench.close()
         found |= {"bar": row.bar, "goal": row.goal, "unit": row.unit, "commit": commit()}
@@ -247,12 +248,12 @@ def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", help="Only those whose names begin with one of these.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="Begin no row after so many.")
-    parser.add_argument("--again", action="store_true", help="Also what is there already.")
+    parser.add_argument("--rows", nargs="+", help="Only rows whose names begin with one of these.")
+    parser.add_argument("--minutes", type=float, default=30.0, help="Begin no row after this many minutes.")
+    parser.add_argument("--again", action="store_true", help="Also measure rows that are in the file already.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--like", metavar="FOLDER", help="To try it: small rows of that model's configuration.")
+    parser.add_argument("--like", metavar="FOLDER", help="Run small rows with that model's configuration.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="Measure nothing.")
     parser.add_argument("--write", action="store_true", help="Put the table into docs/performance/results.md.")
@@ -267,13 +268,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = [small(row, options.like) for row in chosen] if options.like else chosen
         bench = Bench(options.device, options.repeats)
         if bench.device.type != "cuda" and not options.like:
-            parser.error("there is no GPU; --like FOLDER --out FILE tries it on something small")
+            parser.error("there is no GPU; --like FOLDER --out FILE runs small rows")
         if options.like and options.out == RESULTS:
             parser.error("--like does not measure the engine; give another --out")
         record = run(wanted, bench, options.out, minutes=options.minutes, again=options.again)
     say("\n" + page_part(record))
     if options.write:
-        page = fill(options.page.read_text(encoding="utf-8"), {"engine": page_part(record)})
+        page = fill_page(options.page.read_text(encoding="utf-8"), {"engine": page_part(record)})
         write_whole(options.page, lambda path: path.write_text(page, encoding="utf-8"))
 
 

@@ -1,11 +1,11 @@
-"""How fast tokens become pixels on a GPU, from the plain decoder to the fused one; and how close they stay.
+"""Time the tokenizer's decoder on a GPU, from the plain one to the fused one, with the PSNR of each against float32.
 
     python benchmarks/pixels.py --batch 64 --tokenizer vq-16 --out pixels-vq-16.json
     python benchmarks/pixels.py --batch 64 --tokenizer garden --profile
 
 A preset has random weights (speed does not depend on them), garden or a folder its own. PSNR is that of the 8-bit
-pixels against float32's. The variants that matter most come first, and each is written as soon as it is there. One that
-fails, or takes longer than --limit (compiling may), is told with its error's first line, and the others go on.
+pixels. The variants that matter most come first, and each is written as soon as it is measured. Of a variant that fails
+or takes longer than --limit (compiling may), the first line of the error is reported, and the others go on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 from arpg.bench.record import environment
 from arpg.bench.roofline import device_limits, pixel_work
+from arpg.bench.timing import error_line, synchronize
 from arpg.checkpoint import load_tokenizer
 from arpg.config import TOKENIZERS
 from arpg.device import choose_device
 from arpg.files import write_whole
 from arpg.hub import resolve
 from arpg.image import to_uint8
-from arpg.kernels import HAS_TRITON
+from arpg.kernels.dispatch import TRITON_AVAILABLE
 from arpg.tokenizer import VQTokenizer
 
 Decode = Callable[[Tensor], Tensor]  # images [B, 3, H, W] from z
@@ -46,7 +47,7 @@ def open_tokenizer(name: str, device: torch.device) -> VQTokenizer:
 
 
 def plain(decoder: nn.Module, *, last: bool = False, **compile: Any) -> Decode:
-    """In bfloat16."""
+    """Return the plain decoder in bfloat16."""
     made = copy.deepcopy(decoder).bfloat16()
     form = torch.channels_last if last else torch.contiguous_format
     made = made.to(memory_format=form)  # type: ignore[call-overload]
@@ -62,7 +63,7 @@ def fused(decoder: nn.Module, **compile: Any) -> Decode:
 
 
 def graphed(decode: Decode, z: Tensor) -> Decode:
-    """Recorded once, for this batch; the image stays in the graph's own memory until the next replay."""
+    """Capture `decode` for this batch; the image stays in the graph's memory until the next replay."""
     inside = z.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -83,7 +84,7 @@ def graphed(decode: Decode, z: Tensor) -> Decode:
 
 
 def untuned(decode: Decode) -> Decode:
-    """With cuDNN's own choice of algorithms, as outside of this benchmark."""
+    """Return `decode` with cuDNN's default choice of algorithms, as outside of this benchmark."""
 
     def run(z: Tensor) -> Tensor:
         with torch.backends.cudnn.flags(enabled=True, benchmark=False):
@@ -95,7 +96,7 @@ def untuned(decode: Decode) -> Decode:
 def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode]]:
     decoder, own = tokenizer.decoder, {"dynamic": False}
     found: dict[str, Callable[[], Decode]] = {}
-    if z.is_cuda and HAS_TRITON:
+    if z.is_cuda and TRITON_AVAILABLE:
         found["fused"] = lambda: fused(decoder)
         found["fused, convolutions not tuned"] = lambda: untuned(fused(decoder))
         found["fused, CUDA graph"] = lambda: graphed(fused(decoder), z)
@@ -104,14 +105,14 @@ def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode
     found["bfloat16, channels last"] = lambda: plain(decoder, last=True)
     if z.is_cuda:
         found["bfloat16, channels last, compiled"] = lambda: plain(decoder, last=True, **own)
-    if z.is_cuda and HAS_TRITON:
+    if z.is_cuda and TRITON_AVAILABLE:
         found["fused, compiled"] = lambda: fused(decoder, **own)
     return found
 
 
 @contextmanager
 def at_most(limit: float) -> Iterator[None]:
-    """TimeoutError after so many seconds, as soon as Python has its turn."""
+    """Raise TimeoutError after `limit` seconds, as soon as Python runs again."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"took more than {limit:g} s")
@@ -126,14 +127,13 @@ def at_most(limit: float) -> Iterator[None]:
 
 
 def seconds(decode: Decode, z: Tensor, rounds: int) -> float:
-    """Of a batch, the median."""
-    wait = torch.cuda.synchronize if z.is_cuda else lambda: None
+    """Return the median seconds of a batch."""
     times = []
     for _ in range(rounds + 3):
-        wait()
+        synchronize(z.device)
         began = time.perf_counter()
         decode(z)
-        wait()
+        synchronize(z.device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[3:])
 
@@ -144,7 +144,7 @@ def psnr(found: Tensor, exact: Tensor) -> float:
 
 
 def profile(decode: Decode, z: Tensor, rounds: int = 3) -> list[dict[str, Any]]:
-    """The ten most expensive kernels: milliseconds and launches of a batch."""
+    """Return the ten most expensive kernels: milliseconds and launches of a batch."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -175,9 +175,9 @@ def measure(tokenizer: VQTokenizer, z: Tensor, rounds: int, *, limit: float = 12
                 row["PSNR dB"] = psnr(decode(z), exact)
                 took = seconds(decode, z, rounds)
             row |= {"ms": round(1000 * took, 3), "images/s": round(len(z) / took, 1)}
-        except Exception as error:  # the others still count
-            row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or ['nothing said'])[0][:160]}"
-        print(line(row), flush=True)  # noqa: T201
+        except Exception as error:  # the others are still measured
+            row["error"] = error_line(error)
+        print(line(row), flush=True)
         yield row
         decode = None  # type: ignore[assignment]
         if z.is_cuda:
@@ -215,7 +215,7 @@ def main() -> None:
     with torch.no_grad():
         codes = tokenizer.quantize.look_up(ids.to(device)).transpose(1, 2)
         z = tokenizer.post_quant_conv(codes.reshape(options.batch, -1, options.grid, options.grid))
-    print("| | ms | images/s | PSNR dB |\n|---|---:|---:|---:|")  # noqa: T201
+    print("| | ms | images/s | PSNR dB |\n|---|---:|---:|---:|")
     result: dict[str, Any] = {
         "benchmark": "pixels",
         **{name: getattr(options, name) for name in ("tokenizer", "batch", "grid")},
@@ -234,7 +234,7 @@ def main() -> None:
             decode(z)
             result["kernels"] = profile(decode, z)
         for row in result["kernels"]:
-            print(f"{row['ms']:8.3f} ms {row['launches']:4d} x {row['kernel']}")  # noqa: T201
+            print(f"{row['ms']:8.3f} ms {row['launches']:4d} x {row['kernel']}")
         keep(options.out, result)
 
 

@@ -81,7 +81,7 @@ async def measure(
 
 
 async def run(address: str, options: argparse.Namespace, process: int) -> tuple[list[dict[str, Any]], int]:
-    """The measurements, and how many of 16 images that were drawn in company come out the same alone."""
+    """The measurements, and how many of 16 images from shared batches are the same when requested alone."""
     seen: dict[int, set[str]] = {}
     async with httpx.AsyncClient(timeout=600) as client:
         while True:
@@ -97,7 +97,7 @@ async def run(address: str, options: argparse.Namespace, process: int) -> tuple[
     for _ in range(options.repeats):
         for clients in options.clients:
             rows.append(await measure(address, clients=clients, seconds=options.seconds, process=process, seen=seen))
-            print(rows[-1], file=sys.stderr)  # noqa: T201
+            print(rows[-1], file=sys.stderr)
     chosen = sorted(seen)[:: max(1, len(seen) // 16)][:16]
     async with httpx.AsyncClient(timeout=600) as client:
         for number in chosen:
@@ -145,7 +145,7 @@ def main() -> None:
     text = json.dumps(result, indent=2)
     if options.out:
         options.out.write_text(text + "\n")
-    print(text)  # noqa: T201
+    print(text)
 
 
 if __name__ == "__main__":

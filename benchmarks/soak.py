@@ -3,9 +3,9 @@
 Usage: python benchmarks/soak.py [--requests 2000] [--clients 24] [--seed 0] [--output FILE]
 
 The model is tiny and has random weights. Among good requests of every kind there are connections that are dropped, slow
-readers and writers, malformed bodies, pictures that are too large, and steps and tokenizer calls that raise. Good
+readers and writers, malformed bodies, images that are too large, and steps and tokenizer calls that raise. Good
 requests that meet an injected fault are sent again, as a client would. Every answer is compared with what the
-pipeline draws alone.
+pipeline generates alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ import uvicorn
 from PIL import Image
 
 from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
-from arpg.decode.continuous import ContinuousBatch
-from arpg.serve.app import create_app
-from arpg.serve.house import House, ServeSettings
-from arpg.serve.keys import Keys
-from arpg.serve.server import Server
+from arpg.serve.app import Server, create_app
+from arpg.serve.auth import ApiKeys
+from arpg.serve.batcher import ContinuousBatch
+from arpg.serve.service import ImageService, ServeSettings
 
 KEY = "the-key-of-the-soak-test"
 TRIES = 200
@@ -111,10 +110,10 @@ BAD: list[tuple[str, bytes, int]] = [
 class Faults:
     """Makes steps and tokenizer calls fail, rarely and by a seed."""
 
-    def __init__(self, house: House, *, seed: int, share: float) -> None:
+    def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
-        tokenizer = house.studio.tokenizer._tokenizer
+        tokenizer = service.tokenizer._tokenizer
         decode = tokenizer.decode
 
         def step(running: ContinuousBatch) -> None:
@@ -140,8 +139,8 @@ class Faults:
 
 
 class Soak:
-    def __init__(self, address: str, house: House, *, seed: int) -> None:
-        self.address, self.house, self.random = address, house, random.Random(seed)
+    def __init__(self, address: str, service: ImageService, *, seed: int) -> None:
+        self.address, self.service, self.random = address, service, random.Random(seed)
         self.good, self.expected = good_bodies(), {}
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -271,36 +270,38 @@ def soak(*, requests: int, clients: int, seed: int, share: float = 0.01) -> dict
     """Run it; the report says what was sent and what is left over."""
     logging.getLogger("arpg").setLevel(logging.CRITICAL)  # the injected failures, with their tracebacks
     pipeline = tiny_pipeline()
-    settings = ServeSettings(max_batch=8, queue=16, patience=5.0, max_wait_ms=2.0)
-    house = House(lambda: pipeline, name="tiny", keys=Keys([KEY]), settings=settings)
-    house.open()
+    settings = ServeSettings(max_batch=8, max_pending_requests=16, io_timeout_s=5.0, max_wait_ms=2.0)
+    service = ImageService(lambda: pipeline, name="tiny", keys=ApiKeys([KEY]), settings=settings)
+    service.open()
     bound = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(create_app(house), log_config=None, lifespan="off"), house)
+    server = Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"), service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    run = Soak(f"http://127.0.0.1:{bound.getsockname()[1]}", house, seed=seed)
-    report = asyncio.run(_run(run, house, requests=requests, clients=clients, seed=seed, share=share))
+    run = Soak(f"http://127.0.0.1:{bound.getsockname()[1]}", service, seed=seed)
+    report = asyncio.run(_run(run, service, requests=requests, clients=clients, seed=seed, share=share))
     server.should_exit = True
     thread.join(60)
-    house.close()
+    service.close()
     report["server_stopped"] = not thread.is_alive()
     bound.close()
     return report
 
 
-async def _run(run: Soak, house: House, *, requests: int, clients: int, seed: int, share: float) -> dict[str, Any]:
+async def _run(
+    run: Soak, service: ImageService, *, requests: int, clients: int, seed: int, share: float
+) -> dict[str, Any]:
     async with httpx.AsyncClient(timeout=120, headers=HEADERS) as client:
         await run.learn(client)
         began = time.monotonic()
-        faults = Faults(house, seed=seed, share=share)
+        faults = Faults(service, seed=seed, share=share)
         try:
             left = []
             for quarter in range(4):
                 await run.run(requests * (quarter + 1) // 4 - requests * quarter // 4, clients)
-                left.append(await _leftover(house))
+                left.append(await _leftover(service))
         finally:
             faults.stop()
-        await run.learn(client)  # it still draws what it drew at first
+        await run.learn(client)  # its results are still those of the start
     run.seconds.sort()
     seconds = {
         f"p{p}": round(run.seconds[min(len(run.seconds) - 1, len(run.seconds) * p // 100)], 3) for p in (50, 95, 99)
@@ -318,18 +319,18 @@ async def _run(run: Soak, house: House, *, requests: int, clients: int, seed: in
     }
 
 
-async def _leftover(house: House) -> dict[str, Any]:
+async def _leftover(service: ImageService) -> dict[str, Any]:
     """What is still there when nobody asks any more."""
     for _ in range(600):
-        busy = (house.door.inside, house.studio.batcher.running, house.studio.batcher.waiting)
+        busy = (service.admission.num_admitted, service.batcher.num_running, service.batcher.num_waiting)
         if busy == (0, 0, 0):
             break
         await asyncio.sleep(0.05)
     gc.collect()
     return {
-        "inside": house.door.inside,
-        "rows_running": house.studio.batcher.running,
-        "rows_waiting": house.studio.batcher.waiting,
+        "inside": service.admission.num_admitted,
+        "rows_running": service.batcher.num_running,
+        "rows_waiting": service.batcher.num_waiting,
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
         "tensors": sum(type(thing) is torch.Tensor for thing in gc.get_objects()),
@@ -364,7 +365,7 @@ def main() -> None:
     text = json.dumps(report, indent=2)
     if arguments.output:
         arguments.output.write_text(text + "\n")
-    print(text)  # noqa: T201
+    print(text)
     raise SystemExit(bool(report["num_wrong"]))
 
 

@@ -72,7 +72,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }
-    print(json.dumps(result, indent=1))  # noqa: T201
+    print(json.dumps(result, indent=1))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

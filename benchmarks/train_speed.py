@@ -1,9 +1,12 @@
-"""Training speed of the full step (forward, backward, clip, AdamW, moving average) on random tokens; writes JSON.
+"""Measure the full training step (forward, backward, clip, AdamW, moving average) on random tokens.
 
-python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train.json
+python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train-arpg-l.json
+python benchmarks/train_speed.py --model arpg-l --batch-size 256 --one-pass both
+python benchmarks/train_speed.py --model arpg-l --batch-size 256 --ablate graph keys
 
-`--no-ema` leaves out the moving average. `--ablate NAME ...` leaves out what makes it faster, to see what each part is
-worth. `--profile` prints the kernels of a step.
+`--one-pass both` measures one run with and without the kernel that does AdamW and the moving average, in turns.
+`--no-ema` leaves out the moving average. `--ablate NAME ...` leaves out optimisations, to see what each is worth.
+`--profile` prints the kernels of a step.
 """
 
 from __future__ import annotations
@@ -11,65 +14,86 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
-from arpg.kernels import residual
-from arpg.model import arpg as network
-from arpg.model import layers
-from arpg.model.dropout import fold
+from arpg.device import gpu_spec
+from arpg.kernels import ops, residual_norm
 from arpg.train import model as training_module
-from arpg.train.distributed import start, stop
+from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
-from arpg.train.report import peak_flops
 
 ABLATIONS = {
-    "graph": "gradients are computed, not replayed",
-    "keys": "dropout keys layer by layer",
-    "copies": "gradients of the shared memory are added two by two",
-    "once": "the first query is made for every slot",
-    "clip": "clip_grad_norm_ before AdamW",
-    "stages": "no rows are fetched ahead in the backward pass of residual and norm",
+    "graph": "compute the gradients without a CUDA graph",
+    "keys": "make the dropout keys layer by layer",
+    "copies": "add the gradients of the shared memory two by two",
+    "once": "make the first query for every slot",
+    "clip": "run clip_grad_norm_ before AdamW",
+    "stages": "fetch no rows ahead in the backward pass of residual and norm",
 }
 
 
 def ablate(names: list[str]) -> None:
-    """The plain twins of what is left out."""
+    """Replace optimisations by their plain counterparts."""
+    unknown = [name for name in names if name not in ABLATIONS]
+    if unknown:
+        sys.exit(f"train_speed.py: --ablate {' '.join(unknown)} does not exist; expected one of {', '.join(ABLATIONS)}")
     if "keys" in names:
-        network.fold_each = lambda key, count: tuple(fold(key, number) for number in range(count))
+        _replace(ops, fold_keys=lambda key, count: tuple(ops.fold_key(key, number) for number in range(count)))
     if "copies" in names:
-        network.copies_of = lambda x, count: (x,) * count
+        _replace(ops, grad_fanout=lambda x, count: (x,) * count)
     if "once" in names:
-        layers.once = lambda function, x: function(x)
+        _replace(ops, _expanded_once=lambda function, x: function(x))
     if "clip" in names:
 
-        def clip(optimizer: torch.optim.Optimizer, most: float) -> None:
+        def clip(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, most)
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-        training_module.clip_gradients = clip
+        _replace(training_module, clip_gradients=clip)
     if "stages" in names:
-        residual._STAGES, residual._PROGRAMS = 1, 1024
+        _replace(residual_norm, _STAGES=1, _PROGRAMS=1024)
+
+
+def _replace(module: ModuleType, **values: object) -> None:
+    """Set attributes of a module; one that the code no longer has would leave the speed as it is, unnoticed."""
+    for name, value in values.items():
+        if not hasattr(module, name):
+            sys.exit(f"train_speed.py: {module.__name__} has no {name} any more; this --ablate has to follow the code")
+        setattr(module, name, value)
+
+
+def measure(training: ModelTraining, first: int, steps: int) -> float:
+    """Return the seconds of a step, over `steps` steps."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for step in range(first, first + steps):
+        training.step(step)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
 
 
 def profile(training: ModelTraining, step: int, most: int = 40) -> None:
-    """Prints the kernels of one step: milliseconds, launches, name."""
+    """Print the kernels of one step: milliseconds, launches, name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         training.step(step)
         torch.cuda.synchronize()
     kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]
     kernels = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
     total = sum(kernel.self_device_time_total for kernel in kernels)
-    print(f"{total / 1000:9.3f} ms in all")  # noqa: T201
+    print(f"{total / 1000:9.3f} ms in all")
     for kernel in kernels[:most]:
-        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")  # noqa: T201
+        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")
 
 
 def main() -> None:
@@ -78,15 +102,26 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ablate", nargs="*", default=[], choices=ABLATIONS, metavar="NAME", help=f"{ABLATIONS}")
+    listed = "; ".join(f"{name}: {text}" for name, text in ABLATIONS.items())
+    parser.add_argument("--ablate", nargs="*", default=[], metavar="NAME", help=listed)
     parser.add_argument("--no-ema", action="store_true", help="without the moving average of the weights")
-    parser.add_argument("--one-pass", action="store_true", help="AdamW and the average in one kernel")
+    parser.add_argument(
+        "--one-pass",
+        nargs="?",
+        const="on",
+        default="off",
+        choices=("off", "on", "both"),
+        help="AdamW and the moving average in one kernel; both: with and without, in turns",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of --one-pass both")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ablate(options.ablate)
+    if not torch.cuda.is_available():
+        sys.exit("train_speed.py: torch sees no GPU; the full step is measured on one")
     config = MODELS[options.model]
-    world = start("auto")
+    world = init_distributed("auto")
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens"
         writer = TokenWriter(tokens, grid=config.grid, vocab_size=config.vocab_size, classes=(), views=1)
@@ -97,7 +132,7 @@ def main() -> None:
         recipe = ModelRecipe(
             model=config,
             data=TokenData(train=str(tokens)),
-            optim=OptimRecipe(lr=1e-4, one_pass=options.one_pass, **({"ema": 0.0} if options.no_ema else {})),
+            optim=OptimRecipe(lr=1e-4, one_pass=options.one_pass != "off", **({"ema": 0.0} if options.no_ema else {})),
             run=RunRecipe(
                 steps=10_000,
                 batch_size=options.batch_size,
@@ -111,36 +146,43 @@ def main() -> None:
             loss = training.step(step)["loss"]
         float(loss)
         compiled = time.perf_counter() - began
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for step in range(5, 5 + options.steps):
-            loss = training.step(step)["loss"]
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - began) / options.steps
+        next_step, seconds = 5, dict[str, list[float]]()
+        for _ in range(options.rounds if options.one_pass == "both" else 1):
+            for kind in ("off", "on") if options.one_pass == "both" else (options.one_pass,):
+                training.update.one_pass = kind == "on"
+                seconds.setdefault(kind, []).append(measure(training, next_step, options.steps))
+                next_step += options.steps
+        loss = training.step(next_step)["loss"]
         if options.profile:
-            profile(training, 5 + options.steps)
+            profile(training, next_step + 1)
     name = torch.cuda.get_device_name()
-    result = {
-        "benchmark": "train_speed",
-        "model": options.model,
-        "batch_size": options.batch_size,
-        "precision": recipe.run.precision,
-        "moving average": recipe.optim.ema > 0,
-        "one pass": recipe.optim.one_pass,
-        "without": options.ablate,
-        "images/s": round(options.batch_size / seconds, 1),
-        "ms/step": round(1000 * seconds, 2),
-        "mfu": round(training.flops_per_step() / seconds / (peak_flops(name) or float("nan")), 4),
-        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "first 5 steps s": round(compiled, 1),
-        "loss": round(float(loss), 4),
-        "device": name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    stop()
-    text = json.dumps(result, indent=1)
-    print(text)  # noqa: T201
+    spec, results = gpu_spec(name), []
+    for kind, times in seconds.items():
+        per_step = statistics.median(times)
+        result = {
+            "benchmark": "train_speed",
+            "model": options.model,
+            "batch_size": options.batch_size,
+            "precision": recipe.run.precision,
+            "moving average": recipe.optim.ema > 0,
+            "one pass": kind == "on",
+            "without": options.ablate,
+            "images/s": round(options.batch_size / per_step, 1),
+            "ms/step": round(1000 * per_step, 2),
+            "mfu": round(training.flops_per_step() / per_step / (spec.bf16_flops if spec else float("nan")), 4),
+            "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "first 5 steps s": round(compiled, 1),
+            "loss": round(float(loss), 4),
+            "device": name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        if len(times) > 1:
+            result["ms/step of each round"] = [round(1000 * each, 2) for each in times]
+        results.append(result)
+    shutdown_distributed()
+    text = json.dumps(results if len(results) > 1 else results[0], indent=1)
+    print(text)
     if options.out:
         options.out.write_text(text + "\n")
 

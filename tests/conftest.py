@@ -15,9 +15,17 @@ from support.small import TEXT, noise, small_model, small_tokenizer
 
 pytest_plugins = ["support.page_browser"]
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own functions are made for one of both ways
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
 
 
 @pytest.fixture(scope="session", params=["arpg_a", "arpg_b"])
@@ -67,49 +75,38 @@ def folder(pipeline, tmp_path):
 
 @pytest.fixture
 def served(pipeline):
-    """A function that opens a house around the small pipeline; all of them are closed at the end."""
-    from arpg.serve.house import House, ServeSettings
+    """A function that opens a service around the small pipeline."""
+    from support.served import services
 
-    opened = []
+    with services(pipeline) as serve:
+        yield serve
 
-    def serve(*, keys=None, pipeline=pipeline, **settings):
-        house = House(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
-        house.open()
-        opened.append(house)
-        return house
 
-    yield serve
-    for house in opened:
-        house.close()
+@pytest.fixture(scope="module")
+def served_module(pipeline):
+    """As `served`; for the tests of a module that leave a service as it is."""
+    from support.served import services
+
+    with services(pipeline) as serve:
+        yield serve
 
 
 @pytest.fixture
 def live(served):
-    """A function that runs a real server on a free port of this machine and gives its address and house."""
-    import socket
-    import threading
+    """A function that runs a real server and returns its address and service."""
+    from support.served import servers
 
-    import uvicorn
+    with servers(served) as run:
+        yield run
 
-    from arpg.serve.app import create_app
-    from arpg.serve.server import Server
 
-    running = []
+@pytest.fixture(scope="module")
+def live_module(served_module):
+    """As `live`; for the tests of a module that leave a server as it is."""
+    from support.served import servers
 
-    def run(**settings):
-        house = served(**settings)
-        bound = socket.create_server(("127.0.0.1", 0))
-        server = Server(uvicorn.Config(create_app(house), log_config=None, lifespan="off"), house)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-        thread.start()
-        running.append((server, thread))
-        return f"http://127.0.0.1:{bound.getsockname()[1]}", house
-
-    yield run
-    for server, thread in running:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+    with servers(served_module) as run:
+        yield run
 
 
 @pytest.fixture

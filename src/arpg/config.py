@@ -111,6 +111,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Channels of an attention head."""
         return self.width // self.num_heads
 
     @property
@@ -122,18 +123,22 @@ class ModelConfig:
 
     @property
     def mask_id(self) -> int:
+        """Row of the [MASK] embedding."""
         return self.vocab_size
 
     @property
     def first_class_id(self) -> int:
+        """Row of the embedding of class 0."""
         return self.vocab_size + 1
 
     @property
     def null_class_id(self) -> int:
+        """Row of the embedding of the null class."""
         return self.vocab_size + 1 + self.num_classes
 
     @property
     def num_embeddings(self) -> int:
+        """Rows of the embedding table."""
         return self.vocab_size + self.num_classes + 3
 
 

@@ -1,4 +1,4 @@
-"""Devices: the device and type a model runs in, and what a CPU offers (threads, bfloat16)."""
+"""Devices: the device and type a model runs in, what a CPU offers (threads, bfloat16), and the peaks of known GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +19,35 @@ from arpg.errors import InputError, require
 VARIABLE = "ARPG_THREADS"
 
 
+@dataclass(frozen=True)
+class GpuSpec:
+    """Peaks of a GPU by the vendor's data sheet."""
+
+    bf16_flops: float  # dense, per second
+    float32_flops: float  # without TF32, per second
+    bandwidth: float  # bytes per second
+
+
+# By a part of the device's name; the first that matches counts.
+GPU_SPECS = {
+    "H200": GpuSpec(989e12, 67e12, 4.8e12),
+    "H100": GpuSpec(989e12, 67e12, 3.35e12),
+    "A100-SXM4-40GB": GpuSpec(312e12, 19.5e12, 1.555e12),
+    "A100-PCIE-40GB": GpuSpec(312e12, 19.5e12, 1.555e12),
+    "A100": GpuSpec(312e12, 19.5e12, 2.039e12),
+    "A800": GpuSpec(312e12, 19.5e12, 2.039e12),
+    "L40S": GpuSpec(362e12, 91.6e12, 0.864e12),
+    "4090": GpuSpec(165e12, 82.6e12, 1.008e12),
+}
+
+
+def gpu_spec(device_name: str) -> GpuSpec | None:
+    """Return the peaks of a GPU by the name that CUDA reports; None where they are not known."""
+    return next((spec for name, spec in GPU_SPECS.items() if name in device_name), None)
+
+
 def choose_device(device: str | torch.device) -> torch.device:
+    """Return the device by its name; `auto` is the GPU where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -84,6 +113,7 @@ def has_bfloat16() -> bool:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
+    """Return the CPU's model name."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

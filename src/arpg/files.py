@@ -1,21 +1,25 @@
-"""Files: written whole or not at all, and weights that are read without running code."""
+"""Files: written whole or not at all; weights that are read without running code; checksums of tensors."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
 import pickle
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg.errors import InputError, require
@@ -55,6 +59,39 @@ def write_together(writes: dict[Path, Callable[[Path], object]]) -> None:
                 folder.rmdir()
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` as indented JSON."""
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+
+
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    """Write `array` as a .npy file."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # np.save would append an ending to a path
+            np.save(file, array)
+
+    write_whole(path, write)
+
+
+def read_array(path: Path, *, advice: str, mmap: bool = True) -> NDArray[Any]:
+    """Read a .npy file, mapped into memory unless `mmap` is false; `advice` says what to do about a damaged one."""
+    require(path.is_file(), f"{path} does not exist; {advice}")
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path} is not a whole .npy file ({error}); {advice}") from None
+    return array
+
+
 def _make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents; those that were not there before."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()][::-1]
@@ -69,7 +106,7 @@ def _umask() -> int:
 
 
 def read_tensors(path: Path) -> State:
-    """A safetensors file."""
+    """Read a safetensors file."""
     require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
     try:
         return safetensors.torch.load_file(path)
@@ -78,7 +115,7 @@ def read_tensors(path: Path) -> State:
 
 
 def read_pickle(path: Path) -> Any:
-    """A torch file, opened so that it cannot run code."""
+    """Read a torch file without running code."""
     require(path.exists(), f"{path} does not exist; expected a published checkpoint (.pt)")
     require(path.is_file(), f"{path} is not a file; expected a published checkpoint (.pt)")
     try:
@@ -95,7 +132,26 @@ def read_pickle(path: Path) -> Any:
 
 
 def write_tensors(state: State, path: Path) -> None:
+    """Write a safetensors file."""
     try:
         safetensors.torch.save_file(state, path)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from None
+
+
+def hash_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tensors(state: Mapping[str, Tensor], digest: hashlib._Hash | None = None, *, names_only: bool = False) -> str:
+    """Return the sha256 of all names, dtypes, shapes and values, sorted by name; continues `digest` where given.
+
+    `names_only` leaves dtypes and shapes out, as the fingerprints of token folders do.
+    """
+    digest = digest or hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() if names_only else f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

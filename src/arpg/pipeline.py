@@ -27,8 +27,8 @@ from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.canvas import Box, Canvas, box_mask
 from arpg.tasks.control_input import ControlInput, Controls, check_controls
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
-from arpg.text import Prompts
-from arpg.tokenizer import VQTokenizer
+from arpg.text_encoder import PromptCache
+from arpg.tokenizer import Tokenizer
 
 Classes = str | int | Sequence[str | int] | None
 Seed = int | torch.Generator | Sequence[int | torch.Generator]
@@ -61,12 +61,12 @@ class Pipeline:
     def __init__(
         self,
         model: ARPG,
-        tokenizer: VQTokenizer,
+        tokenizer: Tokenizer,
         *,
         sampling: SamplingDefaults | None = None,
         classes: ClassNames | None = None,
         license: str = "unknown",
-        prompts: Prompts | None = None,
+        prompts: PromptCache | None = None,
         engine: str = "auto",
     ) -> None:
         """`prompts` encodes prompts; the default is the encoder that the model's configuration names.
@@ -87,7 +87,7 @@ class Pipeline:
         self.classes = classes or numbered_classes(model.config.num_classes)
         self.license = license
         text = model.config.text
-        self.prompts = prompts or (None if text is None else Prompts(text, device=model.device))
+        self.prompts = prompts or (None if text is None else PromptCache(text, device=model.device))
 
     @classmethod
     def from_pretrained(
@@ -115,7 +115,7 @@ class Pipeline:
         tokenizer = load_tokenizer(folder, config=config, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
-        prompts = None if text is None else Prompts(text, folder=home() / "text", device=on)
+        prompts = None if text is None else PromptCache(text, folder=home() / "text", device=on)
         return cls(
             model,
             tokenizer,

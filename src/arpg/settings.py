@@ -32,6 +32,8 @@ class Setting:
     above_minimum: bool = False  # the minimum itself is not allowed
     hint: str = ""  # what an error adds
     aliases: tuple[str, ...] = ()  # other accepted names: those of diffusers, and former ones
+    slider: tuple[float, float, float] | None = None  # lowest, highest and step of a control on a page
+    advanced: bool = False  # a page shows it on demand only
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,7 +71,8 @@ SETTINGS: Mapping[str, Setting] = _table(
         32,
         "Decoding steps.",
         minimum=1,
-        maximum=4096,
+        maximum=1024,
+        slider=(1, 256, 1),
         hint=" (32 is a good start)",
         aliases=("num_inference_steps",),
     ),
@@ -81,6 +84,7 @@ SETTINGS: Mapping[str, Setting] = _table(
         minimum=0,
         maximum=100,
         hint=" (1 turns guidance off)",
+        slider=(0, 12, 0.1),
         aliases=("guidance_scale",),
     ),
     _choice(
@@ -141,9 +145,17 @@ SETTINGS: Mapping[str, Setting] = _table(
         minimum=1,
         maximum=1024,
         hint=" tokens to draft (16 is good)",
+        slider=(2, 64, 1),
     ),
     Setting(
-        "temperature", float, 1.0, "Sampling temperature; 0 is greedy.", minimum=0, maximum=100, hint=" (0 is greedy)"
+        "temperature",
+        float,
+        1.0,
+        "Sampling temperature; 0 is greedy.",
+        minimum=0,
+        maximum=100,
+        hint=" (0 is greedy)",
+        slider=(0, 2, 0.05),
     ),
     Setting(
         "top_k",
@@ -153,6 +165,8 @@ SETTINGS: Mapping[str, Setting] = _table(
         minimum=1,
         maximum=2**31,
         hint=", or nothing for all codes",
+        slider=(0, 2000, 1),
+        advanced=True,
     ),
     Setting(
         "top_p",
@@ -162,6 +176,8 @@ SETTINGS: Mapping[str, Setting] = _table(
         minimum=0,
         maximum=1,
         above_minimum=True,
+        slider=(0.05, 1, 0.05),
+        advanced=True,
     ),
 )
 
@@ -177,6 +193,8 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
         "Candidates sampled for each image, of which the most likely is kept.",
         minimum=1,
         hint=" candidates for each image",
+        slider=(1, 8, 1),
+        advanced=True,
     ),
     Setting("batch_size", int, 32, "Images decoded together; does not change them.", minimum=1),
     Setting(

@@ -10,11 +10,9 @@ import torch
 from PIL import Image
 
 from arpg.errors import InputError
-from arpg.evaluation.features import Features, collect
-from arpg.evaluation.frechet import frechet_distance
-from arpg.evaluation.image_source import from_array, open_source
+from arpg.evaluation.features import Features, collect, from_array, has_features, open_source, read_features
+from arpg.evaluation.metrics import frechet_distance
 from arpg.evaluation.reconstruction import reconstruction_report, ssim
-from arpg.evaluation.reference import has_features, read_features
 from support.command import check_error
 from support.features import Tiny
 from support.small import noise, small_tokenizer, write_zip

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from arpg import Pipeline
 from arpg.config import BUNDLED
-from arpg.data.catalogue import held_out
 from arpg.hub import resolve
 from arpg.image import adm_crop
 from arpg.model import class_condition, text_condition
+from experiments.garden.objects import held_out
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from PIL import Image, ImageDraw
 
 from arpg import ARPG, ControlInput, Pipeline
 from arpg.checkpoint import load_model, read_folder
-from arpg.evaluation.edges import agreement, edge_maps
 from arpg.hub import resolve
 from arpg.model import class_condition
+from experiments.garden.control_images import agreement, edge_maps
 from support.command import check_error
 from support.small import noise
 
@@ -124,13 +124,11 @@ def test_a_condition_of_another_size_is_fitted(pipe):
 
 
 def test_the_page_shows_the_thumbnails_of_garden():
-    from types import SimpleNamespace
+    from arpg.serve.service import find_thumbnails
 
-    from arpg.serve.native_api import thumbnails_file
-
-    ours, theirs = (thumbnails_file(SimpleNamespace(folder=resolve(name))) for name in ("garden-control", "garden"))
+    ours, theirs = (find_thumbnails(resolve(name)) for name in ("garden-control", "garden"))
     assert ours == theirs == resolve("garden") / "thumbnails.webp"
-    assert thumbnails_file(SimpleNamespace(folder=resolve("garden-text"))) is None
+    assert find_thumbnails(resolve("garden-text")) is None
     assert read_folder(resolve("garden-control")).classes.lines == read_folder(resolve("garden")).classes.lines
 
 

@@ -9,21 +9,21 @@ from PIL import Image
 
 from arpg import InputError, Pipeline
 from arpg.cli.generate import PromptLine, read_prompts
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from support.command import check_error
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
 
 
 @pytest.fixture(scope="module")
 def pipe(text_model):
-    return Pipeline(text_model, small_tokenizer(), license="MIT", prompts=Prompts(TEXT.text, load=FakeEncoder))
+    return Pipeline(text_model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=FakeEncoder))
 
 
 @pytest.fixture
 def text_folder(pipe, tmp_path, monkeypatch):
     pipe.save_pretrained(tmp_path / "text-model")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     return tmp_path / "text-model"
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from arpg import InputError, Pipeline, cli
 from arpg.data.images import open_images
-from arpg.evaluation.sampling import Share, balanced_labels, count_classes, labels_like, sample_images
+from arpg.evaluation.sample import Share, balanced_labels, count_classes, labels_like, sample_images
 
 SETTINGS = {"steps": 3, "guidance": 2.0}
 

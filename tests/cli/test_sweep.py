@@ -10,18 +10,30 @@ from PIL import Image
 
 from arpg import InputError, SamplingSettings, cli
 from arpg.data.images import open_images
-from arpg.evaluation import features, frechet, measure, report, sweep
-from arpg.evaluation.measure import Judge, generate_features, reference_features
-from arpg.evaluation.results import RESULTS, Results, markdown, plain, read_lines
-from arpg.evaluation.sampling import PixelBatches, balanced_labels
-from arpg.evaluation.sweep import best_of, combinations, draw, number, table
+from arpg.evaluation import features, metric_report, metrics, sweep
+from arpg.evaluation.features import reference_features
+from arpg.evaluation.sample import PixelBatches, balanced_labels, json_settings
+from arpg.evaluation.sweep import (
+    RESULTS,
+    Results,
+    Scorers,
+    best_of,
+    combinations,
+    draw_curves,
+    format_number,
+    generate_features,
+    measure,
+    read_lines,
+    table,
+)
 from arpg.settings import SamplingDefaults
+from arpg.tables import markdown_table
 from support.small import noise
 
 
 @pytest.fixture
-def judge(eye, photos):
-    return Judge(eye, reference_features(eye, open_images(photos), 8))
+def scorers(eye, photos):
+    return Scorers(eye, reference_features(eye, open_images(photos), 8))
 
 
 def settings(**given):
@@ -39,14 +51,15 @@ def test_combinations():
     ]
     unguided = combinations(defaults, {"guidance": [1.0, 2.0, 2.0], "guidance_schedule": ["linear", "none"]})
     assert [(s.guidance_schedule, s.guidance) for s in unguided] == [("linear", 1.0), ("linear", 2.0), ("none", 1.0)]
+    assert [s.top_k for s in combinations(defaults, {"top_k": [3, 5]})] == [3, 5]
     assert combinations(defaults, {}) == [defaults.settings()]
-    with pytest.raises(InputError, match="top_k cannot be swept over"):
-        combinations(defaults, {"top_k": [3]})
+    with pytest.raises(InputError, match="colour cannot be swept over"):
+        combinations(defaults, {"colour": [3]})
     with pytest.raises(InputError, match="order is 'zigzag'"):
         combinations(defaults, {"order": ["zigzag"]})
 
 
-def test_a_measurement_is_what_the_metrics_say_of_the_images(pipeline, judge):
+def test_a_measurement_is_what_the_metrics_say_of_the_images(pipeline, scorers):
     """Against the images as one array, whatever the batches were; class accuracy counted by hand."""
     labels = balanced_labels(40, 5)
     calls = []
@@ -58,42 +71,42 @@ def test_a_measurement_is_what_the_metrics_say_of_the_images(pipeline, judge):
             calls.append(len(image_B3HW))
             return torch.eye(5)[torch.full((len(image_B3HW),), 2)]
 
-    judge = Judge(judge.inception, judge.reference, AlwaysTwo())
-    line = measure.measure(generate_features(pipeline, settings(), judge, labels=labels, batch_size=7, seed=3), judge)
+    scorers = Scorers(scorers.inception, scorers.reference, AlwaysTwo())
+    line = measure(generate_features(pipeline, settings(), scorers, labels=labels, batch_size=7, seed=3), scorers)
     seeds = range(3, 43)
     pixels = torch.cat(list(PixelBatches(pipeline, labels, settings(), seeds=seeds, batch_size=40)))
-    whole = features.collect(judge.inception, [pixels])
-    expected = report.evaluate(whole, judge.reference, metrics=("fid", "kid", "precision", "recall"))
+    whole = features.collect(scorers.inception, [pixels])
+    expected = metric_report.evaluate(whole, scorers.reference, metrics=("fid", "kid", "precision", "recall"))
     for name in ("fid", "kid", "precision", "recall"):
         assert line[name] == pytest.approx(expected[name]["value"], rel=2e-3, abs=1e-5)
     assert line["fid interval"] == pytest.approx(expected["fid"]["interval"], rel=5e-3)
     assert line["accuracy"] == 0.2
     assert sum(calls) == 40
     assert line["images/s"] > 0
-    quick = measure.quick_fid(generate_features(pipeline, settings(), judge, labels=labels, seed=3), judge)
+    quick = sweep.fid_only(generate_features(pipeline, settings(), scorers, labels=labels, seed=3), scorers)
     assert quick == pytest.approx(line["fid"], rel=1e-3)
 
 
 def test_images_against_themselves(pipeline, eye):
     labels = balanced_labels(30, 5)
     pixels = torch.cat(list(PixelBatches(pipeline, labels, settings(), seeds=range(30), batch_size=30)))
-    judge = Judge(eye, features.collect(eye, [pixels]))
-    line = measure.measure(generate_features(pipeline, settings(), judge, labels=labels), judge)
+    scorers = Scorers(eye, features.collect(eye, [pixels]))
+    line = measure(generate_features(pipeline, settings(), scorers, labels=labels), scorers)
     assert line["fid"] < 1e-3
     assert (line["precision"], line["recall"]) == (1.0, 1.0)
-    statistics = Judge(eye, dataclasses.replace(judge.reference, pool_MF=None, gain_M=None))
-    alone = measure.measure(generate_features(pipeline, settings(), statistics, labels=labels), statistics)
+    statistics = Scorers(eye, dataclasses.replace(scorers.reference, pool_MF=None, gain_M=None))
+    alone = measure(generate_features(pipeline, settings(), statistics, labels=labels), statistics)
     assert "fid" in alone
     assert not {"precision", "recall", "kid"} & set(alone)  # statistics alone do not allow them
 
 
-def test_only_what_is_missing_is_measured(pipeline, judge, tmp_path):
+def test_only_what_is_missing_is_measured(pipeline, scorers, tmp_path):
     labels = balanced_labels(10, 5)
     run = {"labels": labels, "about": {"reference": "photos"}, "batch_size": 4}
     first = combinations(pipeline.sampling, {"steps": [2, 3]})
-    judge.inception.seen = 0
-    lines = sweep.sweep(pipeline, judge, tmp_path, combos=first, **run)
-    assert judge.inception.seen == 20
+    scorers.inception.seen = 0
+    lines = sweep.sweep(pipeline, scorers, tmp_path, combos=first, **run)
+    assert scorers.inception.seen == 20
     assert [line["settings"]["steps"] for line in lines] == [2, 3]
     assert read_lines(tmp_path) == lines
 
@@ -103,16 +116,16 @@ def test_only_what_is_missing_is_measured(pipeline, judge, tmp_path):
 
     more = combinations(pipeline.sampling, {"steps": [3, 2], "guidance": [2.0, 4.0]})
     with pytest.raises(KeyboardInterrupt):
-        sweep.sweep(pipeline, judge, tmp_path, combos=more, on_result=stop, **run)
-    assert judge.inception.seen == 30  # what was finished is kept
-    again = sweep.sweep(pipeline, judge, tmp_path, combos=more, **run)
-    assert judge.inception.seen == 40  # one more; guidance 4 was there as the default
+        sweep.sweep(pipeline, scorers, tmp_path, combos=more, on_result=stop, **run)
+    assert scorers.inception.seen == 30  # what was finished is kept
+    again = sweep.sweep(pipeline, scorers, tmp_path, combos=more, **run)
+    assert scorers.inception.seen == 40  # one more; guidance 4 was there as the default
     assert again[1] == lines[1]
     assert len(read_lines(tmp_path)) == 4
     with pytest.raises(InputError, match=r"holds results of something else \(seed 0, not 1"):
-        sweep.sweep(pipeline, judge, tmp_path, combos=first, seed=1, **run)
+        sweep.sweep(pipeline, scorers, tmp_path, combos=first, seed=1, **run)
     with pytest.raises(InputError, match="reference 'photos', not 'others'"):
-        sweep.sweep(pipeline, judge, tmp_path, combos=first, **{**run, "about": {"reference": "others"}})
+        sweep.sweep(pipeline, scorers, tmp_path, combos=first, **{**run, "about": {"reference": "others"}})
 
 
 def test_a_line_from_before_a_setting_existed_is_found(tmp_path):
@@ -131,19 +144,25 @@ def test_the_reference_is_kept(eye, photos, tmp_path):
     seen = eye.seen
     again = reference_features(eye, open_images(photos), 8, keep=tmp_path)
     assert eye.seen == seen == first.n == again.n == 9
-    assert frechet.frechet_distance(first.pool, again.pool) < 1e-6
+    assert metrics.frechet_distance(first.pool, again.pool) < 1e-6
     reference_features(eye, open_images(photos), 6, keep=tmp_path)
     assert eye.seen == 2 * seen  # another size is another reference
     changed = noise(30, 26, seed=99)
     changed.save(photos / "pear" / "0.png")  # the same names, another image
     other = reference_features(eye, open_images(photos), 8, keep=tmp_path)
     assert eye.seen == 3 * seen
-    assert frechet.frechet_distance(first.pool, other.pool) > 1e-3
+    assert metrics.frechet_distance(first.pool, other.pool) > 1e-3
 
 
 def line(fid, rate, **given):
     chosen = SamplingDefaults().settings(**given)
-    return {"num": 5, "settings": plain(chosen), "fid": fid, "fid interval": [fid - 1, fid + 1], "images/s": rate}
+    return {
+        "num": 5,
+        "settings": json_settings(chosen),
+        "fid": fid,
+        "fid interval": [fid - 1, fid + 1],
+        "images/s": rate,
+    }
 
 
 def test_table_and_curves(tmp_path):
@@ -152,21 +171,21 @@ def test_table_and_curves(tmp_path):
         line(14.126, 99.0, steps=8, guidance=3.0),
         line(12.0, 50.0, steps=16, guidance=2.0),
     ]
-    assert table(lines) == markdown(
+    assert table(lines) == markdown_table(
         ["steps", "guidance", "FID", "images/s"],
         [["8", "2", "20.00", "100.0"], ["8", "3", "14.13", "99.0"], ["16", "2", "12.00", "50.0"]],
     )
     assert table(lines).splitlines()[3] == "| 8 | 3 | 14.13 | 99.0 |"
-    assert number(lines[0], "fid", interval=True) == "20.00 ± 1.00"
-    assert number(lines[0], "recall") is None
+    assert format_number(lines[0], "fid", interval=True) == "20.00 ± 1.00"
+    assert format_number(lines[0], "recall") is None
     assert [(x["settings"]["steps"], x["fid"]) for x in best_of(lines)] == [(8, 14.126), (16, 12.0)]
-    written = draw(lines, tmp_path)
+    written = draw_curves(lines, tmp_path)
     assert [path.name for path in written] == ["steps.png", "speed.png"]
     for path in written:
         with Image.open(path) as image:
             assert min(image.size) > 300
             assert len(set(image.convert("RGB").resize((64, 64)).tobytes())) > 10
-    assert draw([], tmp_path) == []
+    assert draw_curves([], tmp_path) == []
 
 
 def test_command(folder, eye, photos, tmp_path, monkeypatch, capsys):

@@ -9,8 +9,17 @@ import torch
 from PIL import Image
 
 from arpg import InputError, SamplingSettings, cli, decode, make_plan, tasks
-from arpg.evaluation.attention import AttentionMaps, Listener, attention_maps, image_attention, summarize
-from arpg.evaluation.attention_picture import choose_columns, default_queries, draw_matrices, draw_on_image
+from arpg.evaluation.attention_maps import (
+    AttentionMaps,
+    AttentionRecorder,
+    attention_maps,
+    choose_columns,
+    default_queries,
+    draw_matrices,
+    draw_on_image,
+    image_attention,
+    summarize,
+)
 from arpg.figures import ramp
 from arpg.model import class_condition
 from support.small import SMALL, small_model
@@ -23,10 +32,10 @@ def planned(seed=3, **settings):
     return make_plan((4, 4), NOTHING, [seed], SamplingSettings(**settings)).samples[0]
 
 
-def check_heard(listener):
-    assert listener.heard
-    for heard in listener.heard:
-        assert torch.allclose(heard.weights() @ heard.value, heard.out, atol=1e-6)
+def check_calls(recorder):
+    assert recorder.calls
+    for call in recorder.calls:
+        assert torch.allclose(call.weights() @ call.value, call.out, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, shared_kv=False, positions="cosine")])
@@ -35,34 +44,34 @@ def test_weights_times_values_are_what_the_layers_computed(config):
     model = small_model(config)
     ids, order = torch.stack([IDS, IDS.flip(0)]), torch.stack([torch.randperm(16), torch.arange(16)])
     condition = class_condition(model, torch.tensor([1, 3]))
-    with torch.no_grad(), Listener(model) as listener:
+    with torch.no_grad(), AttentionRecorder(model) as recorder:
         inside = model(ids, order, condition)
-    assert [(heard.kind, heard.layer) for heard in listener.heard] == [(f"pass{p}", i) for p in (1, 2) for i in (0, 1)]
-    check_heard(listener)
+    assert [(call.kind, call.layer) for call in recorder.calls] == [(f"pass{p}", i) for p in (1, 2) for i in (0, 1)]
+    check_calls(recorder)
     with torch.no_grad():
         assert torch.equal(inside, model(ids, order, condition))  # listening changes nothing
-        assert len(listener.heard) == 4  # and it is over
+        assert len(recorder.calls) == 4  # and it is over
 
     known = torch.zeros(2, 16, dtype=torch.bool)
     known[0, :5] = True
     for attention in ("block", "causal"):
         settings = SamplingSettings(steps=4, guidance=3.0, attention=attention)
         request = tasks.fill(model, 2, [5, 6], ids_N=ids, known_N=known)
-        with Listener(model) as listener:
+        with AttentionRecorder(model) as recorder:
             list(decode(model, request, make_plan((4, 4), known, request.seeds, settings), settings))
-        check_heard(listener)
-        assert any(heard.mask is not None for heard in listener.heard)
+        check_calls(recorder)
+        assert any(call.mask is not None for call in recorder.calls)
 
 
 def test_one_token_per_step_is_teacher_forcing(model):
     condition = class_condition(model, torch.tensor([2]))
     plan = planned(steps=16)
     maps = attention_maps(model, IDS, condition, plan=plan)
-    with torch.no_grad(), Listener(model) as listener:
+    with torch.no_grad(), AttentionRecorder(model) as recorder:
         model(IDS[None], torch.tensor(plan.order)[None], condition)
-    for heard in listener.heard:
-        found = (maps.pass1_LHTT if heard.kind == "pass1" else maps.pass2_LHNT)[heard.layer]
-        assert found == pytest.approx(heard.weights()[0].numpy(), abs=1e-6)
+    for call in recorder.calls:
+        found = (maps.pass1_LHTT if call.kind == "pass1" else maps.pass2_LHNT)[call.layer]
+        assert found == pytest.approx(call.weights()[0].numpy(), abs=1e-6)
     assert np.array_equal(maps.seen1_TT, np.tri(16, dtype=bool))
     assert np.array_equal(maps.seen2_NT, np.tri(16, dtype=bool))  # the class alone, then one token more each time
 
@@ -72,14 +81,14 @@ def test_the_maps_of_a_decode_are_what_the_decode_saw(model, attention):
     settings = SamplingSettings(steps=5, order="halton", attention=attention)
     request = tasks.generate(model, [4], [9])
     plan = make_plan((4, 4), request.known_BN, request.seeds, settings)
-    with Listener(model) as listener:
+    with AttentionRecorder(model) as recorder:
         ids = list(decode(model, request, plan, settings))[-1].ids_BN[0]
     maps = attention_maps(model, ids, request.condition, plan=plan.samples[0], attention=attention)
     for kind, weights, seen in (("pass1", maps.pass1_LHTT, maps.seen1_TT), ("pass2", maps.pass2_LHNT, maps.seen2_NT)):
         assert weights.sum(-1) == pytest.approx(np.ones(weights.shape[:-1]), abs=1e-5)
         assert not weights[:, :, ~seen].any()
         for layer in (0, 1):
-            calls = [heard.weights()[0] for heard in listener.heard if (heard.kind, heard.layer) == (kind, layer)]
+            calls = [call.weights()[0] for call in recorder.calls if (call.kind, call.layer) == (kind, layer)]
             if kind == "pass2":  # in the first step, one position is asked for all
                 calls[0] = calls[0].expand(-1, plan.samples[0].sizes[0], -1)
             first = 0
@@ -166,7 +175,7 @@ def test_columns_and_queries(model):
 def test_a_generated_picture_and_the_same_given_again(pipeline):
     maps, drawn = image_attention(pipeline, None, 3, seed=4, steps=5)
     assert np.array_equal(np.asarray(drawn), np.asarray(pipeline.generate(3, seed=4, steps=5)[0]))
-    with pytest.raises(InputError, match="neither a picture nor a class"):
+    with pytest.raises(InputError, match="neither an image nor a class"):
         image_attention(pipeline, None, None)
     given, _ = image_attention(pipeline, drawn, None, seed=4, steps=5)
     assert given.order == maps.order
@@ -194,7 +203,7 @@ def test_command(folder, tmp_path, monkeypatch, capsys):
         (["-c", "1", "--query", "5,1"], "expected a row from 1 to 4"),
         (["-c", "1", "--layers", "x"], "layers is 'x'"),
         (["-c", "1", "--heads", "7"], "head 7 does not exist"),
-        ([], "neither a picture nor a --class"),
+        ([], "neither an image nor a --class"),
     ):
         code, said = run(*arguments, "-o", str(target))
         assert code == 2

@@ -270,14 +270,3 @@ def test_bad_commands(run, tmp_path):
     ):
         code, _, err = run(*arguments, "-o", tmp_path / "out.png")
         assert (code, message in err, err.count("\n")) == (2, True, 1), (arguments, err)
-
-
-def test_the_score_draws_with_it(pipe):
-    """What `arpg evaluate-control` asks: a condition image for each label, none of them (-1) among the labels."""
-    from arpg.evaluation.control_pipeline import steered
-
-    conditions, labels, seeds = np.stack([np.asarray(grey(seed=s)) for s in range(3)]), np.array([1, -1, 4]), [7, 8, 9]
-    found = steered(pipe, dict(STEPS))(conditions, labels, kind="depth", seeds=seeds, strength=0.5)
-    for i, label in enumerate([1, None, 4]):
-        alone = pipe.control(grey(seed=i), label, kind="depth", strength=0.5, seed=seeds[i], **STEPS)
-        assert same([Image.fromarray(found[i])], alone)

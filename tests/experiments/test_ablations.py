@@ -5,29 +5,24 @@ import json
 from functools import partial
 from types import SimpleNamespace
 
-import ablation_bits
-import ablation_figures
-import ablation_lines
-import ablation_report
-import ablation_speed
-import ablation_verdicts
-import ablations
 import numpy as np
 import pytest
 import torch
-from ablation_lines import Measured
 from PIL import Image
 
 from arpg import Pipeline
-from arpg.evaluation.results import plain, read_lines
+from arpg.evaluation.sample import json_settings
+from arpg.evaluation.sweep import read_lines
 from arpg.settings import ORDERS, SamplingDefaults
+from experiments.garden.measurements import ablation_report, ablations
+from experiments.garden.measurements.ablations import Measured
 from support.features import Eye
 from support.small import noise, small_model, small_tokenizer, write_zip
 
 
 @pytest.mark.parametrize("name", list(ablation_report.tables(Measured())))
 def test_the_page_is_what_the_command_prints(name):
-    parts = ablation_report.tables(ablation_lines.read(ablation_report.RESULTS))
+    parts = ablation_report.tables(ablations.read(ablation_report.RESULTS))
     page = ablation_report.PAGE.read_text()
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     assert page.count(begin) == page.count(end) == 1
@@ -47,8 +42,8 @@ def fake_lines():
     def add(num, fid, **settings):
         chosen = SamplingDefaults().settings(**settings)
         more = {"fid interval": [fid - 0.5, fid + 0.5], "kid": 0.01, "precision": 0.6, "recall": 0.5, "accuracy": 0.9}
-        line = {"num": num, "settings": plain(chosen), "fid": fid}
-        lines.append(line | (more if num == ablation_lines.FINAL else {}))
+        line = {"num": num, "settings": json_settings(chosen), "fid": fid}
+        lines.append(line | (more if num == ablations.FINAL else {}))
 
     for steps in (12, 24):
         for attention, best in (("block", 3.0), ("causal", 5.0)):
@@ -64,7 +59,7 @@ def fake_lines():
 def fake_speed():
     """Another guidance than the lines have: it costs the same. The spiral was not timed."""
     lines = [
-        {"settings": plain(SamplingDefaults().settings(steps=s, guidance=1.5)), "images/s": 1000.0 / s}
+        {"settings": json_settings(SamplingDefaults().settings(steps=s, guidance=1.5)), "images/s": 1000.0 / s}
         for s in (12, 24)
     ]
     about = {"device": "abacus", "torch": "2", "precision": "float32", "batches timed": 2, "batch size": 5}
@@ -121,17 +116,17 @@ def test_bits_of_the_orders(tmp_path, monkeypatch):
         write_zip(tmp_path / domain, tmp_path / f"{domain}.zip", prefix=f"{domain}/")
     pipe = Pipeline(small_model(), small_tokenizer())
     torch.nn.init.zeros_(pipe.model.head.weight)
-    monkeypatch.setattr(ablation_bits.Pipeline, "from_pretrained", lambda name: pipe)
-    ablation_bits.main(["--data", str(tmp_path), "--num", "5", "--out", str(tmp_path)])
-    found = json.loads((tmp_path / ablation_lines.BITS).read_text())
+    monkeypatch.setattr(ablations.Pipeline, "from_pretrained", lambda name: pipe)
+    ablations.order_bits(["--data", str(tmp_path), "--num", "5", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / ablations.BITS).read_text())
     assert (found["images"], list(found["orders"])) == (5, list(ORDERS))
     even = round(float(np.log2(pipe.model.config.vocab_size)), 4)
     assert all(order["bits"] == pytest.approx(even, abs=2e-4) for order in found["orders"].values())
 
     bits = {"random": np.array([[1.0, 2, 3], [3, 4, 5]]), "raster": np.array([[2.0, 2, 3], [3, 5, 7]])}
-    raster = ablation_bits.summary(bits)["raster"]
+    raster = ablations.summary(bits)["raster"]
     assert raster == {"bits": 3.6667, "thirds": [2.5, 3.5, 5.0], "above random": [0.6667, 0.6533]}
-    table = ablation_report.tables(Measured(bits={"images": 2, "orders": ablation_bits.summary(bits)}))["bits"]
+    table = ablation_report.tables(Measured(bits={"images": 2, "orders": ablations.summary(bits)}))["bits"]
     assert table.splitlines()[2:4] == [
         "| random | 3.000 |  | 2.00 / 3.00 / 4.00 |",
         "| raster | 3.667 | +0.667 ± 0.653 | 2.50 / 3.50 / 5.00 |",
@@ -139,7 +134,7 @@ def test_bits_of_the_orders(tmp_path, monkeypatch):
 
 
 def test_verdicts(monkeypatch):
-    monkeypatch.setattr(ablation_verdicts, "STEPS", (24, 12))
+    monkeypatch.setattr(ablation_report, "STEPS", (24, 12))
     lines = fake_lines()
     gap = ablation_report.tables(Measured(lines))["gap"].splitlines()
     assert gap[2].endswith("| +0.00 ± 0.71 |")
@@ -164,7 +159,7 @@ def test_verdicts(monkeypatch):
     ):
         settings = SamplingDefaults().settings(steps=24, order=order, guidance=3.0)
         interval = [fid - 0.5, fid + 0.5]
-        lines.append({"num": 5000, "settings": plain(settings), "fid": fid, "fid interval": interval})
+        lines.append({"num": 5000, "settings": json_settings(settings), "fid": fid, "fid interval": interval})
     ranked = "z-curve 8.50, random 9.00, raster 9.50, alternate 10.00, spiral-out 13.00, spiral-in 14.00"
     assert ablation_report.tables(Measured(lines))["verdicts"].splitlines()[7:] == [
         f"| No order is better than random (24 steps) | {ranked} | yes |",
@@ -177,18 +172,14 @@ def test_verdicts(monkeypatch):
 
 def test_figures_and_filling_the_page(tmp_path):
     measured = Measured(fake_lines(), {"real": {"num": 9, "fid": 8.0}}, {}, fake_speed())
-    written = ablation_figures.draw(measured, tmp_path)
+    written = ablation_report.draw_figures(measured, tmp_path)
     assert [path.name for path in written] == [f"ablations-{n}.png" for n in ("steps", "speed", "guidance", "orders")]
     for path in written:
         with Image.open(path) as image:
             assert min(image.size) > 300
-    assert ablation_figures.draw(Measured(), tmp_path) == []
-    without_speed = ablation_figures.draw(Measured(fake_lines()), tmp_path)
+    assert ablation_report.draw_figures(Measured(), tmp_path) == []
+    without_speed = ablation_report.draw_figures(Measured(fake_lines()), tmp_path)
     assert [path.stem for path in without_speed] == [f"ablations-{n}" for n in ("steps", "guidance", "orders")]
-    page = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
-    assert ablation_report.fill(page, {"x": "new\n"}) == page.replace("old", "new")
-    with pytest.raises(AssertionError, match="y has no place"):
-        ablation_report.fill(page, {"y": "new\n"})
 
 
 def distance(best, scale):
@@ -196,9 +187,9 @@ def distance(best, scale):
 
 
 def test_guidance_is_walked_downhill():
-    class Asked(ablations.Bench):
+    class Recorded(ablations.Bench):
         def line(self, settings, num):
-            line = {"num": num, "settings": plain(settings), "fid": fid(settings.guidance)}
+            line = {"num": num, "settings": json_settings(settings), "fid": fid(settings.guidance)}
             self.results.lines.append(line)
             return line
 
@@ -207,7 +198,7 @@ def test_guidance_is_walked_downhill():
     def walk(start, known=()):
         """The scale that is found, and how many were tried."""
         results = SimpleNamespace(lines=list(known))
-        best = Asked(None, None, results, None, 1, 0.0).best(settings, start)
+        best = Recorded(None, None, results, None, 1, 0.0).best(settings, start)
         assert best == dataclasses.replace(settings, guidance=best.guidance)
         return best.guidance, len({line["settings"]["guidance"] for line in results.lines})
 
@@ -220,8 +211,8 @@ def test_guidance_is_walked_downhill():
     fid = partial(distance, 0.0)
     assert walk(2.5)[0] == 1.0
     # What another process found, elsewhere, and what is of other settings.
-    better = {"num": 2000, "settings": plain(dataclasses.replace(settings, guidance=8.0)), "fid": 0.5}
-    other = {"num": 2000, "settings": plain(dataclasses.replace(settings, guidance=6.0, steps=6)), "fid": 0.1}
+    better = {"num": 2000, "settings": json_settings(dataclasses.replace(settings, guidance=8.0)), "fid": 0.5}
+    other = {"num": 2000, "settings": json_settings(dataclasses.replace(settings, guidance=6.0, steps=6)), "fid": 0.1}
     assert walk(2.5, [better, other])[0] == 8.0
 
 
@@ -240,16 +231,15 @@ def small_world(monkeypatch, tmp_path, eye):
     pipe = Pipeline(small_model(), small_tokenizer())
     monkeypatch.setattr(ablations.Pipeline, "from_pretrained", lambda name: pipe)
     monkeypatch.setattr(ablations.Inception, "load", lambda path, device: eye)
-    monkeypatch.setattr(ablations, "SIZE", 8)
     monkeypatch.setattr(ablations, "SCALES", (1.0, 2.0, 4.0))
     monkeypatch.setattr(ablations, "LOOK_AGAIN", 0.01)
-    for module in (ablations, ablation_lines, ablation_report, ablation_verdicts, ablation_figures, ablation_speed):
+    for module in (ablations, ablation_report):
         monkeypatch.setattr(module, "STEPS", (3, 2), raising=False)
         monkeypatch.setattr(module, "ORDER_STEPS", (3,), raising=False)
         monkeypatch.setattr(module, "FEW_STEPS", (3,), raising=False)
         monkeypatch.setattr(module, "SPEED_STEPS", 3, raising=False)
     monkeypatch.setattr(Eye, "source", "eye", raising=False)
-    monkeypatch.setattr(ablations, "_classifier", lambda *_, **__: None)
+    monkeypatch.setattr(ablations, "load_or_train_classifier", lambda *_, **__: None)
 
     def run(*options, out="out", work=".", parts="quality"):
         out, work = tmp_path / out, tmp_path / work
@@ -257,7 +247,7 @@ def small_world(monkeypatch, tmp_path, eye):
         ablations.main(
             ["--parts", parts, *options, "--limit", "30", "--data", str(data), "--work", str(work), "--out", str(out)]
         )
-        return read_lines(out), ablation_lines.read(out)
+        return read_lines(out), ablations.read(out)
 
     return run
 
@@ -321,13 +311,13 @@ def test_processes_share_the_work(small_world, tmp_path):
 
 def test_speed_is_measured_apart(small_world, tmp_path, eye, monkeypatch):
     timed = []
-    whole = ablation_speed.PixelBatches
+    whole = ablations.PixelBatches
 
     def counted(pipe, labels, settings, **more):
         timed.append((len(labels), settings))
         return whole(pipe, labels, settings, **more)
 
-    monkeypatch.setattr(ablation_speed, "PixelBatches", counted)
+    monkeypatch.setattr(ablations, "PixelBatches", counted)
     options = ("--speed-batch", "3", "--speed-repeats", "2")
     small_world(*options, "--minutes", "0", parts="speed")
     assert not (tmp_path / "out").exists()

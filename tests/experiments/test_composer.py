@@ -8,11 +8,18 @@ import pytest
 from PIL import Image, ImageDraw
 
 from arpg import InputError
-from arpg.data.asks import INVERSE, RELATIONS, Ask, Group, draw_ask
-from arpg.data.captions import NUMBERS, caption, plain_caption
-from arpg.data.catalogue import GROUNDS, KINDS, RARITY, TINTS, held_out
-from arpg.data.composer import FAR, Composer
-from arpg.data.cutouts import cut_out, tint
+from experiments.garden.composer import FAR, Composer, cut_out, tint
+from experiments.garden.objects import BACKGROUNDS, KINDS, RARITY, TINTS, held_out
+from experiments.garden.scene_spec import (
+    INVERSE,
+    NUMBERS,
+    RELATIONS,
+    Group,
+    SceneSpec,
+    caption,
+    plain_caption,
+    sample_spec,
+)
 from support.scene_sets import EXTRA, write_sets
 
 
@@ -27,7 +34,7 @@ def composer(sets):
 
 
 def horseshoe():
-    """Concave, with a white spot inside, soft edges."""
+    """Concave, with a white place inside, soft edges."""
     large = Image.new("RGB", (320, 320), "white")
     draw = ImageDraw.Draw(large)
     draw.ellipse((40, 40, 280, 280), fill=(180, 40, 60))
@@ -50,7 +57,7 @@ def test_a_cut_out_on_white_is_the_picture_again():
 def test_the_background_goes_and_white_inside_stays():
     alpha = np.asarray(cut_out(horseshoe()).getchannel("A"))
     assert alpha[50, 30] == 0  # the open notch
-    assert alpha[16, 13] == 255  # the spot
+    assert alpha[16, 13] == 255  # the place
     dark = Image.new("RGB", (60, 60), "black")
     cut = cut_out(horseshoe())
     dark.paste(cut, (0, 0), cut)
@@ -80,7 +87,7 @@ def test_a_scene_is_a_function_of_its_seed(composer, sets):
         a, b = composer.scene(seed), again.scene(seed)
         assert np.array_equal(a.pixels_HW3, b.pixels_HW3)
         assert np.array_equal(a.depth_HW, b.depth_HW)
-        assert (a.caption, a.objects, a.ask) == (b.caption, b.objects, b.ask)
+        assert (a.caption, a.objects, a.spec) == (b.caption, b.objects, b.spec)
     assert len({composer.scene(seed).pixels_HW3.tobytes() for seed in range(40)}) == 40
 
 
@@ -88,7 +95,7 @@ def test_boxes_order_and_depth_agree_with_the_pixels(composer):
     for seed in range(80):
         scene = composer.scene(seed)
         assert scene.pixels_HW3.shape == (96, 96, 3)
-        assert [o.kind for o in scene.objects] == [g.kind for g in scene.ask.groups for _ in range(g.count)]
+        assert [o.kind for o in scene.objects] == [g.kind for g in scene.spec.groups for _ in range(g.count)]
         assert {o.order for o in scene.objects} == set(range(len(scene.objects)))
         nearer = sorted(scene.objects, key=lambda o: o.depth, reverse=True)
         assert [o.order for o in nearer] == list(range(len(nearer)))
@@ -114,8 +121,8 @@ def test_objects_stand_as_asked(composer):
     rng = np.random.default_rng(5)
     for relation in RELATIONS:
         for counts in ((1, 1), (2, 1), (1, 3), (2, 2)) if relation != "front" else ((1, 1),) * 4:
-            ask = Ask((Group("banana", counts[0]), Group("key", counts[1])), relation, "blue")
-            scene = composer.compose(ask, rng)
+            spec = SceneSpec((Group("banana", counts[0]), Group("key", counts[1])), relation, "blue")
+            scene = composer.compose(spec, rng)
             first, second = scene.objects[: counts[0]], scene.objects[counts[0] :]
             for a, b in itertools.product(first, second):
                 (ax, ay), (bx, by) = centre(a), centre(b)
@@ -133,34 +140,34 @@ def test_colours_are_those_asked(composer):
     """A tinted object's pixels are nearest to its tint, as shares of the channels."""
     rng = np.random.default_rng(1)
     for name in TINTS:
-        scene = composer.compose(Ask((Group("key", colour=name),), ground="white"), rng)
+        scene = composer.compose(SceneSpec((Group("key", colour=name),), background="white"), rng)
         inside = scene.pixels_HW3[scene.depth_HW < FAR].astype(float).mean(0)
         nearest = min(TINTS, key=lambda n: np.abs(inside / inside.sum() - np.array(TINTS[n]) / sum(TINTS[n])).sum())
         assert nearest == name
-    for name, colour in GROUNDS.items():
-        scene = composer.compose(Ask((Group("key", size="small"),), ground=name), rng)
+    for name, colour in BACKGROUNDS.items():
+        scene = composer.compose(SceneSpec((Group("key", size="small"),), background=name), rng)
         corner = scene.pixels_HW3[:4, :4].reshape(-1, 3).mean(0)
         assert np.abs(corner - colour).max() < 45
 
 
 def test_training_never_sees_what_is_held_out(composer):
     rng = np.random.default_rng(0)
-    seen = [draw_ask(rng, extra=composer.extra) for _ in range(4000)]
-    pairs = {frozenset((a.kind, b.kind)) for ask in seen for a, b in itertools.combinations(ask.groups, 2)}
-    counts = {(g.kind, g.count) for ask in seen for g in ask.groups if g.count > 1}
+    seen = [sample_spec(rng, extra=composer.extra) for _ in range(4000)]
+    pairs = {frozenset((a.kind, b.kind)) for spec in seen for a, b in itertools.combinations(spec.groups, 2)}
+    counts = {(g.kind, g.count) for spec in seen for g in spec.groups if g.count > 1}
     tints = {
-        (g.kind, g.colour) for ask in seen for g in ask.groups if g.colour and g.colour not in KINDS[g.kind].natural
+        (g.kind, g.colour) for spec in seen for g in spec.groups if g.colour and g.colour not in KINDS[g.kind].natural
     }
-    grounds = {(g.kind, ask.ground) for ask in seen for g in ask.groups}
+    backgrounds = {(g.kind, spec.background) for spec in seen for g in spec.groups}
     assert not any(held_out("pair", *pair) for pair in pairs)
     assert not any(held_out("count", kind, str(n)) for kind, n in counts)
     assert not any(held_out("colour", *both) for both in tints)
-    assert not any(held_out("ground", *both) for both in grounds)
+    assert not any(held_out("ground", *both) for both in backgrounds)
     # All that is not held out does appear: the rest is learnt.
     for kind in KINDS:
         assert all((kind, n) in counts or held_out("count", kind, str(n)) for n in (2, 3, 4))
-    assert {g.kind for ask in seen for g in ask.groups} >= set(KINDS)
-    assert any(g.kind.endswith("emoji") for ask in seen for g in ask.groups)
+    assert {g.kind for spec in seen for g in spec.groups} >= set(KINDS)
+    assert any(g.kind.endswith("emoji") for spec in seen for g in spec.groups)
 
 
 def test_enough_is_held_out_and_it_never_changes():
@@ -200,43 +207,43 @@ def test_captions_are_true(composer):
     rng = np.random.default_rng(2)
     texts = set()
     for _ in range(1500):
-        ask = draw_ask(rng, extra=composer.extra)
-        text = caption(ask, rng)
+        spec = sample_spec(rng, extra=composer.extra)
+        text = caption(spec, rng)
         texts.add(text)
-        found = [said(text, group) for group in ask.groups]
-        assert all(found), (text, ask)
+        found = [said(text, group) for group in spec.groups]
+        assert all(found), (text, spec)
         relations = [name for name, phrase in PHRASES.items() if re.search(rf"\b(?:{phrase})\b", text)]
-        if ask.relation:
+        if spec.relation:
             (name,) = relations
             straight = found[0].start() < found[1].start()
-            assert name == (ask.relation if straight else INVERSE.get(ask.relation)), text
+            assert name == (spec.relation if straight else INVERSE.get(spec.relation)), text
         else:
             assert not [name for name in relations if name != "front"], text
-        grounds = re.findall(r"\b(?:on|against) (?:an? )?(\w+)(?: background|$|,)", text)
-        assert set(grounds) <= {ask.ground}, text
+        backgrounds = re.findall(r"\b(?:on|against) (?:an? )?(\w+)(?: background|$|,)", text)
+        assert set(backgrounds) <= {spec.background}, text
         assert not re.search(r"\ba [aeio]|\ban [^aeiou]", text), text
     assert len(texts) > 1200
 
 
 def test_plain_captions():
-    two = Ask((Group("cat", colour="blue"), Group("umbrella", colour="red")))
+    two = SceneSpec((Group("cat", colour="blue"), Group("umbrella", colour="red")))
     assert plain_caption(two) == "a photo of a blue cat and a red umbrella"
-    assert plain_caption(Ask((Group("orange", 3),))) == "a photo of three oranges"
-    there = Ask((Group("onion"), Group("fox")), "left", "orange")
+    assert plain_caption(SceneSpec((Group("orange", 3),))) == "a photo of three oranges"
+    there = SceneSpec((Group("onion"), Group("fox")), "left", "orange")
     assert plain_caption(there) == "a photo of an onion left of a fox on an orange background"
 
 
-def test_bad_asks_and_sets_are_refused(composer, tmp_path, sets):
+def test_bad_specs_and_sets_are_refused(composer, tmp_path, sets):
     with pytest.raises(InputError, match="count is 5"):
         Group("cat", 5)
     with pytest.raises(InputError, match="5 objects"):
-        Ask((Group("cat", 3), Group("key", 2)))
+        SceneSpec((Group("cat", 3), Group("key", 2)))
     with pytest.raises(InputError, match="different kinds"):
-        Ask((Group("cat"), Group("cat", colour="red")))
+        SceneSpec((Group("cat"), Group("cat", colour="red")))
     with pytest.raises(InputError, match="needs two groups"):
-        Ask((Group("cat"),), "left")
-    with pytest.raises(InputError, match="neither in the catalogue"):
-        composer.compose(Ask((Group("spoon"),)), np.random.default_rng(0))
+        SceneSpec((Group("cat"),), "left")
+    with pytest.raises(InputError, match="neither in KINDS"):
+        composer.compose(SceneSpec((Group("spoon"),)), np.random.default_rng(0))
     with pytest.raises(InputError, match="no class folders"):
         Composer(sets[1], sets[1])
     assert composer.extra == tuple(f"{name} emoji" for name in EXTRA)

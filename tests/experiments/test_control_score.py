@@ -1,7 +1,9 @@
-"""The score of control: its rows, the depth judge, what is drawn and resumed."""
+"""The score of control: its rows, the depth network, what is generated and resumed."""
 
+import dataclasses
 import json
 import math
+import re
 import types
 
 import numpy as np
@@ -12,34 +14,36 @@ from PIL import Image
 from arpg import InputError, Pipeline
 from arpg.data.images import open_images
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
-from arpg.evaluation.control_images import choose_evenly, draw, nearest_depth
-from arpg.evaluation.control_score import (
+from experiments.garden.control_images import choose_evenly, edge_maps, generate_missing, nearest_by_depth
+from experiments.garden.control_score import (
     BASE,
     CEILING,
     CONTROL,
     NEAREST,
     PLAIN,
-    Judges,
+    EdgeScorers,
     compare,
     depth_score,
     edge_score,
-    follows_nothing,
-    judge_edges,
+    score_edges,
+    strength_zero_is_plain,
     table,
+    with_control,
 )
-from arpg.evaluation.depth_judge import DepthJudge, DepthJudgeConfig, rmse
-from arpg.evaluation.depth_training import (
+from experiments.garden.depth_net import (
+    DepthNet,
+    DepthNetConfig,
     DepthScenes,
+    compose_depth_scenes,
     depth_error,
-    draw_depth_scenes,
+    rmse,
     to_depth,
-    train_depth_judge,
+    train_depth_net,
 )
-from arpg.evaluation.edges import edge_maps
 from support.command import check_error
 from support.scene_sets import write_sets
 from support.shapes import shapes
-from support.small import small_model, small_tokenizer
+from support.small import SMALL, controlled_model, noise, small_model, small_tokenizer
 
 # Images
 
@@ -59,8 +63,8 @@ def test_images_are_chosen_evenly():
             choose_evenly(labels, wrong)
 
 
-class Painter:
-    """Draws the condition itself, thickened; at strength 0 a figure that follows from the seed. Counts its images."""
+class ConditionGenerator:
+    """Returns the condition itself, thickened; at strength 0 a figure that follows from the seed. Counts its images."""
 
     def __init__(self):
         self.calls = []
@@ -72,26 +76,26 @@ class Painter:
         return np.repeat(np.where(conditions_BHW > 0, 255, 0).astype(np.uint8)[..., None], 3, -1)
 
 
-def test_drawing_goes_on_where_it_stopped(tmp_path):
+def test_generation_continues_where_it_stopped(tmp_path):
     conditions = (edge_maps(shapes(7)) * 255).astype(np.uint8)
     labels = np.arange(7)
-    painter = Painter()
-    first = draw(painter, conditions, labels, tmp_path, kind="canny", seed=10, batch_size=4)
-    assert [seeds for _, _, seeds, _ in painter.calls] == [[10, 11, 12, 13], [14, 15, 16]]
+    generator = ConditionGenerator()
+    first = generate_missing(generator, conditions, labels, tmp_path, kind="canny", seed=10, batch_size=4)
+    assert [seeds for _, _, seeds, _ in generator.calls] == [[10, 11, 12, 13], [14, 15, 16]]
     (tmp_path / "0002.png").unlink()
     (tmp_path / "0005.png").unlink()
-    painter.calls, told = [], []
-    again = draw(
-        painter,
+    generator.calls, reported = [], []
+    again = generate_missing(
+        generator,
         conditions,
         labels,
         tmp_path,
         kind="canny",
         seed=10,
-        progress=lambda done, all_: told.append((done, all_)),
+        progress=lambda done, all_: reported.append((done, all_)),
     )
-    assert painter.calls == [("canny", 1.0, [12, 15], [2, 5])]
-    assert told == [(7, 7)]
+    assert generator.calls == [("canny", 1.0, [12, 15], [2, 5])]
+    assert reported == [(7, 7)]
     assert np.array_equal(first, again)
 
 
@@ -101,14 +105,14 @@ def classes(tmp_path):
     for split, count, seed in (("train", 12, 0), ("test", 6, 50)):
         for c in range(2):
             (tmp_path / split / f"class {c}").mkdir(parents=True)
-            for i, picture in enumerate(shapes(count, seed + c, size=8 if split == "never" else 32)):
-                Image.fromarray(picture).save(tmp_path / split / f"class {c}" / f"{i:02d}.png")
+            for i, image in enumerate(shapes(count, seed + c, size=8 if split == "never" else 32)):
+                Image.fromarray(image).save(tmp_path / split / f"class {c}" / f"{i:02d}.png")
     return tmp_path / "train", tmp_path / "test"
 
 
 def test_rows_of_edges(classes, tmp_path):
     train, test = (open_images(path) for path in classes)
-    judges = Judges(types.SimpleNamespace())
+    scorers = EdgeScorers(types.SimpleNamespace())
     predicted = []
 
     def fake(classifier, pixels):
@@ -116,9 +120,9 @@ def test_rows_of_edges(classes, tmp_path):
         return np.array([3, 4] * (len(pixels) // 2))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("arpg.evaluation.control_score.predict", fake)
+        patch.setattr("experiments.garden.control_score.predict", fake)
         rows = edge_score(
-            Painter(),
+            ConditionGenerator(),
             test,
             [3, 4],
             tmp_path / "out",
@@ -126,8 +130,8 @@ def test_rows_of_edges(classes, tmp_path):
             num=8,
             training=train,
             tokenizer=small_tokenizer(),
-            judges=judges,
-            base=Painter(),
+            scorers=scorers,
+            base=ConditionGenerator(),
         )
     assert list(rows) == [CONTROL, PLAIN, BASE, NEAREST, CEILING]
     assert rows[CONTROL]["f1"] > 0.9  # both sides of a line are edges, one pixel from it
@@ -152,13 +156,16 @@ def test_rows_have_fid_where_there_is_a_reference(classes):
     pixels = shapes(6)
     features = torch.randn(6, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     from arpg.evaluation.features import Features
-    from arpg.evaluation.frechet import statistics
+    from arpg.evaluation.metrics import statistics
 
     real = Features(statistics(features), None, features.half(), None, "net")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("arpg.evaluation.control_score.collect", lambda inception, batches: real)
-        row = judge_edges(
-            pixels, edge_maps(pixels), np.zeros(6, np.int64), Judges(None, types.SimpleNamespace(device="cpu"), real)
+        patch.setattr("experiments.garden.control_score.collect", lambda inception, batches: real)
+        row = score_edges(
+            pixels,
+            edge_maps(pixels),
+            np.zeros(6, np.int64),
+            EdgeScorers(None, types.SimpleNamespace(device="cpu"), real),
         )
     assert row["fid"] == pytest.approx(0, abs=1e-6)
     assert row["f1"] == 1
@@ -166,14 +173,14 @@ def test_rows_have_fid_where_there_is_a_reference(classes):
 
 
 def test_strength_zero_is_compared_pixel_by_pixel():
-    assert follows_nothing(Painter(), Painter(), size=32, kind="canny")
+    assert strength_zero_is_plain(ConditionGenerator(), ConditionGenerator(), size=32, kind="canny")
 
     def other(conditions, labels, *, kind, seeds, strength):
-        pixels = Painter()(conditions, labels, kind=kind, seeds=seeds, strength=strength)
+        pixels = ConditionGenerator()(conditions, labels, kind=kind, seeds=seeds, strength=strength)
         pixels[3, 1, 1] += 1
         return pixels
 
-    assert not follows_nothing(Painter(), other, size=32, kind="canny")
+    assert not strength_zero_is_plain(ConditionGenerator(), other, size=32, kind="canny")
 
 
 # Depth
@@ -186,7 +193,7 @@ def sets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scenes(sets):
-    return draw_depth_scenes(sets, num=40, seed=3, size=32)
+    return compose_depth_scenes(sets, num=40, seed=3, size=32)
 
 
 def test_rmse_of_each_image():
@@ -206,7 +213,7 @@ def test_rmse_of_each_image():
 
 
 def test_scenes_have_their_depth(sets, scenes):
-    again = draw_depth_scenes(sets, num=40, seed=3, size=32, processes=1)
+    again = compose_depth_scenes(sets, num=40, seed=3, size=32, processes=1)
     assert np.array_equal(scenes.pixels_nHW3, again.pixels_nHW3)
     assert np.array_equal(scenes.near_nHW, again.near_nHW)
     depth = scenes.depth()
@@ -216,44 +223,44 @@ def test_scenes_have_their_depth(sets, scenes):
     assert np.array_equal(to_depth(np.array([255, 0], np.uint8)), [0, 1])
 
 
-def test_a_judge_learns_depth(scenes, tmp_path):
+def test_a_network_learns_depth(scenes, tmp_path):
     """On a few scenes it comes to see them far better than one that sees nothing, and a saved one sees the same."""
     few = DepthScenes(scenes.pixels_nHW3[:8], scenes.near_nHW[:8])
-    judge = train_depth_judge(few, DepthJudgeConfig(8), steps=60, batch_size=8, device="cpu", lr=1e-2)
-    error = depth_error(judge, few)
+    net = train_depth_net(few, DepthNetConfig(8), steps=60, batch_size=8, device="cpu", lr=1e-2)
+    error = depth_error(net, few)
     assert error["rmse"] < 0.5 * error["blank"]
     assert error["rmse"] == pytest.approx(
-        rmse(judge.estimate(few.pixels_nHW3, batch_size=3), few.depth()).mean(), rel=1e-4
+        rmse(net.estimate(few.pixels_nHW3, batch_size=3), few.depth()).mean(), rel=1e-4
     )
-    judge.save(tmp_path)
-    assert depth_error(DepthJudge.load(tmp_path), few) == error
-    with pytest.raises(InputError, match=r"holds no depth.*arpg train-depth"):
-        DepthJudge.load(tmp_path / "none")
+    net.save(tmp_path)
+    assert depth_error(DepthNet.load(tmp_path), few) == error
+    with pytest.raises(InputError, match=r"holds no depth.*experiments.garden train-depth"):
+        DepthNet.load(tmp_path / "none")
     with pytest.raises(InputError, match="multiples of 16"):
-        judge(torch.zeros(1, 3, 30, 32))
+        net(torch.zeros(1, 3, 30, 32))
     with pytest.raises(InputError, match="width is 12"):
-        DepthJudgeConfig(12)
+        DepthNetConfig(12)
     with pytest.raises(InputError, match="steps is 0"):
-        train_depth_judge(few, DepthJudgeConfig(8), steps=0, device="cpu")
+        train_depth_net(few, DepthNetConfig(8), steps=0, device="cpu")
 
 
-def test_gradients_reach_the_whole_judge():
-    judge = DepthJudge(DepthJudgeConfig(8))
-    for block in judge.modules():  # blocks start as their shortcuts
+def test_gradients_reach_the_whole_network():
+    net = DepthNet(DepthNetConfig(8))
+    for block in net.modules():  # blocks start as their shortcuts
         if hasattr(block, "norm2"):
             torch.nn.init.ones_(block.norm2.weight)
-    judge(torch.randn(2, 3, 32, 32)).square().mean().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in judge.parameters())
+    net(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
 
 
 def test_rows_of_depth(scenes, tmp_path):
-    """With a judge that reads the depth off the pixels: a painter of the depth is right, one that ignores it is not."""
+    """With a network that reads the depth off the pixels: images of the depth are right, others are not."""
 
-    class Reader(DepthJudge):
+    class Reader(DepthNet):
         def estimate(self, pixels_nHW3, *, batch_size=256):
             return to_depth(pixels_nHW3[..., 0])
 
-    def paint(conditions, labels, *, kind, seeds, strength):
+    def generate(conditions, labels, *, kind, seeds, strength):
         assert kind == "depth"
         assert (labels == -1).all()
         return np.repeat((conditions * (strength > 0)).astype(np.uint8)[..., None], 3, -1)
@@ -261,7 +268,7 @@ def test_rows_of_depth(scenes, tmp_path):
     shown = DepthScenes(np.repeat(scenes.near_nHW[..., None], 3, -1), scenes.near_nHW)
     tests, others = DepthScenes(shown.pixels_nHW3[:9], shown.near_nHW[:9]), shown
     rows = depth_score(
-        paint, tests, Reader(DepthJudgeConfig(8)), tmp_path, training=others, tokenizer=small_tokenizer(), batch_size=4
+        generate, tests, Reader(DepthNetConfig(8)), tmp_path, training=others, tokenizer=small_tokenizer(), batch_size=4
     )
     assert list(rows) == [CONTROL, PLAIN, NEAREST, CEILING, "scenes themselves"]
     assert [rows[name]["rmse"] for name in (CONTROL, NEAREST, "scenes themselves")] == [0, 0, 0]
@@ -270,20 +277,15 @@ def test_rows_of_depth(scenes, tmp_path):
     assert compare({"depth": rows})[f"rmse, control by {PLAIN}"] == 0
     near = np.random.default_rng(0).integers(0, 256, (20, 6, 6), np.uint8)
     distance = np.square(near[:5, None].astype(float) - near[None, 5:].astype(float)).sum((2, 3))
-    assert nearest_depth(near[:5], near[5:]).tolist() == distance.argmin(1).tolist()
+    assert nearest_by_depth(near[:5], near[5:]).tolist() == distance.argmin(1).tolist()
 
 
 # The command line
 
 
 @pytest.fixture
-def drawer(tmp_path, monkeypatch):
-    """A saved pipeline that draws 32x32 pixels and takes conditions: it draws them, and forgets them at strength 0."""
-    import dataclasses
-    import sys
-
-    from support.small import SMALL
-
+def controlled(tmp_path, monkeypatch):
+    """A saved pipeline of 32x32 pixels that takes conditions: it returns them, and ignores them at strength 0."""
     model = small_model(dataclasses.replace(SMALL, grid=(16, 16)))
     Pipeline(model, small_tokenizer(), license="MIT").save_pretrained(tmp_path / "model")
     generate = Pipeline.generate
@@ -292,26 +294,26 @@ def drawer(tmp_path, monkeypatch):
         def __init__(self, image, kind, strength):
             self.image, self.kind, self.strength = image, kind, strength
 
-    def steered(self, classes=None, *, control=None, **options):
-        drawn = generate(self, classes, **options)
+    def fake_generate(self, classes=None, *, control=None, **options):
+        made = generate(self, classes, **options)
         if control is None:
-            return drawn
-        return [c.image.convert("RGB") if c.strength else image for c, image in zip(control, drawn, strict=True)]
+            return made
+        return [c.image.convert("RGB") if c.strength else image for c, image in zip(control, made, strict=True)]
 
-    monkeypatch.setitem(sys.modules, "arpg.tasks.control_input", types.SimpleNamespace(ControlInput=ControlInput))
-    monkeypatch.setattr(Pipeline, "generate", steered)
+    monkeypatch.setattr("experiments.garden.control_score.ControlInput", ControlInput)
+    monkeypatch.setattr(Pipeline, "generate", fake_generate)
     return tmp_path / "model"
 
 
-def test_evaluate_control(run, drawer, classes, sets, tmp_path):
+def test_evaluate_control(run, controlled, classes, sets, tmp_path):
     both = ["--fruits", sets[0], "--emoji", sets[1]]
     small = ["-n", 8, "--steps", 2, "--batch-size", 4, "--width", 8, "--processes", 0, "--fresh", 4]
-    code, text, err = run("train-depth", *both, *small, "-o", tmp_path / "judge")
+    code, text, err = run("train-depth", *both, *small, "-o", tmp_path / "net")
     assert code == 0, err
-    assert "on 4 new scenes; seeing nothing gives" in text
-    assert isinstance(DepthJudge.load(tmp_path / "judge"), DepthJudge)
-    arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
-    arguments += ["--test", classes[1], "--train", classes[0], "-n", 6, "--no-fid", "--base", drawer]
+    assert "on 4 new scenes; a blank image has" in text
+    assert isinstance(DepthNet.load(tmp_path / "net"), DepthNet)
+    arguments = ["evaluate-control", "--model", controlled, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
+    arguments += ["--test", classes[1], "--train", classes[0], "-n", 6, "--no-fid", "--base", controlled]
     code, text, err = run(*arguments, "--json", tmp_path / "r.json")
     assert code == 0, err
     assert all(name in text for name in (CONTROL, PLAIN, BASE, NEAREST, CEILING, "strength 0 is no control: yes"))
@@ -322,15 +324,15 @@ def test_evaluate_control(run, drawer, classes, sets, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
     code, again, _ = run(*arguments)
     assert code == 0
-    assert again.splitlines() == text.splitlines()[:-1]
+    tables = [line for line in text.splitlines()[:-1] if not re.search(r": \d+ of \d+$", line)]
+    assert again.splitlines() == tables
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
-    check_error(run(*arguments, "--seed", 1), "holds results of something else")
-    check_error(run(*arguments, "--reference", -1), "--reference is -1; expected 0 (all)")
+    check_error(run(*arguments, "--seed", 1), "holds results of something else", program="garden")
+    check_error(run(*arguments, "--reference", -1), "--reference is -1; expected 0 (all)", program="garden")
 
 
-def test_fid_against_some_of_the_training_images(run, drawer, classes, tmp_path, monkeypatch):
+def test_fid_against_some_of_the_training_images(run, controlled, classes, tmp_path, monkeypatch):
     """Chosen as the test images are, so that classes are as frequent in both; 0: all; never more than there are."""
-    from arpg.evaluation import measure
     from arpg.evaluation.inception import Inception
 
     seen = []
@@ -339,8 +341,8 @@ def test_fid_against_some_of_the_training_images(run, drawer, classes, tmp_path,
     def reference(network, images, size, **kept):
         seen.append(images.labels)
 
-    monkeypatch.setattr(measure, "reference_features", reference)
-    arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
+    monkeypatch.setattr("experiments.garden.control_score.reference_features", reference)
+    arguments = ["evaluate-control", "--model", controlled, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
     arguments += ["--test", classes[1], "--train", classes[0], "-n", 2]
     for number in (2, 0, 5000):
         code, _, err = run(*arguments, "--reference", number)
@@ -350,16 +352,16 @@ def test_fid_against_some_of_the_training_images(run, drawer, classes, tmp_path,
     assert len(set(seen[0])) == 2
 
 
-def test_evaluate_depth(run, drawer, sets, tmp_path):
-    DepthJudge(DepthJudgeConfig(8)).save(tmp_path / "judge")
-    arguments = ["evaluate-control", "--model", drawer, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
-    arguments += ["--fruits", sets[0], "--emoji", sets[1], "--depth-judge", tmp_path / "judge", "--scenes", 3]
+def test_evaluate_depth(run, controlled, sets, tmp_path):
+    DepthNet(DepthNetConfig(8)).save(tmp_path / "net")
+    arguments = ["evaluate-control", "--model", controlled, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
+    arguments += ["--fruits", sets[0], "--emoji", sets[1], "--depth-net", tmp_path / "net", "--scenes", 3]
     arguments += ["--train-fruits", sets[0], "--train-scenes", 5, "--json", tmp_path / "r.json"]
     code, text, err = run(*arguments)
     assert code == 0, err
     report = json.loads((tmp_path / "r.json").read_text())
     assert list(report["depth"]) == [CONTROL, PLAIN, NEAREST, CEILING, "scenes themselves"]
-    assert report["depth"]["scenes themselves"]["rmse"] == report["depth judge"]["rmse"]
+    assert report["depth"]["scenes themselves"]["rmse"] == report["depth network"]["rmse"]
     assert "canny" not in report
     assert "RMSE" in text
     with Image.open(tmp_path / "out" / "depth" / "condition" / "0002.png") as image:
@@ -374,11 +376,22 @@ def test_bad_evaluations(run, folder, photos, tmp_path):
         (["--test", tmp_path / "none"], "does not exist"),
         (["--test", photos, "--batch-size", 0], "--batch-size is 0"),
     ):
-        check_error(run(*arguments, *more), message)
+        check_error(run(*arguments, *more), message, program="garden")
 
 
 def test_accuracy_by_a_real_classifier():
     pixels = shapes(4, size=64)
     classifier = Classifier(ClassifierConfig(3, 8)).eval()
-    row = judge_edges(pixels, edge_maps(pixels), np.zeros(4, np.int64), Judges(classifier))
+    row = score_edges(pixels, edge_maps(pixels), np.zeros(4, np.int64), EdgeScorers(classifier))
     assert row["accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_images_are_those_of_the_pipeline():
+    """A condition image for each label; -1 is no class."""
+    pipe = Pipeline(controlled_model(), small_tokenizer())
+    grey = [noise(8, 8, seed=seed).convert("L") for seed in range(3)]
+    conditions, labels, seeds = np.stack([np.asarray(image) for image in grey]), np.array([1, -1, 4]), [7, 8, 9]
+    found = with_control(pipe, {"steps": 3})(conditions, labels, kind="depth", seeds=seeds, strength=0.5)
+    for i, label in enumerate([1, None, 4]):
+        (alone,) = pipe.control(grey[i], label, kind="depth", strength=0.5, seed=seeds[i], steps=3)
+        assert np.array_equal(found[i], np.asarray(alone))

@@ -1,21 +1,19 @@
 """The builders of the gallery's pictures, with small models: every sheet is there, and shows what it says."""
 
-from pathlib import Path
-
-import control_gallery
 import numpy as np
 import pytest
-import text_gallery
 
 from arpg import ControlInput, Pipeline
 from arpg.data.images import open_images
 from arpg.image import open_image
 from arpg.tasks import control_input as picture
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
+from experiments.garden import gallery
+from support.paths import ROOT
 from support.scene_sets import write_sets
 from support.small import TEXT, FakeEncoder, controlled_model, noise, small_tokenizer
 
-OUTLINE = Path(control_gallery.__file__).with_name("outline.png")
+OUTLINE = ROOT / "examples" / "outline.png"
 
 
 @pytest.fixture
@@ -38,8 +36,8 @@ def tests(tmp_path, monkeypatch):
 
 def test_control(pipe, tests, tmp_path):
     sets = tuple(map(str, write_sets(tmp_path)))
-    sources = control_gallery.fruits(tests, 2, 8)
-    paths = control_gallery.write(pipe, sources, sets, tmp_path / "out", num=2)
+    sources = gallery.fruits(tests, 2, 8)
+    paths = gallery.write_control(pipe, sources, sets, tmp_path / "out", num=2)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(path.name for path in paths)
     sizes = {path.stem: open_image(path).size for path in paths}
     cell = 192 + 2
@@ -53,7 +51,7 @@ def test_control(pipe, tests, tmp_path):
 
 
 def test_the_drawings_are_lines_that_a_model_can_be_given(pipe):
-    drawings = control_gallery.drawings()
+    drawings = gallery.drawings()
     shares = [np.mean(np.asarray(ControlInput(d, "canny").fit((96, 96))) > 0) for d in drawings.values()]
     assert all(0.02 < share < 0.2 for share in shares)
     first, leaf, _ = (np.asarray(drawing) for drawing in drawings.values())
@@ -63,13 +61,13 @@ def test_the_drawings_are_lines_that_a_model_can_be_given(pipe):
 
 
 def test_classes_are_spread(tests):
-    assert [name for _, name in control_gallery.fruits(tests, 3, 8)] == ["0", "2", "4"]
-    shown = control_gallery.fruits(tests, 99, 8)
+    assert [name for _, name in gallery.fruits(tests, 3, 8)] == ["0", "2", "4"]
+    shown = gallery.fruits(tests, 99, 8)
     assert [picture.size for picture, _ in shown] == [(8, 8)] * 5
 
 
 def test_text(text_model, tmp_path):
-    pipe = Pipeline(text_model, small_tokenizer(), prompts=Prompts(TEXT.text, load=FakeEncoder))
-    paths = text_gallery.write(pipe, tmp_path, num=12)
+    pipe = Pipeline(text_model, small_tokenizer(), prompts=PromptCache(TEXT.text, load=FakeEncoder))
+    paths = gallery.write_text(pipe, tmp_path, num=12)
     assert [path.stem for path in paths] == ["good", "bad", "negative", "uncurated"]
     assert all(open_image(path).width > 192 for path in paths)

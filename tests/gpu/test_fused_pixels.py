@@ -80,6 +80,7 @@ def test_the_whole_decoder():
     assert all(parameter.requires_grad for parameter in tokenizer.decoder.parameters())
 
 
+@pytest.mark.slow
 def test_a_decoder_with_changes_of_width():
     config = TokenizerConfig(
         channels=32, multipliers=(1, 2, 2), res_blocks=1, z_channels=8, codebook_size=24, codebook_dim=4
@@ -95,7 +96,7 @@ def test_a_decoder_with_changes_of_width():
 
 def test_pixels_take_the_kernels_where_they_can(monkeypatch):
     """In half precision on a GPU; what they are made from may change."""
-    monkeypatch.setattr("arpg.tokenizer.vq.fusible", lambda x: True)
+    monkeypatch.setattr("arpg.tokenizer.vq.can_fuse", lambda x: True)
     tokenizer, ids = small_tokenizer().to(DEVICE), torch.arange(2, device=DEVICE)[None]
     state = list(tokenizer.state_dict())
     with torch.no_grad():

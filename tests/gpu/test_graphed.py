@@ -9,10 +9,10 @@ import torch
 
 from arpg.config import ModelConfig
 from arpg.data.tokens import TokenWriter
-from arpg.train import graphed
-from arpg.train.distributed import start, stop
-from arpg.train.graphed import GraphedGradients
+from arpg.train import objective
+from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining, train_model
+from arpg.train.objective import GraphedGradients
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 
 GPU = torch.cuda.is_available()
@@ -36,8 +36,8 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def world():
-    yield start("cpu")
-    stop()
+    yield init_distributed("cpu")
+    shutdown_distributed()
 
 
 def play(parameters):
@@ -65,7 +65,7 @@ def play(parameters):
 def test_a_replayed_run_is_the_run(recipe, world, tmp_path, monkeypatch):
     plain, replayed = (ModelTraining(recipe, tmp_path / name, world) for name in ("plain", "replayed"))
     parameters = list(replayed.objective.parameters())
-    monkeypatch.setattr(graphed, "record", play(parameters))
+    monkeypatch.setattr(objective, "capture_graph", play(parameters))
     replayed.graphed = GraphedGradients(replayed.loss, parameters)
     losses = [[float(training.step(step)["loss"]) for step in range(8)] for training in (plain, replayed)]
     assert losses[0] == losses[1]

@@ -19,6 +19,7 @@ GPU = torch.cuda.is_available()
 
 from arpg.bench.agreement import agreement, generate, on_context  # noqa: E402
 from arpg.bench.case import Case  # noqa: E402
+from arpg.data.dataset import Batch  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import attention, dispatch, ops, residual_norm  # noqa: E402
 from arpg.kernels import sample as sampler  # noqa: E402
@@ -35,7 +36,6 @@ from arpg.noise import Stream as NoiseStream  # noqa: E402
 from arpg.noise import gumbel, seed_keys  # noqa: E402
 from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
 from arpg.settings import SamplingSettings  # noqa: E402
-from arpg.train.batches import Batch  # noqa: E402
 from support.fused import fuse_everywhere  # noqa: E402
 from support.interpreted import mend  # noqa: E402
 from support.small import SMALL, small_model  # noqa: E402
@@ -146,7 +146,10 @@ def at_a_time(request, monkeypatch):
 
 @pytest.mark.usefixtures("at_a_time")
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("queries", "slots", "channels"), [(1, 1, 4), (3, 70, 16), (20, 130, 24), (5, 64, 32)])
+@pytest.mark.parametrize(
+    ("queries", "slots", "channels"),
+    [(1, 1, 4), (3, 70, 16), pytest.param(20, 130, 24, marks=pytest.mark.slow), (5, 64, 32)],
+)
 def test_attention_over_a_cache(queries, slots, channels, turned):
     """One query and many, one block of slots and several, odd sizes; limits by query, by row, for all, and none."""
     cache = draw(2, 2, slots + 9, 3, channels)  # longer than what is in use
@@ -200,7 +203,13 @@ def test_attention_over_settled_slots(settled, newest, limited, monkeypatch):
     assert [cut.prefetch for cut in taken] == [True, slots <= 16]
 
 
-@pytest.mark.parametrize(("held", "queries"), [(0, 1), (1, 16), (15, 1), (17, 9), (129, 4), (256, 16), (300, 7)])
+@pytest.mark.parametrize(
+    ("held", "queries"),
+    [
+        *((0, 1), (17, 9), (129, 4)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 16), (15, 1), (256, 16), (300, 7))),
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_that_stores_behind_settled_slots(held, queries, causal):
     caches = [draw(2, 2, held + queries + 3, 2, 16).unbind(0) for _ in range(2)]  # the same twice
@@ -236,7 +245,10 @@ def test_attention_in_compiled_code():
 
 
 @pytest.mark.usefixtures("at_a_time")
-@pytest.mark.parametrize(("queries", "held", "channels"), [(1, 0, 4), (3, 70, 16), (70, 5, 32), (20, 128, 24)])
+@pytest.mark.parametrize(
+    ("queries", "held", "channels"),
+    [(1, 0, 4), (3, 70, 16), pytest.param(70, 5, 32, marks=pytest.mark.slow), (20, 128, 24)],
+)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_attention_that_stores(queries, held, channels, ragged):
     """New keys and values are seen and stored: what rotation, a write and attention do one after the other."""
@@ -262,7 +274,7 @@ def test_attention_that_stores(queries, held, channels, ragged):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
 def test_the_gradients_of_training_through_the_kernels(monkeypatch):
     """The whole network with dropout, in float32: the losses and gradients that it has without kernels."""
-    from arpg.train.model import Objective
+    from arpg.train.objective import Objective
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(24, (2, 4), generator=generator).to(DEVICE)
@@ -309,7 +321,12 @@ def test_the_first_query_is_made_once(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"attention": "causal"}, {"attention": "causal", "decode": "exact", "draft": 2}]
+    "settings",
+    [
+        {},
+        pytest.param({"attention": "causal"}, marks=pytest.mark.slow),
+        pytest.param({"attention": "causal", "decode": "exact", "draft": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_decoding_through_the_kernels(settings, monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them."""
@@ -331,7 +348,7 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [NoiseStream.TOKEN, NoiseStream.ORDER])
-@pytest.mark.parametrize("num_codes", [3, 8, 64, 100, 200])
+@pytest.mark.parametrize("num_codes", [8, 100, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64, 200))])
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("small", [True, False])
 def test_sampling(num_codes, stream, small, static, monkeypatch):
@@ -380,7 +397,7 @@ def test_training_with_and_without_kernels(monkeypatch):
     """With dropout, in bfloat16: the gradients of the fused step are as close to float32's as the plain step's."""
     from arpg.config import ModelConfig
     from arpg.model import ARPG
-    from arpg.train.model import Objective
+    from arpg.train.objective import Objective
 
     config = ModelConfig(width=256, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=64, num_classes=5)
     objective = Objective(ARPG(config).init_weights(seed=0).to(DEVICE).train(), config.grid)

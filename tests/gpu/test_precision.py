@@ -225,7 +225,7 @@ def test_engines_on_the_same_context(mode, batch):
 
 
 def test_the_benchmark_compares_engines(folder, tmp_path, monkeypatch):
-    import precision
+    from benchmarks import precision
 
     out = tmp_path / "found.json"
     options = ["--model", str(folder), "--device", "cpu", "--steps", "3", "--batch", "2", "--rounds", "1"]
@@ -241,23 +241,18 @@ def test_the_benchmark_compares_engines(folder, tmp_path, monkeypatch):
     assert precision.differs(found["against eager"]) == []
 
 
-def test_the_benchmark_of_products(folder, monkeypatch, capsys):
-    import products
+def test_the_benchmark_counts_products(folder):
+    from arpg.bench.case import Case, open_pipeline
+    from benchmarks.precision import count_products
 
-    monkeypatch.setattr(products, "ROWS", (1, 16))
-    monkeypatch.setattr(products, "BYTES", 0)
-    options = ["--model", str(folder), "--device", "cpu", "--batch", "2", "--steps", "3", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["products.py", *options, "--parts", "check", "speed", "products"])
-    products.main()
-    told = capsys.readouterr().out
-    assert "speed, float32" in told
-    assert "precision is fp8, which needs an NVIDIA GPU" in told
+    pipe = open_pipeline(str(folder), random=True, device="cpu", dtype="float32")
+    counts = count_products(pipe, Case("small", 2, SamplingSettings(steps=3, guidance=3.0), pipe.model.config.grid))
     # The prefix, then two steps that are read; three that are asked: four products in a block, memory and head.
-    assert f"{3 * (2 * 4 + 1) + 3 * (2 * 4 + 1)} products of a generation, bf16" in told
+    assert counts.total() == 3 * (2 * 4 + 1) + 3 * (2 * 4 + 1)
 
 
 def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
-    import pixels
+    from benchmarks import pixels
 
     def fails():
         raise RuntimeError("no room\nfor more")

@@ -151,6 +151,7 @@ def test_programmatic_dependent_launch(capability, expected, monkeypatch):
     assert not dispatch.supports_pdl(x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="a GPU multiplies these in half precision: see the next test")
 def test_decoding_in_five_kernels_a_layer(monkeypatch):
     """The whole loop, ragged and guided, gives the tokens that it gives without them, and goes through them."""

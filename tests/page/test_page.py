@@ -55,7 +55,7 @@ def test_the_tokens_appear_step_by_step(page, fake):
     assert len(set(counts)) >= 4
     assert counts == sorted(counts)
     assert counts[-1] == 144
-    # The slider goes back to any of them: after the first step most of the picture is still grey.
+    # The slider goes back to any of them: after the first step most of the image is still grey.
     page.locator("#replay-step").fill("0")
     page.wait_for_timeout(100)
     grey = (np.asarray(shown(page)).astype(int) - 224).__abs__().max(-1) < 6
@@ -174,7 +174,7 @@ def test_inpaints_what_was_painted(page):
     before = result(page)
     task(page, "inpaint")
     page.click("#go")
-    assert "Paint over" in page.inner_text("#notice")
+    assert "Brush over" in page.inner_text("#notice")
     drag(page, on_board(page, (0.25, 0.5), (0.75, 0.5)))
     choose(page, "Kiwi")
     body = draw(page, "inpaint")
@@ -193,7 +193,7 @@ def test_inpaints_what_was_painted(page):
     assert not changed[grey == 0].any()
     tokens = (grey.reshape(12, 8, 12, 8) > 0).any((1, 3)).sum()  # those that the mask touches are drawn anew
     assert page.inner_text("#fact-tokens") == f"{tokens} / {tokens}"
-    # Painting on the result goes on from it; without a class the picture decides.
+    # Painting on the result goes on from it; without a class the image decides.
     drag(page, on_board(page, (0.5, 0.1), (0.5, 0.15)))
     page.check("#fits")
     again = draw(page, "inpaint")
@@ -267,7 +267,7 @@ def test_outpaints_by_pulling_an_edge(page):
         "left": 5, "top": 16, "right": pulled, "bottom": 0
     }  # fmt: skip
     assert f"{101 + pulled} × 112" in page.inner_text("#stage-about")
-    page.click("#keep")  # the wide picture is now the one to go on from
+    page.click("#keep")  # the wide image is now the one to go on from
     assert page.input_value("#side-right") == "0"
     page.focus(".handle.right")
     for _ in range(3):
@@ -275,14 +275,14 @@ def test_outpaints_by_pulling_an_edge(page):
     assert opened(draw(page, "outpaint")["image"]).size == (101 + pulled, 112)
 
 
-def test_expands_a_class_or_a_picture(page):
+def test_expands_a_class_or_an_image(page):
     task(page, "expand")
     page.click("text=2 ×")
-    page.select_option("#way", "positions")
+    page.select_option("#method", "positions")
     body = draw(page, "expand")
-    assert (body["size"], body["way"], body["class"]) == ([192, 192], "positions", "Banana")
+    assert (body["size"], body["method"], body["class"]) == ([192, 192], "positions", "Banana")
     assert "image" not in body
-    page.locator("#from-picture").check(force=True)
+    page.locator("#from-image").check(force=True)
     page.fill("#size-w", "256")
     page.check("#fits")
     body = draw(page, "expand")
@@ -295,7 +295,7 @@ def test_expands_a_class_or_a_picture(page):
     assert page.input_value("#size-w") == "180"
 
 
-def test_own_pictures_are_scaled_to_what_the_server_takes(page):
+def test_own_images_are_scaled_to_the_limits(page):
     wide = Image.linear_gradient("L").resize((1600, 800)).convert("RGB")
     upload(page, encoded(wide, "JPEG"), "photo.jpg", "image/jpeg")
     page.wait_for_selector("#notice", state="visible")
@@ -303,12 +303,12 @@ def test_own_pictures_are_scaled_to_what_the_server_takes(page):
     page.click("#mask-invert")
     body = draw(page, "inpaint")
     assert opened(body["image"]).size == opened(body["mask"]).size == (768, 384)
-    upload(page, b"no picture", "letter.png")
+    upload(page, b"no image", "letter.png")
     page.wait_for_selector("#notice.error")
     assert "letter.png is no image" in page.inner_text("#notice")
 
 
-def test_a_downloaded_picture_brings_its_settings_back(page):
+def test_a_downloaded_image_restores_its_settings(page):
     choose(page, "Mango Red")
     page.fill("#set-steps", "6")
     page.select_option("#set-order", "raster")
@@ -362,7 +362,7 @@ def test_compares_two_settings(page):
     assert page.input_value("#set-steps") == "10"
 
 
-def test_history_brings_picture_and_settings_back_even_after_a_reload(page):
+def test_history_restores_image_and_settings_after_a_reload(page):
     choose(page, "Kiwi")
     page.fill("#set-steps", "5")
     first = draw(page)

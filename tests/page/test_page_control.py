@@ -1,4 +1,4 @@
-"""The page of a model that takes condition images: drawn by hand or by keys, opened, taken from pictures; all tasks."""
+"""The page of a model that takes condition images: drawn by hand or by keys, opened, taken from images; all tasks."""
 
 import base64
 import io
@@ -14,15 +14,13 @@ from PIL import Image
 from arpg import ControlInput, Pipeline, cli
 from arpg.image import open_image
 from support.page_browser import choose, drag, draw, encoded, result, task, upload
-from support.page_server import about
+from support.page_server import info_of
 from support.small import controlled_model, noise, small_tokenizer
-
-KINDS = {"kinds": about(canny="Thin outlines.", depth="How near things are."), "extracts": ["canny"]}
 
 
 @pytest.fixture
 def page(fake, visit):
-    fake.control = KINDS
+    fake.info = info_of("garden-control")
     return visit(fake.url)
 
 
@@ -91,7 +89,7 @@ def test_by_keyboard_alone(page):
     page.wait_for_selector("#actions", state="visible")
 
 
-def test_what_a_picture_shows_is_seen_and_can_be_edited(page, fake):
+def test_an_extracted_condition_is_shown_and_can_be_edited(page, fake):
     photo = Image.new("RGB", (120, 60))
     photo.paste("white", (0, 0, 60, 60))
     with page.expect_request("**/v1/arpg/condition") as caught:
@@ -104,7 +102,7 @@ def test_what_a_picture_shows_is_seen_and_can_be_edited(page, fake):
     assert image[48, 10] == 255
     assert image[48, 60] == 0
     assert image[48, 76:78].max() > 100
-    page.select_option("#control-kind", "depth")  # of which this server takes none from pictures
+    page.select_option("#control-kind", "depth")  # of which this server takes none from images
     assert not page.is_visible("#control-extract-field")
     assert page.is_visible("#shade-field")
     page.set_input_files("#control-file", {"name": "b.png", "mimeType": "image/png", "buffer": encoded(photo)})
@@ -135,7 +133,7 @@ def test_what_is_dropped_on_it_goes_there(page):
     assert sent(draw(page)).min() == 255
 
 
-def test_it_covers_the_picture_of_a_task_and_comes_back(page):
+def test_it_covers_the_image_of_a_task_and_is_restored(page):
     drag(page, on_sketch(page, (0.1, 0.5), (0.9, 0.5)))
     upload(page, encoded(noise(80, 40)))
     page.locator("#stage-title", has_text="own").wait_for()

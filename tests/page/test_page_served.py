@@ -17,10 +17,11 @@ def garden():
     return Pipeline.from_pretrained("garden", device="cpu")
 
 
-def test_draw_fill_and_continue_a_picture(live, visit, garden):
+@pytest.mark.slow
+def test_generate_fill_and_extend_an_image(live, visit, garden):
     address, _ = live(pipeline=garden)
     page = visit(address)
-    page.fill("#set-steps", "8")
+    page.fill("#set-steps", "4")
     choose(page, "Lemon")
     page.fill("#seed", "3")
     page.evaluate(
@@ -31,11 +32,11 @@ def test_draw_fill_and_continue_a_picture(live, visit, garden):
         }"""
     )
     draw(page)
-    assert any(re.match(r"step [1-8] of 8", text) for text in page.evaluate("seen"))  # watched
+    assert any(re.match(r"step [1-4] of 4", text) for text in page.evaluate("seen"))  # watched
     made = Image.open(io.BytesIO(result(page)))
-    (alone,) = garden.generate("Lemon", seed=3, steps=8)
-    assert made.convert("RGB").tobytes() == alone.tobytes()  # the very picture of the command line and of Python
-    assert json.loads(made.text["arpg"])["steps"] == 8
+    (alone,) = garden.generate("Lemon", seed=3, steps=4)
+    assert made.convert("RGB").tobytes() == alone.tobytes()  # the image of the command line and of Python
+    assert json.loads(made.text["arpg"])["steps"] == 4
     assert close_to(shown(page), alone)
 
     task(page, "inpaint")
@@ -53,13 +54,13 @@ def test_draw_fill_and_continue_a_picture(live, visit, garden):
     assert Image.open(io.BytesIO(result(page))).size == (144, 96)
 
 
-def test_a_class_that_does_not_exist_and_a_server_that_goes_away(live, visit, garden):
-    address, house = live(pipeline=garden)
+def test_an_unknown_class_and_a_server_that_stops(live, visit, garden):
+    address, service = live(pipeline=garden)
     page = visit(address)
     answer = page.request.post(f"{address}/v1/arpg/generate", data={"class": "Bananna"})
     assert answer.status == 400
     assert "Banana" in answer.json()["error"]["nearest"]
-    house.close()
+    service.close()
     page.click("#go")
     page.wait_for_selector("#notice:visible", timeout=PATIENCE)
     assert page.inner_text("#notice").strip()

@@ -13,6 +13,7 @@ from PIL import Image
 from arpg import cli
 from arpg.image import open_image
 from support.page_browser import choose, drag, draw, encoded, on_board, task, upload
+from support.page_server import info_of
 
 IMAGES = {
     "generate": "orange.png",
@@ -33,7 +34,10 @@ def page(visit, fake):
     return visit(fake.url)  # never a real server: the stand-in knows what it was asked
 
 
-@pytest.fixture(params=list(IMAGES))
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("edit", "outpaint", "expand")]
+
+
+@pytest.fixture(params=["generate", "inpaint", *LONG])
 def prepared(request, page, tmp_path, monkeypatch):
     """The task that the page is set up for, in an empty folder with the files that its snippets read."""
     monkeypatch.chdir(tmp_path)
@@ -50,7 +54,7 @@ def prepared(request, page, tmp_path, monkeypatch):
     page.fill("#set-guidance", "1.5")
     page.select_option("#set-order", "spiral-in")
     page.fill("#seed", "11")
-    for name in ("picture", "mask"):
+    for name in ("image", "mask"):
         if page.is_visible(f"#save-{name}"):
             with page.expect_download() as caught:
                 page.click(f"#save-{name}")
@@ -62,7 +66,7 @@ def commands():
     return {command.name or command.callback.__name__ for command in cli.app.registered_commands}
 
 
-def test_the_command_line_runs_and_draws_what_the_python_draws(prepared, page, tmp_path, monkeypatch):
+def test_the_command_line_and_the_python_make_the_same_image(prepared, page, tmp_path, monkeypatch):
     if prepared not in commands():
         pytest.skip(f"this command line has no {prepared} yet")
     line = snippet(page, "cli")
@@ -80,7 +84,7 @@ def test_the_command_line_runs_and_draws_what_the_python_draws(prepared, page, t
 
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
-def test_curl_asks_what_the_page_asks(prepared, page, fake, tmp_path):
+def test_curl_sends_what_the_page_sends(prepared, page, fake, tmp_path):
     asked = draw(page, prepared)
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
     name, body = fake.asked[-1]
@@ -91,7 +95,7 @@ def test_curl_asks_what_the_page_asks(prepared, page, fake, tmp_path):
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
 def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
-    fake.takes = "text"
+    fake.info = info_of("garden-text")
     page = visit(fake.url)
     prompt = """it's "5 $HOME" `date` \\ 100% <b>"""
     page.fill("#prompt", prompt)
@@ -106,8 +110,8 @@ def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
     task(page, "outpaint")
     page.fill("#side-top", "8")
     with page.expect_download() as caught:
-        page.click("#save-picture")
-    caught.value.save_as(tmp_path / "picture.png")
+        page.click("#save-image")
+    caught.value.save_as(tmp_path / "image.png")
     page.fill("#num", "1")
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
     assert fake.asked[-1][1]["prompt"] == prompt

@@ -12,8 +12,9 @@ from PIL import Image
 
 from arpg import Pipeline, cli
 from arpg.image import open_image
-from arpg.text import Prompts
+from arpg.text_encoder import PromptCache
 from support.page_browser import draw, encoded, result, task, upload
+from support.page_server import info_of
 from support.small import TEXT, FakeEncoder, small_tokenizer
 
 PROMPT, NEGATIVE = 'two "red" apples on a 🍓', "it's a gray\nbackground"
@@ -21,7 +22,7 @@ PROMPT, NEGATIVE = 'two "red" apples on a 🍓', "it's a gray\nbackground"
 
 @pytest.fixture
 def page(fake, visit):
-    fake.takes = "text"
+    fake.info = info_of("garden-text")
     return visit(fake.url)
 
 
@@ -39,7 +40,7 @@ def snippet(page, kind):
 
 def test_prompts_instead_of_classes(page):
     assert not page.is_visible("#class-input")
-    assert "64 tokens" in page.inner_text("#prompt-about")
+    assert "32 tokens" in page.inner_text("#prompt-about")
     assert "classes" not in page.inner_text("#model")
     page.click("#go")
     assert "Write a prompt" in page.inner_text("#notice")
@@ -70,7 +71,7 @@ def test_by_keyboard_alone(page):
     page.wait_for_selector("#actions", state="visible")
 
 
-def test_every_task_asks_with_prompts(page):
+def test_every_task_sends_prompts(page):
     write(page, "apple", "gray")
     draw(page)
     task(page, "inpaint")
@@ -89,8 +90,8 @@ def test_every_task_asks_with_prompts(page):
     assert draw(page, "expand")["prompt"] == "apple"
 
 
-def test_what_was_asked_comes_back(page):
-    """From the history, and from a picture that says how it was made."""
+def test_prompts_are_restored(page):
+    """From the history, and from an image that says how it was made."""
     write(page, PROMPT, "gray")
     page.fill("#set-steps", "5")
     first = draw(page)
@@ -130,10 +131,10 @@ def test_axe_finds_nothing(page):
 
 def test_the_page_the_server_and_a_model_together(text_model, live, visit, tmp_path, monkeypatch):
     """What the page draws is what the pipeline, the Python and the command line on it draw."""
-    pipe = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=Prompts(TEXT.text, load=FakeEncoder))
+    pipe = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=FakeEncoder))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     pipe.save_pretrained("small")  # what the server calls it
     address, _ = live(pipeline=pipe)
     page = visit(address)

@@ -8,7 +8,7 @@ from arpg.decode import Request
 from arpg.model import class_condition
 from arpg.serve.batcher import Batcher
 from arpg.settings import SamplingSettings
-from support.rows import SETTINGS, Order, Slow
+from support.rows import SETTINGS, SteppedBatcher, SubmittedRows
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def slow(model):
     made = []
 
     def make(**options):
-        made.append(Slow(model, **options))
+        made.append(SteppedBatcher(model, **options))
         return made[-1]
 
     yield make
@@ -46,21 +46,21 @@ def test_every_request_gets_its_own_tokens(model, batcher):
         SamplingSettings(steps=4, guidance=2.0, temperature=0.5, top_k=5, attention="causal"),
         SamplingSettings(guidance=2.0, decode="exact", attention="causal", draft=3),
     ]
-    orders = [Order(model, i, num=1 + i % 3, settings=kinds[i % 5], seed=7 * i) for i in range(15)]
-    orders += [Order(model, 100 + i, settings=kinds[i % 5], request=masked(model, i)) for i in range(10)]
-    for order in orders:
-        batcher.put(order.ticket)
-    assert all(order.is_right() for order in orders)
-    assert (batcher.waiting, batcher.running) == (0, 0)
+    submitted = [SubmittedRows(model, i, num=1 + i % 3, settings=kinds[i % 5], seed=7 * i) for i in range(15)]
+    submitted += [SubmittedRows(model, 100 + i, settings=kinds[i % 5], request=masked(model, i)) for i in range(10)]
+    for rows in submitted:
+        batcher.submit(rows.pending)
+    assert all(rows.is_right() for rows in submitted)
+    assert (batcher.num_waiting, batcher.num_running) == (0, 0)
 
 
 def test_a_new_request_joins_the_running_batch_and_leaves_alone(model, slow):
-    batcher = slow(max_batch=8, call=1000)
-    first, second = Order(model, "a", seed=1), Order(model, "b", seed=2)
-    batcher.put(first.ticket)
+    batcher = slow(max_batch=8, call_overhead_tokens=1000)
+    first, second = SubmittedRows(model, "a", seed=1), SubmittedRows(model, "b", seed=2)
+    batcher.submit(first.pending)
     batcher.step(2)
     assert batcher.stepped.acquire(timeout=30)  # it stands before its third step
-    batcher.put(second.ticket)
+    batcher.submit(second.pending)
     batcher.allowed.release()
     batcher.step(5)
     assert first.is_right()
@@ -69,14 +69,14 @@ def test_a_new_request_joins_the_running_batch_and_leaves_alone(model, slow):
 
 
 def test_rows_that_do_not_fit_together_take_turns(model, slow):
-    """Without a reason to join (`call=0`), a batch of its own; steps alternate."""
-    batcher = slow(max_batch=8, call=-1000)
-    first = Order(model, "a")
-    batcher.put(first.ticket)
+    """Without a reason to join (`call_overhead_tokens` below 0), a batch of its own; steps alternate."""
+    batcher = slow(max_batch=8, call_overhead_tokens=-1000)
+    first = SubmittedRows(model, "a")
+    batcher.submit(first.pending)
     batcher.step(1)
     assert batcher.stepped.acquire(timeout=30)
-    second = Order(model, "b")
-    batcher.put(second.ticket)
+    second = SubmittedRows(model, "b")
+    batcher.submit(second.pending)
     batcher.allowed.release()
     batcher.step(8)
     assert first.is_right()
@@ -85,12 +85,12 @@ def test_rows_that_do_not_fit_together_take_turns(model, slow):
 
 
 def test_a_large_job_does_not_block_a_small_one(model, slow):
-    batcher = slow(max_batch=8, call=1000)
-    large, small = Order(model, "large", num=16), Order(model, "small")
-    batcher.put(large.ticket)
+    batcher = slow(max_batch=8, call_overhead_tokens=1000)
+    large, small = SubmittedRows(model, "large", num=16), SubmittedRows(model, "small")
+    batcher.submit(large.pending)
     batcher.step(1)
     assert batcher.stepped.acquire(timeout=30)
-    batcher.put(small.ticket)
+    batcher.submit(small.pending)
     batcher.allowed.release()
     batcher.step(1)
     assert len(batcher.seen[0]) == 6  # a quarter is kept for others
@@ -101,22 +101,22 @@ def test_a_large_job_does_not_block_a_small_one(model, slow):
 
 
 def test_owners_are_served_in_turn(model, slow):
-    batcher = slow(max_batch=4, call=1000)
+    batcher = slow(max_batch=4, call_overhead_tokens=1000)
     with batcher._wake:  # they all come before it looks
-        orders = [Order(model, name, num=3, seed=i) for i, name in enumerate("abc")]
-        batcher._arrived += [order.ticket for order in orders]
+        submitted = [SubmittedRows(model, name, num=3, seed=i) for i, name in enumerate("abc")]
+        batcher._arrived += [rows.pending for rows in submitted]
         batcher._wake.notify()
     batcher.step(1)
     assert sorted(batcher.seen[0]) == [("a", 0), ("b", 0), ("c", 0)]  # the last place is for somebody else
     batcher.allowed.release(1000)
-    assert all(order.is_right() for order in orders)
+    assert all(rows.is_right() for rows in submitted)
 
 
 def test_a_cancelled_row_leaves_before_the_next_step(model, slow):
     batcher = slow(max_batch=8)
-    stays, goes = Order(model, "stays", seed=1), Order(model, "goes", num=2)
+    stays, goes = SubmittedRows(model, "stays", seed=1), SubmittedRows(model, "goes", num=2)
     with batcher._wake:
-        batcher._arrived += [stays.ticket, goes.ticket]
+        batcher._arrived += [stays.pending, goes.pending]
         batcher._wake.notify()
     batcher.step(1)
     assert batcher.stepped.acquire(timeout=30)
@@ -124,7 +124,7 @@ def test_a_cancelled_row_leaves_before_the_next_step(model, slow):
     batcher.allowed.release()
     batcher.step(1)
     assert goes.wait().error is None
-    assert goes.ticket.open == 2
+    assert goes.pending.num_open == 2
     assert [len(who) for who in batcher.seen] == [3, 3, 1]
     batcher.allowed.release(1000)
     assert stays.is_right()
@@ -133,10 +133,13 @@ def test_a_cancelled_row_leaves_before_the_next_step(model, slow):
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory")])
 def test_a_failing_step_fails_its_batch_alone(model, slow, monkeypatch, error, caplog):
     caplog.set_level("CRITICAL")
-    batcher = slow(max_batch=8, call=-1000)
-    bad, good = Order(model, "bad", num=2), Order(model, "good", settings=SamplingSettings(steps=4, guidance=1.0))
+    batcher = slow(max_batch=8, call_overhead_tokens=-1000)
+    bad, good = (
+        SubmittedRows(model, "bad", num=2),
+        SubmittedRows(model, "good", settings=SamplingSettings(steps=4, guidance=1.0)),
+    )
     with batcher._wake:
-        batcher._arrived += [bad.ticket, good.ticket]
+        batcher._arrived += [bad.pending, good.pending]
         batcher._wake.notify()
     batcher.step(1)
     assert batcher.stepped.acquire(timeout=30)
@@ -144,41 +147,43 @@ def test_a_failing_step_fails_its_batch_alone(model, slow, monkeypatch, error, c
     def fail():
         raise error
 
-    failing = next(batch for batch in batcher._batches if batch.places[0][0] is bad.ticket)
-    failing.running.step = fail
+    failing = next(batch for batch in batcher._batches if batch.rows[0].pending is bad.pending)
+    failing.decode.step = fail
     batcher.allowed.release(1000)
     assert bad.wait().error is error
     assert good.is_right()
     assert batcher.metrics.registry.get_sample_value("arpg_failures_total") == 1
-    after = Order(model, "after")
-    batcher.put(after.ticket)
+    after = SubmittedRows(model, "after")
+    batcher.submit(after.pending)
     assert after.is_right()
 
 
 def test_everything_known_needs_no_step(model, batcher):
     ids = torch.arange(16)[None]
     known = torch.ones(1, 16, dtype=torch.bool)
-    order = Order(model, "a", request=Request(class_condition(model, torch.tensor([1])), (4, 4), ids, known, (0,)))
-    batcher.put(order.ticket)
-    assert order.wait().error is None
-    assert torch.equal(order.ticket.ids_BN, ids)
+    rows = SubmittedRows(
+        model, "a", request=Request(class_condition(model, torch.tensor([1])), (4, 4), ids, known, (0,))
+    )
+    batcher.submit(rows.pending)
+    assert rows.wait().error is None
+    assert torch.equal(rows.pending.ids_BN, ids)
 
 
 def test_closing_ends_what_is_left(model):
-    batcher = Slow(model, max_batch=2)
-    orders = [Order(model, i) for i in range(4)]
-    for order in orders:
-        batcher.put(order.ticket)
+    batcher = SteppedBatcher(model, max_batch=2)
+    submitted = [SubmittedRows(model, i) for i in range(4)]
+    for rows in submitted:
+        batcher.submit(rows.pending)
     batcher.close()
-    assert all(order.ended.is_set() for order in orders)
-    assert all(order.error is not None for order in orders[2:])
+    assert all(rows.ended.is_set() for rows in submitted)
+    assert all(rows.error is not None for rows in submitted[2:])
 
 
 def test_a_large_grid_takes_the_room_of_many_and_is_not_starved(model, batcher):
-    big = Order(model, "big", request=tasks.generate(model, [1], [0], grid=(12, 12)))
-    small = [Order(model, i, seed=i) for i in range(12)]
-    for order in [*small[:6], big, *small[6:]]:
-        batcher.put(order.ticket)
+    big = SubmittedRows(model, "big", request=tasks.generate(model, [1], [0], grid=(12, 12)))
+    small = [SubmittedRows(model, i, seed=i) for i in range(12)]
+    for rows in [*small[:6], big, *small[6:]]:
+        batcher.submit(rows.pending)
     assert big.is_right()
-    assert all(order.is_right() for order in small)
-    assert batcher._weight(big.ticket) == 8  # nine grids, but no more than there are places
+    assert all(rows.is_right() for rows in small)
+    assert batcher._weight(big.pending) == 8  # nine grids, but no more than there are places

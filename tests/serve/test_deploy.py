@@ -5,11 +5,13 @@ import json
 import re
 import shlex
 
+import pytest
 import yaml
 from typer.main import get_command
 
 from arpg import cli
-from arpg.serve.house import ServeSettings
+from arpg.errors import InputError
+from arpg.serve.service import ServeSettings
 from support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -19,6 +21,10 @@ def options():
     """The options of `arpg serve`."""
     command = get_command(cli.app).commands["serve"]
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_the_old_name_of_an_option_is_accepted():
+    assert {"--max-pending-requests", "--queue"} <= options()
 
 
 def documents(name):
@@ -70,18 +76,31 @@ def test_the_kubernetes_manifest_fits_the_server():
     assert container["ports"][0]["containerPort"] == int(entry[entry.index("--port") + 1])
 
 
-def test_the_ray_service_names_what_exists():
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_the_ray_service_names_what_exists(monkeypatch):
     (service,) = documents("rayservice.yaml")
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     (application,) = config["applications"]
     module, _, name = application["import_path"].partition(":")
-    source = (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
-    assert f"def {name}(arguments: dict[str, str])" in source
-    known = set(re.findall(r'"(\w+)"', re.search(r"known = \{(.*?)\}", source, flags=re.S)[1]))
-    assert set(application["args"]) <= known
-    assert all(isinstance(value, str) for value in application["args"].values())
-    ServeSettings(max_batch=int(application["args"]["max_batch"]), queue=int(application["args"]["queue"]))
+    assert (ROOT / "src" / f"{module.replace('.', '/')}.py").is_file()
+    pytest.importorskip("ray", reason="needs the extra ray")
+    from arpg.serve import ray_serve
+
+    given = {}
+    monkeypatch.setattr(ray_serve, "application", lambda **arguments: given.update(arguments))
+    arguments = application["args"]
+    assert all(isinstance(value, str) for value in arguments.values())
+    getattr(ray_serve, name)(arguments)
+    for key in ("model", "device", "replicas", "max_replicas", "gpus"):
+        assert str(given[key]).removesuffix(".0") == arguments[key]
+    settings = ServeSettings(max_batch=32, max_pending_requests=256, deadline=120.0)
+    assert given["settings"] == settings
+    renamed = {"max_pending_requests": "queue"}  # what manifests said before
+    getattr(ray_serve, name)({renamed.get(key, key): value for key, value in arguments.items()} | {"dtype": "float32"})
+    assert (given["settings"], given["precision"]) == (settings, "float32")
+    with pytest.raises(InputError, match="unknown argument"):
+        getattr(ray_serve, name)({"painters": "2"})
     cluster = service["spec"]["rayClusterConfig"]
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)[1]
     assert cluster["rayVersion"] == pinned

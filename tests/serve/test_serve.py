@@ -10,21 +10,27 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg.serve.app import create_app
-from arpg.serve.gate import HEADERS
-from arpg.serve.keys import Keys
-from arpg.serve.limits import Limits
-from support.http import b64, error, events, picture, pixels, post
+from arpg.serve.auth import ApiKeys
+from arpg.serve.middleware import SECURITY_HEADERS
+from arpg.serve.schemas import Limits
+from arpg.settings import SETTINGS, TASK_SETTINGS
+from support.http import b64, error, events, image_of, pixels, post
 from support.small import noise
 
 
+def client_of(service):
+    return TestClient(create_app(service), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def client(served_module):
+    return client_of(served_module())
+
+
 @pytest.fixture
-def house(served):
+def service(served):
+    """For tests that change it or count."""
     return served()
-
-
-@pytest.fixture
-def client(house):
-    return TestClient(create_app(house), raise_server_exceptions=False)
 
 
 def test_an_image_is_the_one_that_the_pipeline_makes(client, pipeline):
@@ -33,8 +39,8 @@ def test_an_image_is_the_one_that_the_pipeline_makes(client, pipeline):
     assert [entry["seed"] for entry in answer["images"]] == [7, 8]
     for entry, image in zip(answer["images"], expected, strict=True):
         assert (entry["width"], entry["height"]) == image.size
-        assert np.array_equal(pixels(picture(entry)), pixels(image))
-    about = json.loads(picture(answer["images"][1]).text["arpg"])
+        assert np.array_equal(pixels(image_of(entry)), pixels(image))
+    about = json.loads(image_of(answer["images"][1]).text["arpg"])
     assert about == {**answer["settings"], "seed": 8}
     assert (about["class"], about["steps"], about["model"]) == (3, 5, "small")
 
@@ -48,15 +54,26 @@ def test_every_task_is_the_pipelines(client, pipeline):
         "edit": ({"box": [4, 2, 12, 9], "class": 2, "feather": 1},
                  pipeline.edit(source, (4, 2, 12, 9), 2, feather=1, **options)),
         "outpaint": ({"right": 6, "class": None}, pipeline.outpaint(source, None, right=6, **options)),
-        "expand": ({"size": [40, 28], "way": "windows", "class": 0},
-                   pipeline.expand(source, 0, size=(40, 28), way="windows", **options)),
+        "expand": ({"size": [40, 28], "method": "windows", "class": 0},
+                   pipeline.expand(source, 0, size=(40, 28), method="windows", **options)),
     }  # fmt: skip
     for route, (body, expected) in calls.items():
         answer = post(client, route, {"image": b64(source), **body, **options})
-        assert np.array_equal(pixels(picture(answer["images"][0])), pixels(expected[0])), route
+        assert np.array_equal(pixels(image_of(answer["images"][0])), pixels(expected[0])), route
     answer = post(client, "expand", {"size": [16, 16], "class": 2, **options})
     expected = pipeline.expand(None, 2, size=(16, 16), **options)
-    assert np.array_equal(pixels(picture(answer["images"][0])), pixels(expected[0]))
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pixels(expected[0]))
+
+
+def test_the_old_name_of_the_method_is_accepted(client):
+    body = {"size": [16, 16], "class": 2, "seed": 3, "steps": 2}
+    old, new = (post(client, "expand", {**body, name: "windows"}) for name in ("way", "method"))
+    assert old["images"] == new["images"]
+    assert old["settings"]["way"] == "windows"
+    assert error(client.post("/v1/arpg/expand", json={**body, "method": "magic"}), 400)["param"] == "method"
+    expand = client.get("/openapi.json").json()["components"]["schemas"]["Expand"]["properties"]
+    assert "method" in expand
+    assert "way" not in expand
 
 
 def test_a_stream_shows_every_step(client):
@@ -75,10 +92,10 @@ def test_a_stream_shows_every_step(client):
     assert all(sorted(set(row)) == [0, 1, 2, 3] for row in steps[-1][1]["decoded_at"])
     assert done["images"] == post(client, "generate", {**body, "stream": False})["images"]
     shown = Image.open(io.BytesIO(base64.b64decode(steps[-1][1]["previews"][0])))
-    assert np.array_equal(pixels(shown), pixels(picture(done["images"][0])))
+    assert np.array_equal(pixels(shown), pixels(image_of(done["images"][0])))
 
 
-def test_known_tokens_and_windows_are_told(client):
+def test_known_tokens_and_windows_are_reported(client):
     mask = Image.new("L", (8, 8))
     mask.paste(255, (0, 0, 4, 8))
     body = {"image": b64(noise(8, 8)), "mask": b64(mask), "steps": 2, "stream": True}
@@ -100,11 +117,11 @@ def test_the_best_of_several_is_kept(client, pipeline):
     assert len(stream[1][1]["previews"]) == 2
 
 
-def test_no_seed_is_a_random_one_that_is_told(client):
+def test_without_a_seed_a_random_one_is_reported(client):
     one, two = (post(client, "generate", {"class": 1, "seed": None, "steps": 2})["images"][0] for _ in range(2))
     assert one["seed"] != two["seed"]
     again = post(client, "generate", {"class": 1, "seed": one["seed"], "steps": 2})["images"][0]
-    assert picture(again).tobytes() == picture(one).tobytes()
+    assert image_of(again).tobytes() == image_of(one).tobytes()
 
 
 def test_info_and_classes(client, pipeline):
@@ -114,6 +131,17 @@ def test_info_and_classes(client, pipeline):
     assert {choice["name"] for choice in info["choices"]["order"]} >= {"random", "halton"}
     assert all(choice["about"] for choices in info["choices"].values() for choice in choices)
     assert info["limits"]["images"] == 16
+    assert [setting["name"] for setting in info["settings"]] == [*SETTINGS, "best_of"]
+    for setting in info["settings"]:
+        expected = {**SETTINGS, **TASK_SETTINGS}[setting["name"]]
+        assert (setting["help"], setting["type"], setting["minimum"]) == (
+            expected.help,
+            expected.kind.__name__,
+            expected.minimum,
+        )
+        assert setting["choices"] or setting["slider"][0] < setting["slider"][1] <= setting["maximum"]
+    schema = client.get("/openapi.json").json()["components"]["schemas"]["Generate"]["properties"]
+    assert all(schema[name]["description"] == setting.help for name, setting in SETTINGS.items())
     classes = client.get("/v1/arpg/classes").json()
     assert classes["classes"][3] == {"id": 3, "name": "class 3"}
     assert classes["thumbnails"] is None
@@ -142,7 +170,7 @@ def test_info_and_classes(client, pipeline):
         ([], None, "JSON object"),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong(client, body, param, says):
+def test_the_error_names_what_is_wrong(client, body, param, says):
     found = error(client.post("/v1/arpg/generate", content=json.dumps(body), headers=JSON), 400)
     assert says in found["message"]
     assert found["param"] == param
@@ -177,7 +205,7 @@ def test_a_malformed_body_is_a_400(client, content):
         (b64(noise(8, 8), format="BMP"), 400, "whole PNG"),
     ],
 )
-def test_pictures_are_checked_before_they_are_decoded(client, image, status, says):
+def test_images_are_checked_before_they_are_decoded(client, image, status, says):
     found = error(client.post("/v1/arpg/outpaint", json={"image": image, "right": 8}), status)
     assert says in found["message"]
     assert found["param"] == "image"
@@ -188,7 +216,7 @@ def test_a_data_url_is_only_base64(client):
     assert post(client, "outpaint", body)["images"]
 
 
-def test_pictures_must_fit_what_is_asked_of_them(client):
+def test_images_must_fit_the_task(client):
     small, large = b64(noise(8, 8)), b64(noise(9, 8))
     assert error(client.post("/v1/arpg/inpaint", json={"image": small, "mask": large}), 400)["param"] == "mask"
     body = {"image": small, "box": [0, 0, 9, 9], "class": 1}
@@ -198,8 +226,8 @@ def test_pictures_must_fit_what_is_asked_of_them(client):
 
 
 def test_limits_are_the_servers(served):
-    house = served(limits=Limits(images=2, steps=8, side=16, pixels=100, bytes=2000))
-    client = TestClient(create_app(house))
+    service = served(limits=Limits(images=2, steps=8, side=16, pixels=100, bytes=2000))
+    client = TestClient(create_app(service))
     assert error(client.post("/v1/arpg/generate", json={"class": 1, "num": 3}), 400)["param"] == "num"
     assert error(client.post("/v1/arpg/generate", json={"class": 1, "steps": 9}), 400)["param"] == "steps"
     assert (
@@ -218,8 +246,8 @@ def test_limits_are_the_servers(served):
 
 def test_keys(served, caplog):
     key = "a-key-of-more-than-16"
-    house = served(keys=Keys([key, "another-key-that-is-long"]))
-    client = TestClient(create_app(house))
+    service = served(keys=ApiKeys([key, "another-key-that-is-long"]))
+    client = TestClient(create_app(service))
     caplog.set_level("DEBUG")
     for headers in ({}, {"authorization": key}, {"authorization": f"Basic {key}"}, {"authorization": "Bearer wrong"}):
         for path in ("/v1/arpg/info", "/v1/models", "/metrics"):
@@ -232,7 +260,7 @@ def test_keys(served, caplog):
     for path in ("/healthz", "/readyz", "/openapi.json"):
         assert client.get(path).status_code == 200
     assert key not in caplog.text
-    assert key not in repr(vars(house.keys))
+    assert key not in repr(vars(service.keys))
     assert client.get("/openapi.json").json()["security"] == [{"key": []}]
 
 
@@ -240,18 +268,18 @@ def test_headers_and_ids(client):
     answers = [client.get(path) for path in ("/healthz", "/v1/arpg/info", "/nowhere")]
     answers.append(client.post("/v1/arpg/generate", json={"class": 1, "steps": 1, "stream": True}))
     for answer in answers:
-        for name, value in HEADERS.items():
+        for name, value in SECURITY_HEADERS.items():
             assert answer.headers[name] == value
     assert len({answer.headers["x-request-id"] for answer in answers}) == 4
-    policy = HEADERS["content-security-policy"]
+    policy = SECURITY_HEADERS["content-security-policy"]
     assert "unsafe" not in policy
     assert "default-src 'self'" in policy
     assert "server" not in answers[0].headers
 
 
 def test_no_other_site_gets_in(served):
-    house = served()
-    client = TestClient(create_app(house, hosts=frozenset({"localhost", "::1"})), base_url="http://localhost:8000")
+    service = served()
+    client = TestClient(create_app(service, hosts=frozenset({"localhost", "::1"})), base_url="http://localhost:8000")
     assert client.get("/v1/arpg/info").status_code == 200
     assert "access-control-allow-origin" not in client.get("/v1/arpg/info", headers={"origin": "http://evil"}).headers
     assert error(client.post("/v1/arpg/generate", json={"class": 1}, headers={"origin": "http://evil.example"}), 403)
@@ -268,7 +296,8 @@ def test_there_is_nothing_elsewhere(client, path):
     assert error(client.delete("/v1/arpg/info"), 405)
 
 
-def test_health_metrics_and_draining(client, house):
+def test_health_metrics_and_draining(service):
+    client = client_of(service)
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").status_code == 200
     post(client, "generate", {"class": 1, "num": 3, "steps": 2})
@@ -282,7 +311,7 @@ def test_health_metrics_and_draining(client, house):
         "arpg_batch_rows_count 2.0",
     ):
         assert line in text.splitlines()
-    house.door.draining = True
+    service.admission.draining = True
     assert client.get("/readyz").status_code == 503
     answer = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(answer, 503)["code"] == "draining"
@@ -290,32 +319,35 @@ def test_health_metrics_and_draining(client, house):
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_full_queue_is_a_429(client, house):
-    house.door.inside = house.door.capacity
+def test_a_full_queue_is_a_429(service):
+    client = client_of(service)
+    service.admission.num_admitted = service.admission.capacity
     answer = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(answer, 429)["type"] == "rate_limit_error"
     assert 1 <= int(answer.headers["retry-after"]) <= 60
-    house.door.inside = 0
+    service.admission.num_admitted = 0
     post(client, "generate", {"class": 1, "steps": 1})
-    assert house.door.inside == 0
+    assert service.admission.num_admitted == 0
 
 
 def test_while_the_model_loads(served, pipeline):
-    from arpg.serve.house import House
+    from arpg.serve.service import ImageService
 
-    client = TestClient(create_app(House(lambda: pipeline, name="small")))  # never opened
+    client = TestClient(create_app(ImageService(lambda: pipeline, name="small")))  # never opened
     assert client.get("/healthz").status_code == 200
     assert client.get("/readyz").status_code == 503
     assert error(client.post("/v1/arpg/generate", json={"class": 1}), 503)["code"] == "loading"
     assert client.get("/v1/models").status_code == 200
 
 
-def test_a_mistake_of_ours_tells_nothing_of_it(client, house, monkeypatch, caplog):
-    def broken(_):
+def test_an_internal_error_reveals_nothing(service, monkeypatch, caplog):
+    client = client_of(service)
+
+    def broken(*_):
         raise ZeroDivisionError("a secret detail")
 
     caplog.set_level("CRITICAL")
-    monkeypatch.setattr(house.studies, "generate", broken)
+    monkeypatch.setattr(service.builder, "from_params", broken)
     found = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(found, 500)["type"] == "server_error"
     assert "secret" not in found.text

@@ -1,4 +1,4 @@
-"""A server whose model takes condition images: every task, what is taken from pictures, company in a batch."""
+"""A server whose model takes condition images: every task, what is taken from images, company in a batch."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ from arpg import ControlInput, Pipeline, tasks
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
 from arpg.settings import SamplingSettings
-from arpg.tasks import control_input as control_picture
-from support.http import b64, error, picture, pixels, post
-from support.rows import Order, Slow
+from arpg.tasks import control_input
+from support.http import b64, error, image_of, pixels, post
+from support.rows import SteppedBatcher, SubmittedRows
 from support.small import controlled_model, noise, small_tokenizer
 
 STEPS = {"seed": 3, "steps": 4, "guidance": 3.0}
@@ -28,14 +28,14 @@ def pipe():
     return Pipeline(controlled_model(), small_tokenizer(), license="MIT")
 
 
-@pytest.fixture
-def house(served, pipe):
-    return served(pipeline=pipe)
+@pytest.fixture(scope="module")
+def service(served_module, pipe):
+    return served_module(pipeline=pipe)
 
 
-@pytest.fixture
-def client(house):
-    return TestClient(create_app(house), raise_server_exceptions=False)
+@pytest.fixture(scope="module")
+def client(service):
+    return TestClient(create_app(service), raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def extractor(monkeypatch):
         assert gate.wait(30)
         return image.convert("L").point(lambda v: 255 * (v > 127))
 
-    monkeypatch.setattr(control_picture, "extract", extract)
-    monkeypatch.setattr("arpg.serve.orders.can_extract", lambda kind: True)
+    monkeypatch.setattr(control_input, "extract", extract)
+    monkeypatch.setattr("arpg.serve.build_task.can_extract", lambda kind: True)
     return gate
 
 
@@ -62,7 +62,7 @@ def asked(image, **more):
 
 
 def same(answer, expected):
-    found = [pixels(picture(each)) for each in answer["images"]]
+    found = [pixels(image_of(each)) for each in answer["images"]]
     return all(np.array_equal(a, np.asarray(b)) for a, b in zip(found, expected, strict=True))
 
 
@@ -82,8 +82,8 @@ def test_every_task_is_the_pipelines(client, pipe):
         assert same(answer, call(**steer, **STEPS)), route
         assert answer["settings"]["control"] == {"kind": "depth", "strength": 0.7}
         plain = post(client, route, {**body, "class": 1, **STEPS})
-        assert not same(answer, [picture(each) for each in plain["images"]]), route
-    about = json.loads(picture(answer["images"][0]).text["arpg"])
+        assert not same(answer, [image_of(each) for each in plain["images"]]), route
+    about = json.loads(image_of(answer["images"][0]).text["arpg"])
     assert about["control"] == {"kind": "depth", "strength": 0.7}
 
 
@@ -105,7 +105,7 @@ def test_a_condition_may_be_transparent(client, pipe):
     assert not same(answer, pipe.control(image.convert("RGB"), 2, kind="depth", **STEPS))
 
 
-def test_what_is_taken_from_a_picture(client, pipe, extractor):
+def test_a_condition_is_extracted_from_an_image(client, pipe, extractor):
     photo = noise(30, 21, seed=5)
     answer = post(client, "generate", {"class": 2, "control": asked(photo, from_image=True), **STEPS})
     assert same(answer, pipe.control(photo, 2, kind="depth", from_image=True, **STEPS))
@@ -116,14 +116,14 @@ def test_what_is_taken_from_a_picture(client, pipe, extractor):
     assert same(post(client, "inpaint", body), expected)
     shown = post(client, "condition", {"image": b64(photo), "kind": "depth"})
     assert (shown["kind"], shown["width"], shown["height"]) == ("depth", 8, 8)
-    assert np.array_equal(np.asarray(picture(shown)), np.asarray(pipe.extract_control(photo, "depth").image))
+    assert np.array_equal(np.asarray(image_of(shown)), np.asarray(pipe.extract_control(photo, "depth").image))
 
 
-def test_extraction_does_not_hold_up_the_event_loop(house, extractor):
+def test_extraction_does_not_hold_up_the_event_loop(service, extractor):
     extractor.clear()
 
     async def ask():
-        transport = httpx.ASGITransport(create_app(house))
+        transport = httpx.ASGITransport(create_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"image": b64(noise(8, 8))}
             shown = asyncio.ensure_future(client.post("/v1/arpg/condition", json=body))
@@ -146,12 +146,12 @@ def test_extraction_does_not_hold_up_the_event_loop(house, extractor):
         ({"strength": -1.0}, "control.strength", "greater than or equal to 0"),
         ({"strength": 11.0}, "control.strength", "less than or equal to 10"),
         ({"image": "no"}, "control", "control is not base64"),
-        ({"image": b64(noise(8, 8))[:40]}, "control", "control cannot be read as a picture"),
+        ({"image": b64(noise(8, 8))[:40]}, "control", "control cannot be read as an image"),
         ({"size": 3}, "control.size", "unknown field"),
-        ({"kind": "depth", "from_image": True}, "control", "this server cannot take depth from a picture"),
+        ({"kind": "depth", "from_image": True}, "control", "this server cannot extract depth from an image"),
     ],
 )
-def test_a_wrong_condition_is_told_what_is_wrong(client, monkeypatch, tmp_path, control, param, says):
+def test_the_error_names_what_is_wrong_with_a_condition(client, monkeypatch, tmp_path, control, param, says):
     monkeypatch.setenv("ARPG_HOME", str(tmp_path))
     body = {"class": 1, "control": {"image": b64(noise(8, 8)), **control}}
     found = error(client.post("/v1/arpg/generate", json=body), 400)
@@ -170,9 +170,9 @@ def test_models_without_control_refuse(served):
     assert "takes no condition images" in found["message"]
 
 
-def test_info_tells_the_kinds(client, monkeypatch, tmp_path):
+def test_info_lists_the_kinds(client, monkeypatch, tmp_path):
     monkeypatch.setenv("ARPG_HOME", str(tmp_path))
-    monkeypatch.setattr("arpg.serve.native_api.can_extract", lambda kind: kind == "canny")
+    monkeypatch.setattr("arpg.serve.schemas.can_extract", lambda kind: kind == "canny")
     control = client.get("/v1/arpg/info").json()["control"]
     assert [kind["name"] for kind in control["kinds"]] == ["canny", "depth"]
     assert all(kind["about"] for kind in control["kinds"])
@@ -191,31 +191,34 @@ def test_rows_with_and_without_a_condition_get_their_own_tokens(pipe):
     model, batcher = pipe.model, Batcher(pipe.model, max_batch=8)
     exact = SamplingSettings(guidance=2.0, decode="exact", attention="causal", draft=3)
     kinds = [SamplingSettings(steps=5, guidance=2.0), SamplingSettings(steps=3, guidance=1.0), exact]
-    orders = []
+    submitted = []
     for i in range(12):
         request = steered(model, [i, 50 + i], ("canny", "depth")[i % 2], (1.0, 0.4, 2.0)[i % 3]) if i % 4 else None
-        orders.append(Order(model, i, settings=kinds[i % 3], seed=i, request=request))
+        submitted.append(SubmittedRows(model, i, settings=kinds[i % 3], seed=i, request=request))
     try:
-        for order in orders:
-            batcher.put(order.ticket)
-        assert all(order.is_right() for order in orders)
+        for rows in submitted:
+            batcher.submit(rows.pending)
+        assert all(rows.is_right() for rows in submitted)
     finally:
         batcher.close()
 
 
 def test_a_steered_row_joins_a_running_batch(pipe):
-    batcher, settings = Slow(pipe.model, max_batch=8, call=1000), SamplingSettings(steps=5, guidance=2.0)
+    batcher, settings = (
+        SteppedBatcher(pipe.model, max_batch=8, call_overhead_tokens=1000),
+        SamplingSettings(steps=5, guidance=2.0),
+    )
     try:
-        first = Order(pipe.model, "a", settings=settings, request=steered(pipe.model, [1], "canny"))
-        second = Order(pipe.model, "b", settings=settings, request=steered(pipe.model, [2], "depth", 0.5))
-        plain = Order(pipe.model, "c", settings=settings, seed=3)
-        batcher.put(first.ticket)
+        first = SubmittedRows(pipe.model, "a", settings=settings, request=steered(pipe.model, [1], "canny"))
+        second = SubmittedRows(pipe.model, "b", settings=settings, request=steered(pipe.model, [2], "depth", 0.5))
+        plain = SubmittedRows(pipe.model, "c", settings=settings, seed=3)
+        batcher.submit(first.pending)
         batcher.step(2)
         assert batcher.stepped.acquire(timeout=30)
-        batcher.put(second.ticket)
-        batcher.put(plain.ticket)
+        batcher.submit(second.pending)
+        batcher.submit(plain.pending)
         batcher.allowed.release(1000)
-        assert all(order.is_right() for order in (first, second, plain))
+        assert all(rows.is_right() for rows in (first, second, plain))
         assert [("a", 0), ("b", 0)] in batcher.seen
         assert not any(("c", 0) in seen and len(seen) > 1 for seen in batcher.seen)
     finally:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from arpg import cli
-from arpg.decode.continuous import ContinuousBatch
+from arpg.serve.batcher import ContinuousBatch
 from support.paths import ROOT
 
 
@@ -78,46 +78,46 @@ def ask(address, body=None, path="/v1/arpg/generate"):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_place_within_a_step(live, brake, stream):
-    address, house = live()
+def test_a_disconnect_frees_its_rows_within_a_step(live, brake, stream):
+    address, service = live()
     connection = send(address, {"class": 1, "steps": 16, "num": 4, "stream": stream})
     brake.reached()
-    assert (house.studio.batcher.running, house.door.inside) == (4, 1)
+    assert (service.batcher.num_running, service.admission.num_admitted) == (4, 1)
     connection.close()
-    assert until(lambda: house.door.inside == 0)
+    assert until(lambda: service.admission.num_admitted == 0)
     brake.release(1)  # the step that it was in, and no other
-    assert until(lambda: (house.studio.batcher.running, house.studio.batcher.waiting) == (0, 0))
+    assert until(lambda: (service.batcher.num_running, service.batcher.num_waiting) == (0, 0))
     brake.release(1000)
     assert ask(address, {"class": 1, "steps": 2})[0] == 200
-    assert house.metrics.registry.get_sample_value("arpg_cancelled_total") == 1
+    assert service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1
 
 
 def test_a_body_that_does_not_come_is_a_408(live):
-    address, house = live(patience=0.2)
+    address, service = live(io_timeout_s=0.2)
     where = urlsplit(address)
     connection = socket.create_connection((where.hostname, where.port), timeout=60)
     connection.sendall(b"POST /v1/arpg/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
     assert connection.recv(100).startswith(b"HTTP/1.1 408")
     connection.close()
-    assert until(lambda: house.door.inside == 0)
+    assert until(lambda: service.admission.num_admitted == 0)
 
 
 def test_a_client_that_does_not_read_is_given_up(live, monkeypatch):
     """Its answers pile up in the sockets; after a while the connection is closed and its place is free."""
-    address, house = live(patience=0.2)
-    from arpg.serve import native_api
+    address, service = live(io_timeout_s=0.2)
+    from arpg.serve import native
 
-    monkeypatch.setattr(native_api, "encoded", lambda png: "x" * 10_000_000)  # more than any buffer holds
+    monkeypatch.setattr(native, "to_base64", lambda png: "x" * 10_000_000)  # more than any buffer holds
     connection = send(address, {"class": 1, "steps": 16, "stream": True})
-    assert until(lambda: house.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
-    assert until(lambda: (house.door.inside, house.studio.batcher.running) == (0, 0))
+    assert until(lambda: service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
+    assert until(lambda: (service.admission.num_admitted, service.batcher.num_running) == (0, 0))
     connection.close()
 
 
-def test_a_full_house(live, brake):
-    address, house = live(queue=2)
+def test_too_many_pending_requests(live, brake):
+    address, service = live(max_pending_requests=2)
     first, second = (send(address, {"class": i, "steps": 1}) for i in range(2))
-    assert until(lambda: house.door.inside == 2)
+    assert until(lambda: service.admission.num_admitted == 2)
     status, answer = ask(address, {"class": 1})
     assert (status, answer["error"]["code"]) == (429, "queue_full")
     brake.release(1000)
@@ -143,12 +143,12 @@ def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, cap
 
 
 def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
-    address, house = live()
+    address, service = live()
     caplog.set_level("CRITICAL")
-    inner, broken = house.studio.tokenizer._tokenizer, object()
-    house.studio.tokenizer._tokenizer = broken
+    inner, broken = service.tokenizer._tokenizer, object()
+    service.tokenizer._tokenizer = broken
     assert ask(address, {"class": 1, "steps": 2})[0] == 500
-    house.studio.tokenizer._tokenizer = inner
+    service.tokenizer._tokenizer = inner
     assert ask(address, {"class": 1, "steps": 2})[0] == 200
 
 
@@ -169,7 +169,7 @@ def test_requests_at_the_same_time_get_what_they_get_alone(live):
     assert found == alone
 
 
-def test_sigterm_finishes_what_is_inside(folder, tmp_path):
+def test_sigterm_finishes_admitted_requests(folder, tmp_path):
     """A real process: the stream that is running ends well, new work gets a 503, then it is gone."""
     command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ARPG_API_KEYS": ""}
@@ -179,7 +179,7 @@ def test_sigterm_finishes_what_is_inside(folder, tmp_path):
             assert "serving model at http://127.0.0.1:" in line
             address = line.split()[3]
             assert until(lambda: ask(address, path="/readyz")[0] == 200)
-            body = {"class": 1, "size": [32, 32], "way": "windows", "steps": 16, "stream": True}
+            body = {"class": 1, "size": [32, 32], "method": "windows", "steps": 16, "stream": True}
             connection = send(address, body, "/v1/arpg/expand", ["connection: close"])
             stream = connection.makefile("rb")
             while not (line := stream.readline()).startswith(b"event: step"):
@@ -234,7 +234,7 @@ def test_without_the_extra_it_says_which_one(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("arpg.serve")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    monkeypatch.delattr("arpg.serve.server", raising=False)
+    monkeypatch.delattr("arpg.serve.app", raising=False)
     monkeypatch.setattr(sys, "argv", ["arpg", "serve"])
     with pytest.raises(SystemExit) as exited:
         cli.main()
@@ -243,7 +243,7 @@ def test_without_the_extra_it_says_which_one(monkeypatch, capsys):
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path):
-    from arpg.serve.keys import read_keys
+    from arpg.serve.auth import read_keys
 
     file = tmp_path / "keys"
     file.write_text("# ours\nthe-first-key-of-the-file\n\n  the-second-key-of-the-file  \n")

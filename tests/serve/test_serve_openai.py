@@ -8,27 +8,27 @@ import openai
 import pytest
 from PIL import Image
 
-from arpg.serve.keys import Keys
+from arpg.serve.auth import ApiKeys
 from support.small import noise
 
 KEY = "a-key-for-the-official-client"
 
 
-@pytest.fixture
-def client(live):
-    address, _ = live(keys=Keys([KEY]))
+@pytest.fixture(scope="module")
+def client(live_module):
+    address, _ = live_module(keys=ApiKeys([KEY]))
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
 
-def picture(b64):
+def image_of(b64):
     return Image.open(io.BytesIO(base64.b64decode(b64)))
 
 
 def png(image):
     file = io.BytesIO()
     image.save(file, format="PNG")
-    return ("picture.png", file.getvalue(), "image/png")
+    return ("image.png", file.getvalue(), "image/png")
 
 
 def holed(size=(8, 8), box=(0, 0, 4, 8)):
@@ -44,19 +44,19 @@ def test_generations(client, pipeline):
     expected = pipeline.generate(3, num_images=2, **options)
     assert len(answer.data) == 2
     for datum, image in zip(answer.data, expected, strict=True):
-        assert np.array_equal(np.asarray(picture(datum.b64_json)), np.asarray(image))
+        assert np.array_equal(np.asarray(image_of(datum.b64_json)), np.asarray(image))
     assert (answer.size, answer.output_format) == ("8x8", "png")
 
 
 def test_sizes_formats_and_qualities(client, pipeline):
     larger = client.images.generate(prompt="3", size="16x16", extra_body={"seed": 1, "steps": 3})
     expected = pipeline.expand(None, 3, size=(16, 16), seed=1, steps=3)
-    assert np.array_equal(np.asarray(picture(larger.data[0].b64_json)), np.asarray(expected[0]))
+    assert np.array_equal(np.asarray(image_of(larger.data[0].b64_json)), np.asarray(expected[0]))
     for kind in ("jpeg", "webp"):
         made = client.images.generate(prompt="3", output_format=kind, output_compression=50, size="8x8")
-        assert picture(made.data[0].b64_json).format == kind.upper()
+        assert image_of(made.data[0].b64_json).format == kind.upper()
     low = client.images.generate(prompt="3", quality="low", extra_body={"seed": 1})
-    assert 'steps": 16,' in picture(low.data[0].b64_json).text["arpg"]
+    assert 'steps": 16,' in image_of(low.data[0].b64_json).text["arpg"]
 
 
 def test_edits_fill_what_is_transparent(client, pipeline):
@@ -67,7 +67,7 @@ def test_edits_fill_what_is_transparent(client, pipeline):
     white = Image.fromarray(np.where(np.asarray(mask)[..., 3] == 0, 255, 0).astype(np.uint8))
     expected = pipeline.inpaint(source, white, 2, num_images=2, seed=3, steps=4, feather=1)
     for datum, image in zip(answer.data, expected, strict=True):
-        found = np.asarray(picture(datum.b64_json))
+        found = np.asarray(image_of(datum.b64_json))
         assert np.array_equal(found, np.asarray(image))
         assert np.array_equal(found[:, 4:], np.asarray(source)[:, 4:])
 
@@ -76,7 +76,7 @@ def test_an_image_may_be_its_own_mask(client):
     source = noise(8, 8).convert("RGBA")
     source.paste((0, 0, 0, 0), (0, 0, 4, 4))
     answer = client.images.edit(image=[png(source)], prompt="1", extra_body={"steps": 2})
-    found = np.asarray(picture(answer.data[0].b64_json))
+    found = np.asarray(image_of(answer.data[0].b64_json))
     assert np.array_equal(found[4:], np.asarray(source)[4:, :, :3])
 
 
@@ -120,12 +120,12 @@ def test_errors_are_the_clients_exceptions(client, live):
         client.images.generate(prompt="1", extra_body={"stepz": 3})
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="a-wrong-key-of-the-right-length").models.list()
-    address, house = live(queue=1)
+    address, service = live(max_pending_requests=1)
     other = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-    house.door.inside = 1
+    service.admission.num_admitted = 1
     with pytest.raises(openai.RateLimitError):
         other.images.generate(prompt="1")
-    house.door.inside, house.door.draining = 0, True
+    service.admission.num_admitted, service.admission.draining = 0, True
     with pytest.raises(openai.InternalServerError):
         other.images.generate(prompt="1")
 
@@ -135,7 +135,7 @@ def test_errors_are_the_clients_exceptions(client, live):
     [
         (png(noise(8, 8)), png(holed((9, 8))), {}),
         (png(noise(8, 8)), png(noise(8, 8)), {}),
-        (("a.png", b"no picture", "image/png"), None, {}),
+        (("a.png", b"no image", "image/png"), None, {}),
         (png(noise(8, 8)), png(holed()), {"steps": "many"}),
         (png(noise(8, 8)), png(holed()), {"unknown": 1}),
         ([png(noise(8, 8)), png(noise(8, 8))], png(holed()), {}),

@@ -1,4 +1,4 @@
-"""Ray Serve: two painters, one is killed under load, and every request that was let in is answered."""
+"""Ray Serve: two replicas, one is killed under load, and every request that was let in is answered."""
 
 import json
 import os
@@ -19,19 +19,21 @@ CLIENTS, EACH = 6, 6
 
 @pytest.fixture
 def cluster(folder, monkeypatch):
-    from arpg.serve import ray_app
-    from arpg.serve.house import ServeSettings
-    from arpg.serve.keys import Keys
+    from arpg.serve import ray_serve
+    from arpg.serve.auth import ApiKeys
+    from arpg.serve.service import ServeSettings
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    app = ray_app.application(str(folder), keys=Keys(["a-key-for-the-cluster"]), settings=ServeSettings(), replicas=2)
+    app = ray_serve.application(
+        str(folder), keys=ApiKeys(["a-key-for-the-cluster"]), settings=ServeSettings(), replicas=2
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray_app.start(app, host="127.0.0.1", port=port)
+    ray_serve.start(app, host="127.0.0.1", port=port)
     yield f"http://127.0.0.1:{port}"
-    ray_app.serve.shutdown()
+    ray_serve.serve.shutdown()
     ray.shutdown()
 
 
@@ -62,9 +64,9 @@ def test_a_killed_replica_loses_no_request(cluster, pipeline):
         thread.start()
     for _ in range(2 * CLIENTS):
         started.acquire()
-    painters = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "Painter" in actor["name"]]
-    assert len(painters) == 2
-    ray.kill(ray.get_actor(painters[0]["name"], namespace=painters[0]["namespace"]))
+    replicas = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "Replica" in actor["name"]]
+    assert len(replicas) == 2
+    ray.kill(ray.get_actor(replicas[0]["name"], namespace=replicas[0]["namespace"]))
     for thread in threads:
         thread.join(120)
     assert wrong == []

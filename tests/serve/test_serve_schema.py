@@ -10,8 +10,7 @@ from starlette.testclient import TestClient
 
 from arpg import Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
 from arpg.serve.app import create_app
-from arpg.serve.limits import Limits
-from arpg.serve.schemas import Edit, Expand, Generate, Inpaint, Outpaint
+from arpg.serve.schemas import Edit, Expand, Generate, Inpaint, Limits, Outpaint
 
 SETTINGS = hypothesis.settings(
     max_examples=6,
@@ -24,7 +23,7 @@ SETTINGS = hypothesis.settings(
 
 
 @pytest.fixture
-def house(model, served):
+def service(model, served):
     """A tokenizer of eight pixels, so that the sizes of the examples are small grids."""
     torch.manual_seed(0)
     config = TokenizerConfig(
@@ -35,9 +34,9 @@ def house(model, served):
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-def test_the_server_keeps_to_its_schema(house, mode):
+def test_the_server_keeps_to_its_schema(service, mode):
     """Requests that fit the schema and requests that do not: every answer is one that is promised, none a 500."""
-    api = schemathesis.openapi.from_asgi("/openapi.json", create_app(house))
+    api = schemathesis.openapi.from_asgi("/openapi.json", create_app(service))
     tried = 0
     for operation in (found.ok() for found in api.get_all_operations()):
         if mode is GenerationMode.NEGATIVE and operation.method == "get":
@@ -47,7 +46,7 @@ def test_the_server_keeps_to_its_schema(house, mode):
         @hypothesis.seed(1)
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def keeps_to_it(case):
-            # That a class exists, or that a picture is one, no schema can say.
+            # That a class exists, or that an image is one, no schema can say.
             answer = case.call_and_validate(excluded_checks=[schemathesis.checks.positive_data_acceptance])
             assert answer.status_code < 500
 
@@ -56,16 +55,16 @@ def test_the_server_keeps_to_its_schema(house, mode):
     assert tried >= 7
 
 
-def test_the_examples_work(house):
-    client = TestClient(create_app(house))
+def test_the_examples_work(service):
+    client = TestClient(create_app(service))
     for kind in (Generate, Inpaint, Edit, Outpaint, Expand):
         for example in kind.model_config["json_schema_extra"]["examples"]:
             answer = client.post(f"/v1/arpg/{kind.__name__.lower()}", json=example)
             assert answer.status_code == 200, answer.text
 
 
-def test_every_route_is_described(house):
-    document = TestClient(create_app(house)).get("/openapi.json").json()
+def test_every_route_is_described(service):
+    document = TestClient(create_app(service)).get("/openapi.json").json()
     assert set(document["paths"]) == {
         *(f"/v1/arpg/{name}" for name in ("info", "classes", "thumbnails.webp")),
         *(f"/v1/arpg/{name}" for name in ("generate", "inpaint", "edit", "outpaint", "expand", "condition")),

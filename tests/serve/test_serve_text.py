@@ -16,11 +16,11 @@ from starlette.testclient import TestClient
 from arpg import Pipeline
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
-from arpg.serve.limits import Limits
+from arpg.serve.schemas import Limits
 from arpg.settings import SamplingSettings
-from arpg.text import Prompts
-from support.http import b64, error, events, picture, pixels, post
-from support.rows import Order, Slow
+from arpg.text_encoder import PromptCache
+from support.http import b64, error, events, image_of, pixels, post
+from support.rows import SteppedBatcher, SubmittedRows
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
 
 ODD = ["", "  ", "яблоко на столе", "🍓", "两个苹果", "a" * 2000, "tab\tand\nline", "'\"<b>&\\"]
@@ -41,7 +41,7 @@ class Paused(FakeEncoder):
 
 
 def pipeline_of(model, load=FakeEncoder, **options):
-    return Pipeline(model, small_tokenizer(), license="MIT", prompts=Prompts(TEXT.text, load=load, **options))
+    return Pipeline(model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=load, **options))
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def pipe(text_model):
     return pipeline_of(text_model)
 
 
-@pytest.fixture
-def house(served, pipe):
-    return served(pipeline=pipe)
+@pytest.fixture(scope="module")
+def service(served_module, pipe):
+    return served_module(pipeline=pipe)
 
 
-@pytest.fixture
-def client(house):
-    return TestClient(create_app(house), raise_server_exceptions=False)
+@pytest.fixture(scope="module")
+def client(service):
+    return TestClient(create_app(service), raise_server_exceptions=False)
 
 
 def test_an_image_is_the_one_that_the_pipeline_makes(client, pipe):
@@ -64,17 +64,17 @@ def test_an_image_is_the_one_that_the_pipeline_makes(client, pipe):
     answer = post(client, "generate", body)
     options = {"num_images": 2, "seed": 7, "steps": 5, "guidance": 3.0}
     expected = pipe.generate(prompt="a red star", negative="pear", **options)
-    assert [np.array_equal(pixels(picture(e)), i) for e, i in zip(answer["images"], expected, strict=True)] == [
+    assert [np.array_equal(pixels(image_of(e)), i) for e, i in zip(answer["images"], expected, strict=True)] == [
         True
     ] * 2
-    about = json.loads(picture(answer["images"][1]).text["arpg"])
+    about = json.loads(image_of(answer["images"][1]).text["arpg"])
     assert about == {**answer["settings"], "seed": 8}
     assert (about["prompt"], about["negative"], about["task"]) == ("a red star", "pear", "generate")
     assert "class" not in about
     without = post(client, "generate", {**body, "negative": None})
     assert "negative" not in without["settings"]
     assert without["images"][0]["png"] != answer["images"][0]["png"]
-    assert np.array_equal(pixels(picture(without["images"][0])), pipe.generate(prompt="a red star", **options)[0])
+    assert np.array_equal(pixels(image_of(without["images"][0])), pipe.generate(prompt="a red star", **options)[0])
 
 
 def test_every_task_takes_prompts(client, pipe):
@@ -90,13 +90,13 @@ def test_every_task_takes_prompts(client, pipe):
     }
     for route, (body, call) in calls.items():
         answer = post(client, route, {"image": b64(source), **body, **texts, **options})
-        assert np.array_equal(pixels(picture(answer["images"][0])), call(**texts, **options)[0]), route
+        assert np.array_equal(pixels(image_of(answer["images"][0])), call(**texts, **options)[0]), route
         if route != "edit":  # without a prompt: what fits
             answer = post(client, route, {"image": b64(source), **body, **options})
-            assert np.array_equal(pixels(picture(answer["images"][0])), call(**options)[0]), route
+            assert np.array_equal(pixels(image_of(answer["images"][0])), call(**options)[0]), route
             assert answer["settings"]["prompt"] is None
     answer = post(client, "expand", {"size": [16, 16], **texts, **options})
-    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.expand(size=(16, 16), **texts, **options)[0])
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.expand(size=(16, 16), **texts, **options)[0])
     best = post(client, "generate", {**texts, **options, "best_of": 3})
     drawing = pipe.generate_task(**texts, **options, best_of=3)
     drawing.run()
@@ -110,15 +110,15 @@ def test_a_stream_shows_every_step(client):
     assert [data["step"] for _, data in steps] == [1, 2, 3, 4]
     assert done["images"] == post(client, "generate", body)["images"]
     shown = Image.open(io.BytesIO(base64.b64decode(steps[-1][1]["previews"][0])))
-    assert np.array_equal(pixels(shown), pixels(picture(done["images"][0])))
+    assert np.array_equal(pixels(shown), pixels(image_of(done["images"][0])))
 
 
 @pytest.mark.parametrize("prompt", ODD)
 def test_odd_prompts_are_prompts(client, pipe, prompt):
     answer = post(client, "generate", {"prompt": prompt, "steps": 2, "seed": 1})
     assert answer["settings"]["prompt"] == prompt
-    assert json.loads(picture(answer["images"][0]).text["arpg"])["prompt"] == prompt
-    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(prompt=prompt, steps=2, seed=1)[0])
+    assert json.loads(image_of(answer["images"][0]).text["arpg"])["prompt"] == prompt
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(prompt=prompt, steps=2, seed=1)[0])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_odd_prompts_are_prompts(client, pipe, prompt):
         ("expand", {"size": [16, 16]}, "prompt", "no prompt is given"),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong(client, route, body, param, says):
+def test_the_error_names_what_is_wrong(client, route, body, param, says):
     headers = {"content-type": "application/json"}
     found = error(client.post(f"/v1/arpg/{route}", content=json.dumps(body), headers=headers), 400)
     assert says in found["message"]
@@ -146,8 +146,8 @@ def test_a_wrong_request_is_told_what_is_wrong(client, route, body, param, says)
 
 
 def test_info_metrics_and_the_servers_own_limit(served, pipe):
-    house = served(pipeline=pipe, limits=Limits(prompt=5))
-    client = TestClient(create_app(house))
+    service = served(pipeline=pipe, limits=Limits(prompt=5))
+    client = TestClient(create_app(service))
     info = client.get("/v1/arpg/info").json()
     assert (info["takes"], info["prompt_tokens"], info["classes"], info["limits"]["prompt"]) == ("text", 7, 0, 5)
     assert client.get("/v1/arpg/classes").json() == {"classes": [], "thumbnails": None}
@@ -245,37 +245,39 @@ PROMPTS = ["apple", "a red star on a blue", "two pears", "", "one two three four
 SETTINGS = SamplingSettings(steps=5, guidance=3.0)
 
 
-def order(pipe, owner, prompt, *, negative=None, settings=SETTINGS, num=1, seed=0):
+def submitted_rows(pipe, owner, prompt, *, negative=None, settings=SETTINGS, num=1, seed=0):
     drawing = pipe.generate_task(prompt=prompt, negative=negative, num_images=num, seed=seed)
-    return Order(pipe.model, owner, settings=settings, request=drawing.next_request())
+    return SubmittedRows(pipe.model, owner, settings=settings, request=drawing.next_request())
 
 
 def test_prompts_of_all_lengths_share_a_batch_and_are_as_alone(pipe):
     """One joins before each step; some lead away from another prompt. Each leaves with the tokens it gets alone."""
-    batcher = Slow(pipe.model, max_batch=16, call=1000)
+    batcher = SteppedBatcher(pipe.model, max_batch=16, call_overhead_tokens=1000)
     try:
-        orders = [order(pipe, i, text, seed=i, negative="star" if i % 2 else None) for i, text in enumerate(PROMPTS)]
-        batcher.put(orders[0].ticket)
-        for made in orders[1:]:
+        submitted = [
+            submitted_rows(pipe, i, text, seed=i, negative="star" if i % 2 else None) for i, text in enumerate(PROMPTS)
+        ]
+        batcher.submit(submitted[0].pending)
+        for made in submitted[1:]:
             assert batcher.stepped.acquire(timeout=30)  # it stands before a step
-            batcher.put(made.ticket)
+            batcher.submit(made.pending)
             batcher.allowed.release()
         batcher.allowed.release(1000)
-        assert all(made.is_right() for made in orders)
+        assert all(made.is_right() for made in submitted)
         assert max(len(who) for who in batcher.seen) == 5
     finally:
         batcher.close()
 
 
-def test_every_way_to_draw_takes_prompts_of_all_lengths(pipe):
+def test_every_strategy_takes_prompts_of_all_lengths(pipe):
     kinds = [
         SETTINGS,
         SamplingSettings(steps=8, guidance=1.0),
         SamplingSettings(steps=4, guidance=2.0, temperature=0.5, top_k=5, attention="causal"),
         SamplingSettings(guidance=2.0, decode="exact", attention="causal", draft=3),
     ]
-    orders = [
-        order(
+    submitted = [
+        submitted_rows(
             pipe,
             i,
             PROMPTS[i % 5],
@@ -288,14 +290,14 @@ def test_every_way_to_draw_takes_prompts_of_all_lengths(pipe):
     ]
     batcher = Batcher(pipe.model, max_batch=16)
     try:
-        for made in orders:
-            batcher.put(made.ticket)
-        assert all(made.is_right() for made in orders)
+        for made in submitted:
+            batcher.submit(made.pending)
+        assert all(made.is_right() for made in submitted)
     finally:
         batcher.close()
 
 
-def test_concurrent_requests_get_what_they_get_alone(client, pipe, house):
+def test_concurrent_requests_get_what_they_get_alone(client, pipe):
     bodies = [
         {"prompt": PROMPTS[i % 5], "negative": PROMPTS[(i + 1) % 5] if i % 2 else None, "seed": i, "steps": 3 + i % 3}
         for i in range(20)
@@ -303,34 +305,34 @@ def test_concurrent_requests_get_what_they_get_alone(client, pipe, house):
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda body: post(client, "generate", {**body, "guidance": 3.0}), bodies))
     for body, answer in zip(bodies, answers, strict=True):
-        assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body, guidance=3.0)[0]), body
+        assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(**body, guidance=3.0)[0]), body
 
 
 # Many machines
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_painter_takes_prompts(pipe, tmp_path, monkeypatch):
+def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     """What Ray Serve runs on each machine, asked by messages: the model comes from its folder, encoder and all."""
     pytest.importorskip("ray", reason="needs the extra ray")
-    from arpg.serve.house import ServeSettings
-    from arpg.serve.ray_app import Painter
+    from arpg.serve.ray_serve import Replica
+    from arpg.serve.service import ServeSettings
 
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("arpg.text.prompts.open_encoder", lambda config, device: FakeEncoder())
-    painter = Painter(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
+    monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
+    replica = Replica(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
     body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}
 
     async def ask():
-        return [message async for message in painter.answer(scope, json.dumps(body).encode())]
+        return [message async for message in replica.respond(scope, json.dumps(body).encode())]
 
     try:
         first, *rest = asyncio.run(ask())
     finally:
-        painter.house.close()
+        replica.service.close()
     assert first["status"] == 200
     answer = json.loads(b"".join(message.get("body", b"") for message in rest))
-    assert np.array_equal(pixels(picture(answer["images"][0])), pipe.generate(**body)[0])
+    assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(**body)[0])

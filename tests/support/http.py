@@ -14,7 +14,7 @@ def b64(image, **options):
     return base64.b64encode(file.getvalue()).decode()
 
 
-def picture(entry):
+def image_of(entry):
     return Image.open(io.BytesIO(base64.b64decode(entry["png"])))
 
 

@@ -1,6 +1,6 @@
-"""A stand-in for `arpg serve`: the same routes, pictures cut from the thumbnails, and failures on demand.
+"""A stand-in for `arpg serve`: the same routes and the same /info, images cut from the thumbnails, failures on demand.
 
-Run it to look at the page without a model: python tests/page_server.py [PORT]
+Run it to look at the page without a model: PYTHONPATH=tests python -m support.page_server [PORT]
 """
 
 import base64
@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from PIL import Image, PngImagePlugin
 
+from arpg.checkpoint import bundled_folder, read_folder
+from arpg.serve.schemas import Info, Limits, model_info
 from arpg.settings import SamplingDefaults
 from support.paths import ROOT
 
@@ -29,78 +31,20 @@ CSP = (
 SIDE, GRID, STRIDE = 96, 12, 8
 
 
-def about(**lines):
-    return [{"name": name.replace("_", "-"), "about": line} for name, line in lines.items()]
+DEFAULTS = SamplingDefaults(steps=24, guidance_by_steps=((12, 4.0), (24, 3.0)))  # two entries, to interpolate between
 
 
-INFO = {
-    "model": "garden",
-    "version": "0.1.0",
-    "classes": len(NAMES),
-    "takes": "class",
-    "prompt_tokens": None,
-    "control": None,
-    "image_size": [SIDE, SIDE],
-    "grid": [GRID, GRID],
-    "stride": STRIDE,
-    "defaults": {
-        "steps": 24,
-        "guidance": 3.0,
-        "guidance_schedule": "linear",
-        "order": "random",
-        "schedule": "arccos",
-        "attention": "block",
-        "decode": "steps",
-        "draft": 8,
-        "temperature": 1.0,
-        "top_k": None,
-        "top_p": 1.0,
-    },
-    "guidance_by_steps": [[12, 4.0], [24, 3.0]],
-    "choices": {
-        "order": about(
-            random="Anywhere next, decided by the seed.",
-            raster="Row by row.",
-            spiral_in="From the border to the middle.",
-            spiral_out="From the middle to the border.",
-            halton="Spread out evenly, always far from the last.",
-            local="Close to what is there, but not crowded.",
-        ),
-        "schedule": about(
-            arccos="Few tokens at first, many at the end.",
-            cosine="Gentle start, quick end.",
-            linear="The same number of tokens in every step.",
-        ),
-        "guidance_schedule": about(
-            linear="Grows with the tokens that are known.",
-            constant="The same in every step.",
-            none="No guidance at all.",
-        ),
-        "attention": about(
-            block="Tokens of a step see each other in the steps after it.",
-            causal="Tokens see only what came before them.",
-        ),
-        "decode": about(
-            steps="Several tokens at once, as the schedule says.",
-            exact="The picture of one token at a time, in fewer calls.",
-            speculative="As likely as one token at a time, in fewer calls.",
-        ),
-        "way": about(
-            windows="Overlapping windows over a larger grid.", positions="One grid with positions in between."
-        ),
-    },
-    "limits": {
-        "images": 16,
-        "steps": 1024,
-        "pixels": 4194304,
-        "bytes": 16777216,
-        "side": 768,
-        "best_of": 8,
-        "prompt": 2000,
-    },
-}
+def info_of(name):
+    """What the real server says of a bundled model, with our defaults; its edges can be extracted, but no depth."""
+    folder = read_folder(bundled_folder(name))
+    tokenizer = folder.tokenizer or read_folder(bundled_folder(folder.tokenizer_of)).tokenizer
+    info = model_info(name, folder.model, tokenizer, DEFAULTS, Limits())
+    if info["control"]:
+        info["control"]["extracts"] = ["canny"]
+    return json.loads(Info(**info).model_dump_json())
 
-DEFAULTS = SamplingDefaults(guidance_by_steps=((12, 4.0), (24, 3.0)))
+
+INFO = info_of("garden")
 
 
 class Fake:
@@ -109,8 +53,7 @@ class Fake:
     def __init__(self):
         self.pause = 0.01
         self.key = None
-        self.takes = "class"
-        self.control = None  # what info says of condition images
+        self.info = INFO
         self.failures = []  # (status, error, headers), each used once, before any job
         self.late = False  # errors come as an event, after the stream has begun
         self.break_after = None  # a stream breaks off after this many steps
@@ -167,10 +110,7 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/v1/") and not self.allowed():
             return None
         if path == "/v1/arpg/info":
-            tokens = 64 if self.fake.takes == "text" else None
-            return self.send(
-                200, {**INFO, "takes": self.fake.takes, "prompt_tokens": tokens, "control": self.fake.control}
-            )
+            return self.send(200, self.fake.info)
         if path == "/v1/arpg/classes":
             thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
             classes = [{"id": i, "name": name} for i, name in enumerate(NAMES)]

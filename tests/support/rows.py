@@ -1,28 +1,28 @@
-"""A batcher that takes steps when it is allowed to, and rows to put into it."""
+"""A batcher that takes steps when it is allowed to, and rows to submit to it."""
 
 import threading
 
 import torch
 
 from arpg import Request, SamplingSettings, decode, make_plan, tasks
-from arpg.serve.batcher import Batcher, Ticket
+from arpg.serve.batcher import Batcher, PendingRows
 
 SETTINGS = SamplingSettings(steps=5, guidance=2.0)
 
 
-class Slow(Batcher):
-    """Takes a step only when it is allowed to, and notes who was in it."""
+class SteppedBatcher(Batcher):
+    """Takes a step only when it is allowed to, and notes the rows in it."""
 
     def __init__(self, *arguments, **options):
         self.allowed, self.seen, self.stepped = threading.Semaphore(0), [], threading.Semaphore(0)
         super().__init__(*arguments, max_wait=0, **options)
 
-    def _turn(self):
+    def _step(self):
         if self._batches:
-            self.seen.append([(ticket.owner, row) for ticket, row in self._batches[0].places])
+            self.seen.append([(pending.owner, row) for pending, row in self._batches[0].rows])
             self.stepped.release()
             assert self.allowed.acquire(timeout=30)
-        super()._turn()
+        super()._step()
 
     def step(self, times=1):
         """Let it take steps that it is waiting at."""
@@ -35,17 +35,17 @@ class Slow(Batcher):
         super().close()
 
 
-class Order:
-    """A ticket and how it ended."""
+class SubmittedRows:
+    """The rows of a request, and how they ended."""
 
     def __init__(self, model, owner, *, num=1, settings=SETTINGS, seed=0, request=None, stopped=None):
         self.model, self.ended, self.error, self.shown = model, threading.Event(), None, []
         self.request = request or tasks.generate(model, [i % 5 for i in range(num)], range(seed, seed + num))
         plan = make_plan(self.request.grid, self.request.known_BN, self.request.seeds, settings)
         self.stopped = stopped or threading.Event()
-        self.ticket = Ticket(owner, self.request, plan, settings, self.stopped.is_set, self.end)
+        self.pending = PendingRows(owner, self.request, plan, settings, self.stopped.is_set, self.end)
 
-    def end(self, ticket, error):
+    def end(self, pending, error):
         assert not self.ended.is_set()
         self.error = error
         self.ended.set()
@@ -57,9 +57,9 @@ class Order:
     def is_right(self):
         """The tokens are those of the request alone, sample by sample."""
         assert self.wait().error is None
-        settings = self.ticket.settings
+        settings = self.pending.settings
         for i in range(len(self.request.seeds)):
             one = Request.gather([(self.request, i)])
             *_, last = decode(self.model, one, make_plan(one.grid, one.known_BN, one.seeds, settings), settings)
-            assert torch.equal(self.ticket.ids_BN[i : i + 1], last.ids_BN)
+            assert torch.equal(self.pending.ids_BN[i : i + 1], last.ids_BN)
         return True

@@ -6,7 +6,7 @@ import zlib
 
 from PIL import Image, ImageDraw
 
-from arpg.data.catalogue import KINDS
+from experiments.garden.objects import KINDS
 
 EXTRA = ("smiling cat", "1st place medal", "umbrella on ground")
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import tarfile
 
 import numpy as np
@@ -13,12 +14,12 @@ from arpg import InputError, Pipeline, Request, SamplingSettings, decode, load_m
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.config import TextConfig
 from arpg.data import TokenWriter, open_images, open_tokens, tokenize
-from arpg.data.compose import compose_tokens
-from arpg.data.composer import Composer
-from arpg.data.text_states import open_text_states, write_text_states
+from arpg.data.dataset import open_text_states, write_text_states
 from arpg.model import text_condition
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.garden.composer import Composer
+from experiments.garden.scene_sets import compose_tokens
 from support.scene_sets import write_sets
 from support.small import FakeEncoder, noise, small_tokenizer, write_zip
 
@@ -245,7 +246,10 @@ def recipe(tmp_path):
     return path
 
 
-def test_a_model_learns_what_captions_mean(recipe, tmp_path):
+def test_a_model_learns_what_captions_mean(recipe, tmp_path, monkeypatch):
+    """From stored text states: a machine that trains needs no text encoder."""
+    for name in ("transformers", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it was not installed
     folder = train_model(read_recipe(recipe, ModelRecipe), tmp_path / "run", device="cpu")
     model = load_model(folder)
     assert model.config.text == TEXT
@@ -263,9 +267,9 @@ def test_a_model_learns_what_captions_mean(recipe, tmp_path):
 def test_a_batch_is_a_function_of_the_step(recipe, tmp_path):
     """The same captions and drops however a batch is cut; one in ten is dropped."""
     recipes = [read_recipe(recipe, ModelRecipe, [f"run.accumulate={n}"]) for n in (1, 4)]
-    from arpg.train.distributed import start, stop
+    from arpg.train.distributed import init_distributed, shutdown_distributed
 
-    world = start("cpu")
+    world = init_distributed("cpu")
     try:
         one, four = (ModelTraining(r, tmp_path / f"run{i}", world) for i, r in enumerate(recipes))
         whole = [one.batches.batch(step, 0) for step in range(40)]
@@ -276,7 +280,7 @@ def test_a_batch_is_a_function_of_the_step(recipe, tmp_path):
         assert 0.05 < dropped < 0.16
         assert torch.allclose(one.loss(whole[3]), sum(four.loss(p) for p in parts) / 4, atol=1e-5)
     finally:
-        stop()
+        shutdown_distributed()
 
 
 def test_wrong_text_settings_are_said(recipe, tmp_path):

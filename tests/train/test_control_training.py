@@ -11,18 +11,16 @@ from torch import nn
 
 from arpg import InputError, Pipeline
 from arpg.checkpoint import FolderConfig, write_folder
-from arpg.data.compose import compose_tokens
-from arpg.data.control_maps import ControlMaps, pack_maps, shard_images, unpack_maps
+from arpg.data.dataset import ControlMaps, Dataset, TokenBatches, join_tokens
 from arpg.data.images import open_images
-from arpg.data.join import join_tokens
 from arpg.data.tokenize import tokenize
-from arpg.data.tokens import NO_CLASS, TokenWriter, open_tokens
+from arpg.data.tokens import NO_CLASS, TokenWriter, max_shard_images, open_tokens, pack_maps, unpack_maps
 from arpg.image import adm_crop, ten_crop
 from arpg.model.condition import class_condition, training_control
 from arpg.tasks import control_input as picture
-from arpg.train.batches import TokenBatches
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.garden.scene_sets import compose_tokens
 from support.scene_sets import write_sets
 from support.small import CONTROL, SMALL, controlled_model, small_model, small_tokenizer
 
@@ -72,8 +70,8 @@ def test_maps_are_kept_as_they_are(kind):
 
 
 def test_shards_fit_into_memory(tmp_path):
-    assert shard_images("canny", (256, 256), 10) * 10 * 256 * 32 <= 1 << 30
-    assert shard_images("depth", (256, 256), 10) == 1638
+    assert max_shard_images("canny", (256, 256), 10) * 10 * 256 * 32 <= 1 << 30
+    assert max_shard_images("depth", (256, 256), 10) == 1638
     settings = {"grid": (4, 4), "vocab_size": 24, "classes": (), "views": 10}
     assert TokenWriter(tmp_path, **settings, control="depth", control_size=(256, 256)).shard_size == 1638
 
@@ -154,7 +152,7 @@ def _sets(folder):
 def test_composed_scenes_bring_their_depth(tmp_path):
     sets = _sets(tmp_path)
     tokens = compose_tokens(small_tokenizer(), sets, tmp_path / "scenes", num=5, seed=3, size=64, depth=True)
-    from arpg.data.composer import Composer
+    from experiments.garden.composer import Composer
 
     maps = ControlMaps(tokens.controls, ("canny", "depth"), CPU)
     pixels, kind = maps.gather(np.arange(5), np.zeros(5, np.int64))
@@ -171,7 +169,7 @@ def test_class_and_image_are_dropped_together(tmp_path):
     tokens = join_tokens([open_tokens(tmp_path / name) for name in "ab"])
     control = ControlMaps(tokens.controls, ("canny", "depth"), CPU)
     settings = {"batch_size": 64, "num_classes": 5, "label_drop": 0.3, "seed": 0, "device": CPU}
-    batches = TokenBatches(tokens, parts=1, **settings, control=control)
+    batches = TokenBatches(Dataset(tokens, control=control), parts=1, **settings)
     batch, index = batches.batch(3, 0), batches.indices(3, 0)
     classless = torch.from_numpy(index >= 20)
     assert 5 < int(batch.dropped_B.sum()) < 35
@@ -179,7 +177,7 @@ def test_class_and_image_are_dropped_together(tmp_path):
     assert torch.equal(batch.kind_B == 1, classless)
     white = batch.pixels_BHW.reshape(64, 4, 2, 4, 2)[:, :, 0, :, 0].flatten(1) > 0  # the right view of the right image
     assert torch.equal(batch.ids_BN.bool(), white)
-    halves = TokenBatches(tokens, parts=2, **settings, control=control)
+    halves = TokenBatches(Dataset(tokens, control=control), parts=2, **settings)
     assert torch.equal(torch.cat([halves.batch(3, part).pixels_BHW for part in (0, 1)]), batch.pixels_BHW)
 
 
@@ -236,18 +234,18 @@ def recipe(tmp_path):
 
 def test_a_fine_tune_starts_from_the_base_and_learns_to_follow(recipe, tmp_path):
     """Tokens are a function of the condition image alone, so whoever looks at it loses almost nothing."""
-    from arpg.train.distributed import start, stop
+    from arpg.train.distributed import init_distributed, shutdown_distributed
 
     read = read_recipe(recipe, ModelRecipe)
     try:
-        training = ModelTraining(read, tmp_path / "start", start("cpu"))
+        training = ModelTraining(read, tmp_path / "start", init_distributed("cpu"))
         base = small_model().state_dict()
         ours = training.objective.model.state_dict()
         assert all(torch.equal(t, ours[k]) for k, t in base.items())
         assert any(k.startswith("control.encoder") for k in ours)
         assert not ours["control.down.weight"].any()
     finally:
-        stop()
+        shutdown_distributed()
     folder = train_model(read, tmp_path / "run", device="cpu")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -295,17 +293,17 @@ def test_tokens_without_condition_images(recipe, tmp_path):
 
 
 def test_a_folder_named_twice_is_drawn_twice_as_often(recipe, tmp_path):
-    from arpg.train.distributed import start, stop
+    from arpg.train.distributed import init_distributed, shutdown_distributed
 
     twice = read_recipe(recipe, ModelRecipe, [f'data.train=["{tmp_path}/a", "{tmp_path}/a", "{tmp_path}/b"]'])
     try:
-        training = ModelTraining(twice, tmp_path / "run", start("cpu"))
+        training = ModelTraining(twice, tmp_path / "run", init_distributed("cpu"))
     finally:
-        stop()
-    assert len(training.tokens) == 160
-    one, two = (training.control.gather(np.array([i]), np.array([1]))[0] for i in (7, 67))
+        shutdown_distributed()
+    assert len(training.dataset.tokens) == 160
+    one, two = (training.dataset.control.gather(np.array([i]), np.array([1]))[0] for i in (7, 67))
     assert torch.equal(one, two)
-    assert len(training.control._stores) == 2  # but it is there once
+    assert len(training.dataset.control._stores) == 2  # but it is there once
 
 
 @pytest.mark.gpu
@@ -322,6 +320,7 @@ def test_maps_that_stay_on_the_device(tmp_path):
         assert torch.equal(one, other.cpu())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_keeps_a_version_for_every_use(monkeypatch):
     """Both passes and the encoder, learning and judged, of several batches: more than the compiler's own 8."""

@@ -23,9 +23,15 @@ from torch.distributed.checkpoint.state_dict import (
 
 from arpg.errors import InputError
 from arpg.model.condition import class_condition
-from arpg.train.distributed import World, mean_over_ranks, parallelize, start, stop
+from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
 from arpg.train.snapshot import Snapshots
+from support.paths import ROOT
 from support.small import SMALL, small_model
+
+# Two processes add in another order than one. A rounding error of a gradient near 0 is a large share of it, and AdamW
+# divides gradients by their size, so losses drift apart by tens of roundings in five steps (measured: 21 with AVX2,
+# 10 with AVX-512). Gradients that are not averaged differ in the second digit.
+ROUNDING = 256 * torch.finfo(torch.float32).eps
 
 
 class Objective(nn.Module):
@@ -92,7 +98,7 @@ class Run:
 
 def two_processes(out):
     """What the fixture `pair` runs under torchrun: losses of both strategies, and a snapshot of the sharded one."""
-    world = start("cpu")
+    world = init_distributed("cpu")
     losses = {"size": world.size}
     for strategy in ("ddp", "fsdp"):
         run = Run(strategy, world)
@@ -102,13 +108,13 @@ def two_processes(out):
     if world.main:
         torch.save(full, out / "full.pt")
         (out / "losses.json").write_text(json.dumps(losses))
-    stop()
+    shutdown_distributed()
 
 
 @pytest.fixture
 def world():
-    yield start("cpu")
-    stop()
+    yield init_distributed("cpu")
+    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +126,11 @@ def pair(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(port), __file__, str(out)]
     done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return out
@@ -301,7 +311,7 @@ def test_other_failures_keep_their_words(world, tmp_path, monkeypatch):
 def test_two_processes_train_as_one(world, pair):
     losses = json.loads((pair / "losses.json").read_text())
     assert losses["size"] == 2
-    expected = pytest.approx(Run("none", world).steps(0, 5), abs=1e-5)
+    expected = pytest.approx(Run("none", world).steps(0, 5), rel=ROUNDING)
     assert losses["ddp"] == expected
     assert losses["fsdp"] == expected
     assert Run("fsdp", world).steps(0, 5) == expected
@@ -318,7 +328,7 @@ def test_shards_of_two_processes_load_in_one(world, pair):
     assert weights.keys() == full.keys()
     assert all(torch.equal(weights[key], full[key]) for key in full)
     # The optimizer came along: the run goes on as one that never stopped.
-    assert run.steps(5, 7) == pytest.approx(Run("none", world).steps(0, 7)[5:], abs=1e-5)
+    assert run.steps(5, 7) == pytest.approx(Run("none", world).steps(0, 7)[5:], rel=ROUNDING)
 
 
 def test_strategies_and_devices_are_checked(world):
@@ -326,11 +336,11 @@ def test_strategies_and_devices_are_checked(world):
         Run("zero", world)
     with pytest.raises(InputError, match="one process, not 2"):
         Run("none", World(0, 2, torch.device("cpu")))
-    stop()
+    shutdown_distributed()
     for name in ("tpu9", "meta"):
         with pytest.raises(InputError, match=f"device '{name}'"):
-            start(name)
-    stop()
+            init_distributed(name)
+    shutdown_distributed()
 
 
 if __name__ == "__main__":

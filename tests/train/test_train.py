@@ -16,11 +16,13 @@ import torch
 from arpg import InputError, Pipeline, load_model
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.data.tokens import TokenWriter
-from arpg.train import update
-from arpg.train.distributed import start, stop
+from arpg.train import report, update
+from arpg.train.distributed import init_distributed, shutdown_distributed
+from arpg.train.loop import run_training
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from arpg.train.tokenizer import TokenizerTraining, train_tokenizer
+from support.paths import ROOT
 from support.small import small_tokenizer
 
 RECIPE = """
@@ -55,6 +57,14 @@ steps = 4
 """
 
 
+@pytest.fixture(autouse=True)
+def no_plots(request, monkeypatch):
+    """Plots and TensorBoard files are slow to write, and one test looks at them."""
+    if request.node.name != "test_it_learns_and_leaves_a_model":
+        monkeypatch.setattr(report, "plot_losses", lambda folder: None)
+        monkeypatch.setattr(report, "_tensorboard", lambda folder: None)
+
+
 @pytest.fixture
 def recipe(tmp_path):
     """A recipe file, and tokens in which each class repeats one code."""
@@ -78,24 +88,26 @@ def train(recipe, folder, *overrides, resume=False):
     return train_model(read_recipe(recipe, ModelRecipe, overrides), Path(folder), resume=resume, device="cpu")
 
 
-def process(recipe, folder, *overrides, count=1, resume=False, script="arpg.cli"):
+def torchrun(count):
+    """The command that starts so many processes of what follows it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", f"--master-port={port}"]
+
+
+def popen(command):
+    """Start a command on one thread, with the path of these tests."""
+    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def process(recipe, folder, *overrides, count=1):
     """`arpg train` in processes of its own; under torchrun when there are several."""
-    command = [sys.executable]
-    if count > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={count}", f"--master-port={port}"]
-    command += ["-m", script, "train", str(recipe), "-o", str(folder), "--device", "cpu"]
-    command += [part for override in overrides for part in ("--set", override)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command + (["--resume"] if resume else []),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+    command = torchrun(count) if count > 1 else [sys.executable]
+    command += ["-m", "arpg.cli", "train", str(recipe), "-o", str(folder), "--device", "cpu"]
+    return popen(command + [part for override in overrides for part in ("--set", override)])
 
 
 def finish(started, code=0):
@@ -124,7 +136,7 @@ def test_it_learns_and_leaves_a_model(recipe, tmp_path):
 
 
 def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
-    world = start("cpu")
+    world = init_distributed("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
     for step in range(6):
         training.step(step)
@@ -135,7 +147,7 @@ def test_the_average_is_what_is_exported_and_validated(recipe, tmp_path):
     with training.ema.swapped_in():  # swaps the live weights into the average's place
         with_live = training.validate()["validation loss"]
     training.snapshots.finish()
-    stop()
+    shutdown_distributed()
     assert all(torch.equal(exported[key], averages[key]) for key in exported)
     assert not torch.equal(exported["head.weight"], live["head.weight"])
     assert with_average != pytest.approx(with_live, abs=1e-4)
@@ -148,16 +160,17 @@ def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path
     train(recipe, tmp_path / "run", *options, resume=True)
     train(recipe, tmp_path / "through", *options)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
-    world = start("cpu")
+    world = init_distributed("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe, options), tmp_path / "run", world)
     assert training.restore() == 12
-    stop()
+    shutdown_distributed()
     assert training.state()["ema"] == {}
     exported, live = load_model(tmp_path / "run" / "model").state_dict(), training.objective.model.state_dict()
     assert all(torch.equal(exported[key], live[key]) for key in exported)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off; tests/test_graphed.py does it")
+@pytest.mark.slow
 def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, monkeypatch):
     """Its losses are torch's, and its snapshots hold all that it needs."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -166,7 +179,7 @@ def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, m
     monkeypatch.setattr(adamw, "_BLOCK", 2**14)  # few programs: the interpreter takes them one by one
     options = ("optim.schedule=constant", "optim.warmup=0", "run.save_every=3", "run.validate_every=99")
     train(recipe, tmp_path / "plain", *options, "run.steps=6")
-    monkeypatch.setattr(update, "fusible", lambda x: True)
+    monkeypatch.setattr(update, "can_fuse", lambda x: True)
     options = (*options, "optim.one_pass=true")
     train(recipe, tmp_path / "through", *options, "run.steps=6")
     train(recipe, tmp_path / "run", *options, "run.steps=3")
@@ -180,7 +193,7 @@ def test_validation_is_causal_and_without_dropout(recipe, tmp_path):
     """The same number twice, and the plain teacher-forced loss of the averaged model in eval mode."""
     from arpg.model import class_condition
 
-    world = start("cpu")
+    world = init_distributed("cpu")
     training = ModelTraining(read_recipe(recipe, ModelRecipe), tmp_path / "run", world)
     for step in range(3):
         training.step(step)
@@ -194,7 +207,7 @@ def test_validation_is_causal_and_without_dropout(recipe, tmp_path):
             logits = model(batch.ids_BN, batch.order_BN, class_condition(model, batch.labels_B))
             targets = batch.ids_BN.gather(1, batch.order_BN)
             expected.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    stop()
+    shutdown_distributed()
     assert first == second
     assert first["validation loss"] == pytest.approx(float(torch.stack(expected).mean()), abs=1e-5)
 
@@ -234,7 +247,7 @@ def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_signals(recipe, tmp_path, number):
     """A real process, signalled in the middle of the run; resumed, it ends as if nothing had happened."""
     options = ("run.steps=150", "run.save_every=10", "run.validate_every=150", "run.sample_every=150")
@@ -258,20 +271,31 @@ def test_signals(recipe, tmp_path, number):
     assert a[150] == pytest.approx(b[150], abs=2e-3)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_give_the_losses_of_one(recipe, tmp_path, strategy):
+def two_processes(recipe, folder):
+    """What the next test runs under torchrun: both ways to distribute, in the same processes."""
+    world = init_distributed("cpu")
+    for strategy in ("ddp", "fsdp"):
+        read = read_recipe(Path(recipe), ModelRecipe, [f"run.parallel={strategy}", "run.accumulate=2"])
+        run_training(ModelTraining(read, Path(folder) / strategy, world), resume=False)
+    shutdown_distributed()
+
+
+def test_two_processes_give_the_losses_of_one(recipe, tmp_path):
     """Permutations, label drop and dropout belong to the sample, so splitting the batch changes nothing."""
-    two = process(recipe, tmp_path / "two", f"run.parallel={strategy}", "run.accumulate=2", count=2)
+    two = popen([*torchrun(2), __file__, str(recipe), str(tmp_path)])
     train(recipe, tmp_path / "one")
     finish(two)
-    for key in ("loss", "validation loss"):
-        a, b = metrics(tmp_path / "one", key), metrics(tmp_path / "two", key)
-        assert a.keys() == b.keys()
-        assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-4)
-    a, b = (load_model(tmp_path / name / "model").state_dict() for name in ("one", "two"))
-    assert all(torch.allclose(a[key], b[key], atol=1e-3) for key in a)
+    expected = load_model(tmp_path / "one" / "model").state_dict()
+    for strategy in ("ddp", "fsdp"):
+        for key in ("loss", "validation loss"):
+            a, b = metrics(tmp_path / "one", key), metrics(tmp_path / strategy, key)
+            assert a.keys() == b.keys()
+            assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-4)
+        found = load_model(tmp_path / strategy / "model").state_dict()
+        assert all(torch.allclose(found[key], expected[key], atol=1e-3) for key in expected)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(recipe, tmp_path):
     """Sharded snapshots of two processes are continued by one."""
     options = ("run.steps=120", "run.save_every=10", "run.validate_every=120", "run.sample_every=120", "optim.lr=3e-4")
@@ -344,7 +368,7 @@ z_channels = 8
 codebook_size = 32
 codebook_dim = 4
 [data]
-size = 32
+size = 24
 sources = [{{ path = "{images}" }}]
 validation = [{{ path = "{images}" }}]
 [loss]
@@ -387,6 +411,7 @@ def tokenizer_recipe(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_tokenizer_learns_with_all_its_terms(tokenizer_recipe, tmp_path):
     recipe = read_recipe(tokenizer_recipe, TokenizerRecipe, ["run.steps=40", "run.validate_every=10"])
     folder = train_tokenizer(recipe, tmp_path / "run", device="cpu")
@@ -420,3 +445,7 @@ def test_tokenizer_runs_continue_exactly(tokenizer_recipe, tmp_path, monkeypatch
     train_tokenizer(recipe, tmp_path / "run", resume=True, device="cpu")
     for key in ("loss", "mse", "discriminator", "images psnr"):
         assert metrics(tmp_path / "run", key) == pytest.approx(metrics(tmp_path / "whole", key), abs=1e-5), key
+
+
+if __name__ == "__main__":
+    two_processes(*sys.argv[1:])

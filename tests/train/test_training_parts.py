@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 from arpg import ARPG, InputError, ModelConfig, Pipeline
 from arpg.checkpoint import FolderConfig, load_model, write_folder
+from arpg.data.dataset import Dataset, TokenBatches
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.kernels.ops import fold_key, fold_keys, grad_fanout
 from arpg.model import class_condition
 from arpg.model.layers import Dropout
 from arpg.quantization.storage import pack, unpack
-from arpg.train.batches import TokenBatches
-from arpg.train.cross_entropy import linear_cross_entropy
+from arpg.train.model import warm_start
+from arpg.train.objective import linear_cross_entropy
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
 from arpg.train.recipe import OptimRecipe
-from arpg.train.warm_start import warm_start
 from support.small import SMALL, small_model
 
 OPTIM = OptimRecipe(lr=1.0, min_lr=0.1, warmup=0.25)
@@ -177,7 +177,7 @@ def tokens(tmp_path):
 
 def batches(tokens, parts, **change):
     options = {"batch_size": 8, "num_classes": 5, "label_drop": 0.3, "seed": 1, "device": torch.device("cpu"), **change}
-    return TokenBatches(tokens, parts=parts, **options)
+    return TokenBatches(Dataset(tokens), parts=parts, **options)
 
 
 def test_a_batch_does_not_depend_on_how_it_is_cut(tokens):
@@ -275,3 +275,16 @@ def test_packed_pipelines_load(pipeline, tmp_path):
         tokenizer=pack(pipeline.tokenizer.state_dict(), "float16"),
     )
     assert Pipeline.from_pretrained(tmp_path, device="cpu").generate(1, steps=3)[0].size == (8, 8)
+
+
+def test_ablations_of_the_speed_benchmark(monkeypatch):
+    """Each replaces something that the code has; an unknown one is refused in one line."""
+    import train_speed
+
+    def replace(module, **values):
+        assert all(hasattr(module, name) for name in values), (module, values)
+
+    monkeypatch.setattr(train_speed, "_replace", replace)
+    train_speed.ablate(list(train_speed.ABLATIONS))
+    with pytest.raises(SystemExit, match=r"--ablate attention turned does not exist; expected one of graph, .*stages$"):
+        train_speed.ablate(["attention", "graph", "turned"])

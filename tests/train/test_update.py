@@ -57,7 +57,7 @@ def kernel(monkeypatch):
 
     def switch(on):
         launches.clear()
-        monkeypatch.setattr(updates, "fusible", lambda x: on)
+        monkeypatch.setattr(updates, "can_fuse", lambda x: on)
         return launches
 
     return switch

@@ -12,13 +12,22 @@ import torch
 from typer.testing import CliRunner
 
 from arpg import InputError, Pipeline, SamplingSettings
-from arpg.bench import cold, kernels, report
-from arpg.bench.case import Case, make_cases, open_pipeline, square
+from arpg.bench import profile, record
+from arpg.bench.case import Case, make_cases, open_pipeline, square_grid
+from arpg.bench.profile import SPLIT_PARTS, kernel_group, split_time, summarize_kernels
 from arpg.bench.record import commit, compare, read_record, write_record
 from arpg.bench.roofline import Limits, token_floor
-from arpg.bench.scaling import fit_exponent, grow, summary
-from arpg.bench.split import PARTS, split_time
-from arpg.bench.throughput import Effort, generate, latencies, measure, steadily
+from arpg.bench.throughput import (
+    MeasureOptions,
+    fit_exponent,
+    latency_percentiles,
+    measure,
+    measure_cold_start,
+    measure_growing,
+    summarize_scaling,
+    time_batch,
+    time_pipelined,
+)
 from arpg.cli import app
 from arpg.settings import SamplingDefaults
 from support.small import SMALL, small_model, small_tokenizer
@@ -53,10 +62,10 @@ def test_impossible_cases():
     with pytest.raises(InputError, match="only 16 tokens"):
         case(steps=17)
     with pytest.raises(InputError, match="tokens is 60; expected a square"):
-        square(60)
-    assert square(4096) == (64, 64)
+        square_grid(60)
+    assert square_grid(4096) == (64, 64)
     with pytest.raises(InputError, match="repeats is 0"):
-        Effort(repeats=0)
+        MeasureOptions(repeats=0)
 
 
 def test_random_weights_need_no_download(folder):
@@ -77,7 +86,7 @@ def test_the_split_adds_up_on_a_clock_that_ticks(pipe):
     looks = iter(range(10**6))
     parts = split_time(pipe, case(steps=4), seed=0, clock=lambda: float(next(looks)))
     steps = 4
-    assert list(parts) == list(PARTS)
+    assert list(parts) == list(SPLIT_PARTS)
     assert parts["pass 1"] == steps  # the prefix and the tokens of all steps but the last
     assert parts["pass 2"] == steps * (3 - 1)  # its start and end stand around the head's, which does not count
     assert parts["head, sampling"] == steps * 2  # the head, and from the logits to the end of the step
@@ -97,9 +106,9 @@ def test_the_split_leaves_nothing_behind_when_it_fails(pipe, monkeypatch):
 
 def test_a_row_fits_together(pipe, monkeypatch):
     module = importlib.import_module("arpg.bench.throughput")
-    monkeypatch.setattr(module, "generate", lambda *_, **__: (0.25, 0.75))
+    monkeypatch.setattr(module, "time_batch", lambda *_, **__: (0.25, 0.75))
     limits = Limits(1e6, 1e9)
-    row = measure(pipe, case(batch=2), Effort(repeats=3, warmup=1, split=False), limits=lambda dtype: limits)
+    row = measure(pipe, case(batch=2), MeasureOptions(repeats=3, warmup=1, split=False), limits=lambda dtype: limits)
     assert row["images/s"] == 2.0
     assert row["token images/s"] == 8.0
     assert row["latency ms"] == {"p50": 1000.0, "p95": 1000.0, "p99": 1000.0}
@@ -109,7 +118,7 @@ def test_a_row_fits_together(pipe, monkeypatch):
     assert row["settings"]["model"] == "small"
     assert row["settings"]["engine"] == "eager"
     assert "split ms" not in row
-    assert "roofline share" not in measure(pipe, case(), Effort(split=False), limits=lambda dtype: None)
+    assert "roofline share" not in measure(pipe, case(), MeasureOptions(split=False), limits=lambda dtype: None)
 
 
 def test_it_generates_what_the_settings_say(pipe):
@@ -118,8 +127,8 @@ def test_it_generates_what_the_settings_say(pipe):
     decode = pipe.tokenizer.decode
     pipe.tokenizer.decode = lambda ids, grid: seen.append((tuple(ids.shape), grid)) or decode(ids, grid)
     try:
-        assert generate(pipe, case(batch=3, grid=(2, 4)), seed=0)[1] > 0
-        assert generate(pipe, case(), seed=0, pixels=False)[1] == 0
+        assert time_batch(pipe, case(batch=3, grid=(2, 4)), seed=0)[1] > 0
+        assert time_batch(pipe, case(), seed=0, pixels=False)[1] == 0
     finally:
         del pipe.tokenizer.decode
     assert seen == [((3, 8), (2, 4))]
@@ -131,65 +140,61 @@ def test_kernels_are_summed_by_what_they_do():
     def event(name, ts, dur, cat="kernel", ph="X"):
         return {"name": name, "ts": 1000.0 * ts, "dur": 1000.0 * dur, "cat": cat, "ph": ph}
 
-    found = kernels.summary(
+    found = summarize_kernels(
         [
             event("nvjet_tst_128x64_h_bz_TNN", 0, 4),
             event("sm90_xmma_gemm_bf16bf16", 3, 2),  # beside the first
-            event("attend_kernel", 7, 1),
-            event("attend_kernel", 8, 2),
+            event("_attend", 7, 1),
+            event("_attend", 8, 2),
             event("Memcpy DtoD (Device -> Device)", 10, 0.5, "gpu_memcpy"),
             event("cudaLaunchKernel", 0, 99, "cuda_runtime"),
             {"name": "a stream", "ph": "M"},
         ]
     )
     assert found["kernels"] == 5
-    expected = dict.fromkeys(kernels.PARTS, 0.0) | {"matrix products": 6.0, "attention": 3.0, "gaps": 2.0}
+    expected = dict.fromkeys(profile.KERNEL_PARTS, 0.0) | {"matrix products": 6.0, "attention": 3.0, "gaps": 2.0}
     assert found["kernels ms"] == expected | {"copies, small": 0.5}
-    assert found["top kernels"][1] == {"ms": 3.0, "launches": 2, "group": "attention", "kernel": "attend_kernel"}
-    assert kernels.summary([])["kernels ms"] == dict.fromkeys(kernels.PARTS, 0.0)
+    assert found["top kernels"][1] == {"ms": 3.0, "launches": 2, "group": "attention", "kernel": "_attend"}
+    assert summarize_kernels([])["kernels ms"] == dict.fromkeys(profile.KERNEL_PARTS, 0.0)
     profiled = {**row(), **found}
-    assert "    6.0 |" in report.kernel_table([profiled])
-    assert "2 x attention: attend_kernel" in report.top_kernels([profiled])
-    assert report.kernel_table([row()]) == report.top_kernels([row()]) == ""
+    assert "  6.0  " in record.render_kernels([profiled])
+    assert "2 x attention: _attend" in record.render_top_kernels([profiled])
+    assert record.render_kernels([row()]) == record.render_top_kernels([row()]) == ""
 
 
 @pytest.mark.parametrize(
     ("name", "group"),
     [
         ("_residual_norm_forward", "norms"),
-        ("_norm", "norms"),
         ("_swiglu_forward", "SwiGLU"),
-        ("_turn_kernel", "rotation"),
-        ("_angles", "rotation"),
-        ("_draw", "draw"),
-        ("_int8_product", "matrix products"),
-        ("few_rows_product", "matrix products"),
+        ("_rope_kernel", "rotation"),
+        ("_rope_table", "rotation"),
+        ("_sample", "draw"),
+        ("_int8_gemm", "matrix products"),
+        ("_small_gemm", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
         ("void at::native::elementwise_kernel<128, 4>", "copies, small"),
     ],
 )
 def test_our_kernels_have_a_group(name, group):
-    assert kernels.group_of(name) == group
+    assert kernel_group(name) == group
 
 
 def test_the_groups_know_the_names_of_our_kernels():
     """Kernels that decoding launches, found in their files: renamed ones would silently become `copies, small`."""
-    source = Path(kernels.__file__).parent.parent / "kernels"
-    text = "".join(
-        (source / f"{file}.py").read_text()
-        for file in ("attention", "draw", "few_rows", "quantised", "residual", "rotary", "swiglu")
-    )
+    source = Path(profile.__file__).parent.parent / "kernels"
+    files = ("attention", "int8_gemm", "residual_norm", "rope", "sample", "small_gemm", "swiglu")
+    text = "".join((source / f"{file}.py").read_text() for file in files)
     launched = set(re.findall(r"^ +(_\w+)\[\(?", text, flags=re.M)) - {"_backward"}
-    launched |= set(re.findall(r"import (few_rows_product|attend_kernel)$", text, flags=re.M))
-    assert {"attend_kernel", "_draw", "_residual_norm_forward", "_swiglu_forward", "few_rows_product"} <= launched
-    assert {name for name in launched if kernels.group_of(name) == kernels.REST} == set()
+    assert {"_attend", "_sample", "_residual_norm_forward", "_swiglu_forward", "_small_gemm"} <= launched
+    assert {name for name in launched if kernel_group(name) == profile.REST} == set()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_row_of_a_gpu():
     on_gpu = Pipeline(small_model().to("cuda"), small_tokenizer().to("cuda"), engine="graph")
-    found = measure(on_gpu, case(), Effort(repeats=2, warmup=0, top=True), limits=lambda dtype: None)
+    found = measure(on_gpu, case(), MeasureOptions(repeats=2, warmup=0, top_kernels=True), limits=lambda dtype: None)
     assert found["settings"]["engine"] == "graph"
     assert found["kernels"] > 10
     assert sum(found["kernels ms"].values()) > 0
@@ -205,7 +210,7 @@ def test_batches_one_after_the_other(pipe):
     decode = pipe.tokenizer.decode
     pipe.tokenizer.decode = lambda ids, grid: seen.append(ids.tolist()) or decode(ids, grid)
     try:
-        assert steadily(pipe, case(batch=1), 3, pixels=True) > 0
+        assert time_pipelined(pipe, case(batch=1), 3, pixels=True) > 0
     finally:
         del pipe.tokenizer.decode
     assert len(seen) == 4
@@ -213,7 +218,7 @@ def test_batches_one_after_the_other(pipe):
 
 
 def test_percentiles():
-    assert latencies([i / 1000 for i in range(101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert latency_percentiles([i / 1000 for i in range(101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
 
 
 # Scaling
@@ -233,13 +238,15 @@ def made_up(batch, seconds, **settings):
 
 def test_what_would_take_too_long_is_left_out():
     cases = [case(batch=n) for n in (1, 4, 16, 64)]
-    rows, left = grow(cases, lambda c: made_up(c.batch, c.batch * 1.0), size=lambda c: c.batch, most=20.0, batches=3)
+    rows, left = measure_growing(
+        cases, lambda c: made_up(c.batch, c.batch * 1.0), size=lambda c: c.batch, max_seconds=20.0, batches=3
+    )
     assert [row["settings"]["batch"] for row in rows] == [1, 4]  # 3 batches of 16 s are more than 20 s
     assert [c.batch for c in left] == [16, 64]
-    found = summary("batch", rows)
+    found = summarize_scaling("batch", rows)
     assert (found["exponent"], found["last exponent"], found["seconds per batch"]) == (1.0, 1.0, [1.0, 4.0])
-    assert "exponent" not in summary("batch", rows[:1])
-    text = report.scaling_text([{**found, "left out": [16, 64]}])
+    assert "exponent" not in summarize_scaling("batch", rows[:1])
+    text = record.render_scaling([{**found, "left out": [16, 64]}])
     assert "batch^1.0" in text
     assert "left out, too slow: 16, 64" in text
 
@@ -274,11 +281,11 @@ def test_two_records_side_by_side():
     assert [s["batch"] for s in found["gone"]] == [4]
     assert [s["batch"] for s in found["new"]] == [8]
     assert found["differs"] == {"torch": ("1", "2")}
-    text = report.comparison(found)
+    text = record.render_comparison(found)
     assert "worse: images/s, 0.900 times as good (batch 2, steps 8)" in text
     assert "was '1', is '2'" in text
-    assert "nothing got slower" in report.comparison(compare(before, before, tolerance=0.0))
-    assert "no row is in both" in report.comparison(compare(before, {"rows": []}, tolerance=0.0))
+    assert "nothing got slower" in record.render_comparison(compare(before, before, tolerance=0.0))
+    assert "no row is in both" in record.render_comparison(compare(before, {"rows": []}, tolerance=0.0))
     with pytest.raises(InputError, match=r"tolerance is 1\.5"):
         compare(before, after, tolerance=1.5)
 
@@ -336,10 +343,10 @@ def test_the_commit_is_that_of_the_code(tmp_path):
 def test_lines_of_the_plot():
     rows = [row(batch, steps, speed=batch / steps, guidance=float(steps)) for batch in (4, 1) for steps in (8, 2)]
     expected = {"batch 4": [(2, 2.0), (8, 0.5)], "batch 1": [(2, 0.5), (8, 0.125)]}
-    assert report.series(rows, "steps", "batch") == expected
-    assert list(report.series(rows[::-1], "steps", "batch")) == list(expected)  # the fastest first
+    assert record.plot_lines(rows, "steps", "batch") == expected
+    assert list(record.plot_lines(rows[::-1], "steps", "batch")) == list(expected)  # the fastest first
     both = [row(1, 8, dtype=dtype) for dtype in ("float32", "bfloat16")]
-    assert list(report.series(both, "batch", "steps")) == ["steps 8, dtype float32", "steps 8, dtype bfloat16"]
+    assert list(record.plot_lines(both, "batch", "steps")) == ["steps 8, dtype float32", "steps 8, dtype bfloat16"]
 
 
 # The command line
@@ -350,27 +357,26 @@ def run(*arguments):
 
 
 def test_the_command_measures_a_grid_and_compares(folder, tmp_path):
-    out, picture = tmp_path / "a.json", tmp_path / "a.png"
+    out, plot = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--model", folder, "--device", "cpu", "--repeats", 1, "--warmup", 0, "--threads", 1]
-    result = run(
-        *options, "--batch", "1,2", "--steps", "2,3", "--dtype", "float32,bfloat16", "-o", out, "--plot", picture
-    )
+    result = run(*options, "--batch", "1,2", "--steps", "2,3", "--dtype", "float32,bfloat16", "-o", out, "--plot", plot)
     assert result.exit_code == 0, result.output
-    record = read_record(out)
-    settings = [(r["settings"]["dtype"], r["settings"]["steps"], r["settings"]["batch"]) for r in record["rows"]]
+    written = read_record(out)
+    settings = [(r["settings"]["dtype"], r["settings"]["steps"], r["settings"]["batch"]) for r in written["rows"]]
     assert settings == [(d, s, b) for d in ("float32", "bfloat16") for s in (2, 3) for b in (1, 2)]
-    assert record["about"]["device"] == "CPU"
-    assert record["about"]["threads"] == 1
-    for one in record["rows"]:
-        assert set(one["split ms"]) == set(PARTS)
+    assert written["about"]["device"] == "CPU"
+    assert written["about"]["threads"] == 1
+    for one in written["rows"]:
+        assert set(one["split ms"]) == set(SPLIT_PARTS)
         assert one["roofline share"] > 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert result.output.count("\n|") >= 9
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert "images/s" in result.output
+    assert "8 rows in" in result.output
     same = run("compare", out, out, "--fail")
     assert same.exit_code == 0
     assert "nothing got slower" in same.output
-    record["rows"][0]["images/s"] *= 2
-    out.with_name("faster.json").write_text(json.dumps(record))
+    written["rows"][0]["images/s"] *= 2
+    out.with_name("faster.json").write_text(json.dumps(written))
     worse = run("compare", out.with_name("faster.json"), out, "--fail")
     assert worse.exit_code == 1
     assert "worse: images/s, 0.500 times as good" in worse.output
@@ -393,9 +399,9 @@ def test_the_command_lets_sizes_grow(folder, tmp_path):
     ]
     result = run(*options, "--scaling", "--tokens", "4,16", "--batch", "1,2", "--steps", 2, "--threads", 1, "-o", out)
     assert result.exit_code == 0, result.output
-    record = json.loads(out.read_text())
-    assert [(one["over"], one["sizes"]) for one in record["scaling"]] == [("tokens", [4, 16]), ("batch", [1, 2])]
-    assert all(math.isfinite(one["exponent"]) for one in record["scaling"])
+    written = json.loads(out.read_text())
+    assert [(one["over"], one["sizes"]) for one in written["scaling"]] == [("tokens", [4, 16]), ("batch", [1, 2])]
+    assert all(math.isfinite(one["exponent"]) for one in written["scaling"])
     assert "cost grows like tokens^" in result.output
 
 
@@ -410,7 +416,8 @@ def test_the_command_lets_sizes_grow(folder, tmp_path):
         (["--tokens", "50"], "tokens is 50"),
         (["--model", ""], "model is ''"),
         (["--model", "no-such-model"], "no-such-model"),
-        (["--most", "0"], "most is 0"),
+        (["--max-seconds", "0"], "max-seconds is 0"),
+        (["--most", "0"], "max-seconds is 0"),
         (["--threads", "0"], "number of threads is '0'"),
         (["--repeats", "0"], "repeats is 0"),
         (["--out", "/dev/null/such.json"], "/dev/null"),
@@ -427,11 +434,13 @@ def test_bad_input_is_named(arguments, message, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fresh_process_says_how_long_each_part_took(folder):
+def test_a_fresh_process_says_how_long_each_part_took(folder, monkeypatch):
     options = {"random": False, "device": "cpu", "dtype": "float32", "threads": 1, "steps": 2}
-    found = cold.cold_start(str(folder), **options)
+    found = measure_cold_start(str(folder), **options)
     assert found["to the first image s"] == pytest.approx(
         found["import s"] + found["load s"] + found["first image s"], abs=0.005
     )
-    with pytest.raises(InputError, match="no-such-model"):
-        cold.cold_start("no-such-model", **options)
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nInputError: no-such-model is no model\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(InputError, match="the fresh process failed: InputError: no-such-model"):
+        measure_cold_start("no-such-model", **options)

@@ -1,14 +1,15 @@
 """The table of the engine: its rows measured small, written one by one, kept, failed and rendered."""
 
 import json
+import os
 import subprocess
 import sys
 
-import engine as table
-import marks
 import pytest
 
 from arpg.bench.roofline import Limits
+from arpg.tables import fill_page
+from benchmarks import engine as table
 from support.paths import ROOT
 
 
@@ -35,7 +36,7 @@ def test_all_rows_small(folder, tmp_path, capsys, monkeypatch):
         assert each["value"] > 0, each
         assert (each["bar"], each["goal"]) == (row.bar, row.goal)
     assert found["rows"]["XL, 512 px, 64 steps"]["settings"]["tokens"] == 64  # twice the side of the others
-    assert "L, 32 steps: there already" in capsys.readouterr().out
+    assert "L, 32 steps: in the file already" in capsys.readouterr().out
     text = page.read_text()
     assert text.startswith("# Speed\n<!-- engine: begin -->\nCPU, torch")
     assert text.endswith("<!-- engine: end -->\nrest\n")
@@ -93,16 +94,20 @@ def test_bad_arguments(arguments, capsys):
 def test_the_page_has_a_place_for_it():
     page = (ROOT / "docs" / "performance" / "results.md").read_text()
     record = table.read(table.RESULTS)
-    assert marks.fill(page, {"engine": table.page_part(record)}) == page, "run benchmarks/engine.py --table --write"
+    assert fill_page(page, {"engine": table.page_part(record)}) == page, "run benchmarks/engine.py --table --write"
 
 
 def test_it_needs_little():
-    """torch, numpy, Pillow and safetensors are enough: nothing of the command line, nothing that draws."""
+    """Every speed benchmark imports with torch, Triton, numpy, Pillow and safetensors alone, run in either form."""
     code = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'huggingface_hub', 'cv2', 'scipy', 'transformers', 'fastapi'):\n"
         "    sys.modules[name] = None\n"
-        "import engine, pixels, precision\n"
+        "from benchmarks import attention_tiles, cpu_speed, engine, pixels, precision, small_gemm\n"
+        "from benchmarks import text_speed, train_speed\n"
     )
-    folders = [str(ROOT / "src"), str(ROOT / "benchmarks")]
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {folders}\n{code}"], check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    for form in (["benchmarks/engine.py"], ["-m", "benchmarks.engine"]):
+        environment["PYTHONPATH"] = str(ROOT / "src")
+        subprocess.run([sys.executable, *form, "--table"], check=True, env=environment, cwd=ROOT, capture_output=True)

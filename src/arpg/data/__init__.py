@@ -1,17 +1,17 @@
-"""Data for training: image sets, training crops, and token shards."""
+"""Data for training: image sets, crops, token sets, and the datasets of tokens, text states and condition maps."""
 
+from arpg.data.crops import CropStream, center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
-from arpg.data.pixels import PixelStream, eval_pixels
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import TokenSet, TokenWriter, open_tokens
 
 __all__ = [
+    "CropStream",
     "ImageSet",
-    "PixelStream",
     "TokenSet",
     "TokenWriter",
+    "center_crops",
     "concatenate",
-    "eval_pixels",
     "open_images",
     "open_tokens",
     "tokenize",

@@ -6,7 +6,7 @@
     captions.jsonl          {"file": ..., "caption": ...} per line, likewise
 
 ROOT is a folder, a zip file, or a path into a zip file, like data/fruits.zip/fruits/train. WebDataset tars, and
-folders of them, are read as well (webdataset.py).
+folders of them, are read as well: KEY.jpg with KEY.txt, or with a KEY.json that has a "caption".
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import posixpath
 import struct
+import tarfile
 import threading
 import zipfile
 import zlib
@@ -25,14 +26,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from arpg.data.webdataset import read_tar
 from arpg.errors import InputError, present, require
 from arpg.image import to_rgb
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+TAR_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 CAPTIONS = ("captions.json", "captions.jsonl")
 
-# What Pillow and zipfile raise for files that are damaged, encrypted or something else altogether.
+# What Pillow and zipfile raise for files that are damaged, encrypted or of another kind.
 _BROKEN = (
     OSError,
     ValueError,
@@ -48,9 +49,9 @@ _BROKEN = (
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images by number. `read` may be called from many threads."""
+    """Images by index. `read` is thread-safe."""
 
-    where: str  # the source, for messages
+    where: str  # the source, for error messages
     names: tuple[str, ...]
     labels: tuple[int, ...]
     classes: tuple[str, ...]
@@ -61,22 +62,22 @@ class ImageSet:
         return len(self.names)
 
     def read(self, index: int) -> Image.Image:
-        """The image as RGB: upright, and transparent parts on white."""
+        """Read image `index` as RGB: upright (EXIF), with transparent parts on white."""
         return self.load(index)
 
-    def only(self, numbers: Sequence[int]) -> ImageSet:
-        """These of the images."""
-        some = [int(i) for i in numbers]
-        captions = None if self.captions is None else tuple(self.captions[i] for i in some)
-        names, labels = tuple(self.names[i] for i in some), tuple(self.labels[i] for i in some)
-        return ImageSet(self.where, names, labels, self.classes, captions, lambda index: self.load(some[index]))
+    def only(self, indices: Sequence[int]) -> ImageSet:
+        """Return the subset of the images at `indices`."""
+        chosen = [int(i) for i in indices]
+        captions = None if self.captions is None else tuple(self.captions[i] for i in chosen)
+        names, labels = tuple(self.names[i] for i in chosen), tuple(self.labels[i] for i in chosen)
+        return ImageSet(self.where, names, labels, self.classes, captions, lambda index: self.load(chosen[index]))
 
 
 def open_images(path: str | Path) -> ImageSet:
-    """The image set at a folder, a zip file, or a folder inside a zip file."""
+    """Open the image set at a folder, a zip file, a folder inside a zip file, or a WebDataset tar."""
     path = Path(path)
     if path.suffix == ".tar" and path.is_file():
-        names, captions, read = read_tar(path)
+        names, captions, read = _read_tar(path)
         load = _loader(str(path), names, read)
         return ImageSet(str(path), tuple(names), (0,) * len(names), (), tuple(captions) if captions else None, load)
     if path.is_dir() and (tars := sorted(path.glob("*.tar"))):
@@ -97,7 +98,7 @@ def open_images(path: str | Path) -> ImageSet:
 
 
 def concatenate(sets: Sequence[ImageSet]) -> ImageSet:
-    """One set after the other; a class that several of them have is one class."""
+    """Concatenate image sets; classes of the same name become one class."""
     require(len(sets) >= 1, "there are no image sets to concatenate; give at least one")
     with_classes = [bool(images.classes) for images in sets]
     if any(with_classes) and not all(with_classes):
@@ -113,10 +114,10 @@ def concatenate(sets: Sequence[ImageSet]) -> ImageSet:
     captions: list[str] | None = []
     for images in sets:
         captions = None if captions is None or images.captions is None else [*captions, *images.captions]
-    places = [(images, i) for images in sets for i in range(len(images))]
+    members = [(images, i) for images in sets for i in range(len(images))]
 
     def load(index: int) -> Image.Image:
-        images, i = places[index]
+        images, i = members[index]
         return images.read(i)
 
     return ImageSet(
@@ -130,7 +131,7 @@ def concatenate(sets: Sequence[ImageSet]) -> ImageSet:
 
 
 class _ZipReader:
-    """Reads members of a zip file; every thread has its own handle, because a handle has one position."""
+    """Reads members of a zip file, with a handle per thread, because a handle has one file position."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,7 +151,7 @@ class _ZipReader:
 
 
 def _walk(root: Path) -> list[str]:
-    """All files below a folder, as relative paths with slashes."""
+    """List all files below a folder, as relative paths with slashes."""
     found = []
     for folder, _, files in os.walk(root, followlinks=True):
         found += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
@@ -181,7 +182,7 @@ def _loader(where: str, names: Sequence[str], read: Callable[[str], bytes]) -> C
         try:
             with Image.open(io.BytesIO(read(name))) as image:
                 return to_rgb(image)
-        except InputError:  # the zip file itself, which says so
+        except InputError:  # of the archive itself
             raise
         except _BROKEN as error:
             raise InputError(f"{where}/{name} cannot be read as an image ({error}); repair or remove it") from None
@@ -192,7 +193,7 @@ def _loader(where: str, names: Sequence[str], read: Callable[[str], bytes]) -> C
 def _captions(
     where: str, files: Sequence[str], names: Sequence[str], read: Callable[[str], bytes]
 ) -> tuple[str, ...] | None:
-    """One caption per name, from all caption files; None where there is no such file."""
+    """Read one caption per name from all caption files; None where there are no such files."""
     if not files:
         return None
     table: dict[str, str] = {}
@@ -216,3 +217,63 @@ def _captions(
         f"{where} has captions, but {len(missing)} images have none, like {missing[0] if missing else ''}; add them",
     )
     return tuple(table[name] for name in names)
+
+
+def _read_tar(path: Path) -> tuple[list[str], list[str] | None, Callable[[str], bytes]]:
+    """Index a WebDataset tar: the names of its images, their captions where all have one, and a reader of members.
+
+    Members are read by offset through one descriptor, so threads need no handles of their own.
+    """
+    try:
+        with tarfile.open(path, "r:") as archive:
+            members = {m.name: (m.offset_data, m.size) for m in archive if m.isfile()}
+    except (tarfile.TarError, OSError) as error:
+        raise InputError(
+            f"{path} is not a whole, uncompressed tar file ({error}); unpack it or copy it again"
+        ) from None
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def read(name: str) -> bytes:
+        offset, size = members[name]
+        data = os.pread(descriptor, size, offset)
+        require(len(data) == size, f"{path} ends inside {name}; copy it again")
+        return data
+
+    images = [name for name in members if _ending(name) in TAR_ENDINGS]
+    require(len(images) >= 1, f"{path} has no images; expected members that end in {', '.join(TAR_ENDINGS)}")
+    keys = [_key(name) for name in images]
+    require(len(set(keys)) == len(keys), f"{path} has two images of one key; expected one image for each")
+    texts = [_tar_caption(path, key, members, read) for key in keys]
+    found = [text for text in texts if text is not None]
+    require(
+        len(found) in (0, len(images)),
+        f"{path} has captions, but {len(images) - len(found)} of its images have none; expected KEY.txt or KEY.json",
+    )
+    return images, found or None, read
+
+
+def _tar_caption(path: Path, key: str, members: dict[str, tuple[int, int]], read: Callable[[str], bytes]) -> str | None:
+    if f"{key}.txt" in members:
+        try:
+            return read(f"{key}.txt").decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: {key}.txt is not UTF-8 text ({error})") from None
+    if f"{key}.json" in members:
+        try:
+            caption = json.loads(read(f"{key}.json"))["caption"]
+            if isinstance(caption, str):
+                return caption
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise InputError(f'{path}: {key}.json has no "caption"; expected {{"caption": "..."}}')
+    return None
+
+
+def _key(name: str) -> str:
+    """Return the path up to the first dot of its base name, which is WebDataset's key."""
+    folder, base = posixpath.split(name)
+    return posixpath.join(folder, base.split(".")[0])
+
+
+def _ending(name: str) -> str:
+    return "." + posixpath.basename(name).partition(".")[2].lower()

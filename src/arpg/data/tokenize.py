@@ -1,4 +1,4 @@
-"""Images to token sets: every image is encoded once, and an interrupted run goes on where it stopped."""
+"""`arpg tokenize`: encode images into a token set; an interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from arpg.data.images import ImageSet
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
-from arpg.image import adm_crop, ten_crop
+from arpg.files import hash_tensors
+from arpg.image import adm_crop, ten_crop, to_images
 from arpg.tasks.control_input import ControlInput
 from arpg.tokenizer import VQTokenizer
 
@@ -40,15 +41,15 @@ def tokenize(
 ) -> TokenSet:
     """Encode the centre crop (or ten crops) of every image into a token folder; `batch_size` counts crops.
 
-    `control`: the kind of condition images to take from the crops and keep with the tokens.
+    `control`: the kind of condition images to extract from the crops and store with the tokens.
     """
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     grid, views = tokenizer.grid(size, size), 10 if ten_crops else 1
-    about = _fingerprint(tokenizer, images, size, control)
+    expected = _fingerprint(tokenizer, images, size, control)
     if (folder / TOKENS).exists():
         tokens = open_tokens(folder)
         require(
-            (tokens.info.fingerprint, tokens.views) == (about, views),
+            (tokens.info.fingerprint, tokens.views) == (expected, views),
             f"{folder} was made with another tokenizer, other images or other settings; "
             "delete it or choose another folder",
         )
@@ -61,7 +62,7 @@ def tokenize(
         classes=images.classes,
         views=views,
         shard_size=shard_size,
-        fingerprint=about,
+        fingerprint=expected,
         captioned=images.captions is not None,
         control=control,
         control_size=(size, size) if control else (0, 0),
@@ -94,13 +95,14 @@ def tokenize(
 
 @torch.inference_mode()
 def encode_pixels(tokenizer: VQTokenizer, pixels_BHW3: NDArray[np.uint8]) -> NDArray[np.int64]:
-    pixels_B3HW = torch.from_numpy(pixels_BHW3).to(tokenizer.device).permute(0, 3, 1, 2)
-    ids_BN: NDArray[np.int64] = tokenizer.encode((pixels_B3HW.float() / 127.5 - 1).to(tokenizer.dtype)).cpu().numpy()
+    """Encode 8-bit images to ids `[B, N]`."""
+    images_B3HW = to_images(pixels_BHW3, tokenizer.device).to(tokenizer.dtype)
+    ids_BN: NDArray[np.int64] = tokenizer.encode(images_B3HW).cpu().numpy()
     return ids_BN
 
 
 def _batches(prepare: Callable[[int], Prepared], numbers: range, size: int) -> Iterator[list[Prepared]]:
-    """Prepared images in order, `size` at a time, with the next two batches in preparation meanwhile."""
+    """Yield prepared images in order, `size` at a time, while threads prepare the next two batches."""
     waiting: deque[Future[Prepared]] = deque()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize") as pool:
         try:
@@ -114,15 +116,12 @@ def _batches(prepare: Callable[[int], Prepared], numbers: range, size: int) -> I
 
 
 def _fingerprint(tokenizer: VQTokenizer, images: ImageSet, size: int, control: str) -> str:
-    """What decides the ids: the weights, the images' names and labels, and the size; and what is kept beside them."""
+    """Hash what the set depends on: the weights, names, labels and captions of the images, the size, the maps."""
     digest = hashlib.sha256(f"{size} {images.classes} {images.labels}{control}".encode())
     digest.update("\n".join((*images.names, *(images.captions or ()))).encode())
     return fingerprint(tokenizer, digest)
 
 
 def fingerprint(tokenizer: VQTokenizer, digest: hashlib._Hash) -> str:
-    """The digest of what is encoded, and the weights that encode it."""
-    for name, tensor in sorted(tokenizer.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+    """Return the hash of `digest` and of the weights that encode."""
+    return hash_tensors(tokenizer.state_dict(), digest, names_only=True)[:32]

@@ -1,22 +1,22 @@
-"""Token sets: the code ids of many images, in shards that are mapped into memory.
+"""Token sets: the code ids of many images, with labels, captions and condition images, in memory-mapped shards.
 
     FOLDER/
       tokens.json         what the set is, and its shards
       ids-00000.npy       uint16 (uint32 for more than 65536 codes), [n, views, N]
       labels-00000.npy    int32, [n]
       captions-00000.json a list of n texts, where the images have captions
-      text.json, ...      the states of the captions, see text_states.py
-      control-00000.npy   condition images, where there are some, see control_maps.py
+      control-00000.npy   condition images, where there are some: 8 bits, [n, views, H, W];
+                          canny, which is black or white: 1 bit, [n, views, H, W / 8]
+      text.json, ...      the states of the captions, see dataset.py
       unfinished.json     only while it is being written: its settings, so that nothing else continues it
 
 The published layout, CLASS_ID/NAME.npy with one image per file, is read as well.
 
-Shapes: n images of a shard, N grid tokens, b batch.
+Shapes: n images of a shard, N grid tokens, b batch, H W pixels.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -25,19 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from arpg.config import CONTROLS, from_dict, to_dict
-from arpg.data.control_maps import MapSet, control_name, map_shape, open_maps, pack_maps, shard_images
 from arpg.errors import InputError, one_of, require
-from arpg.files import write_whole
+from arpg.files import read_array, read_json, write_array, write_json
 
 FORMAT = "arpg-tokens-1"
 TOKENS, UNFINISHED = "tokens.json", "unfinished.json"
-NO_CLASS = -1  # the label of what has none
+NO_CLASS = -1  # the label of images without a class
+ONE_BIT_KINDS = ("canny",)  # condition images that are stored as bits
+MAX_CONTROL_BYTES = 1 << 30  # of a shard of condition images
 
 Array = NDArray[Any]
 
+_AGAIN = "copy it again, or tokenize again"
 _log = logging.getLogger(__name__)
 
 
@@ -52,8 +56,8 @@ class TokenInfo:
     num_classes: int
     fingerprint: str = ""  # of the tokenizer and the images, where the writer knows them
     captioned: bool = False
-    control: str = ""  # the kind of the condition images, where there are some
-    control_size: tuple[int, int] = (0, 0)  # their height and width
+    control: str = ""  # the kind of the condition images, if any
+    control_size: tuple[int, int] = (0, 0)  # height and width of the condition images
 
     def __post_init__(self) -> None:
         for name in ("views", "vocab_size", "num_classes"):
@@ -61,7 +65,7 @@ class TokenInfo:
         require(min(self.grid) >= 1, f"grid is {self.grid}; expected two numbers of 1 or more")
         if self.control:
             one_of("control", self.control, CONTROLS)
-            map_shape(self.control, self.control_size)
+            stored_shape(self.control, self.control_size)
         require(
             len(self.classes) in (0, self.num_classes),
             f"classes has {len(self.classes)} names; num_classes is {self.num_classes}",
@@ -74,9 +78,24 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Shard:
+    """One shard of a token set: file names and number of images."""
+
     ids: str
     labels: str
     num_images: int
+
+
+@dataclass(frozen=True, eq=False)
+class MapSet:
+    """The condition images of one token set, as stored."""
+
+    kind: str
+    size: tuple[int, int]  # height and width
+    shards: Sequence[Array]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
 
 
 class TokenSet:
@@ -93,7 +112,7 @@ class TokenSet:
         views_of: Array | None = None,
         controls: Sequence[MapSet] = (),
     ) -> None:
-        """`views_of`: how many views each image has, where that differs; `controls`: the condition images."""
+        """`views_of`: the number of views of each image, where it differs; `controls`: the condition images."""
         self.info, self.folder, self.controls = info, folder, tuple(controls)
         self.captions = captions
         self.views, self.grid, self.vocab_size = info.views, info.grid, info.vocab_size
@@ -108,7 +127,7 @@ class TokenSet:
         return self.num_images
 
     def gather(self, index: Array, view: Array) -> NDArray[np.int64]:
-        """The ids `[b, N]` of images `[b]` in views `[b]`."""
+        """Return the ids `[b, N]` of the images `index` `[b]` in the views `view` `[b]`."""
         index, view = np.asarray(index), np.asarray(view)
         if index.size and not (index.min() >= 0 and index.max() < self.num_images):
             raise IndexError(f"image {index.min()} to {index.max()} of a set of {self.num_images}")
@@ -126,7 +145,7 @@ class TokenSet:
 
 
 class TokenWriter:
-    """Writes a token set shard by shard; on a folder that was left unfinished, it goes on after the whole shards."""
+    """Writes a token set shard by shard; in a folder that was left unfinished, continues after the complete shards."""
 
     def __init__(
         self,
@@ -142,7 +161,7 @@ class TokenWriter:
         control: str = "",
         control_size: tuple[int, int] = (0, 0),
     ) -> None:
-        """`control`: the kind of condition images that come with the tokens, if any, and their height and width."""
+        """`control`: the kind of the condition images, if any; `control_size`: their height and width."""
         require(shard_size >= 1, f"shard_size is {shard_size}; expected 1 or more images")
         require(not (folder / TOKENS).exists(), f"{folder} is a finished token set; delete it or choose another folder")
         self.folder, self.shard_size = folder, shard_size
@@ -158,7 +177,7 @@ class TokenWriter:
             control_size,
         )
         if control:
-            self.shard_size = min(shard_size, shard_images(control, control_size, views))
+            self.shard_size = min(shard_size, max_shard_images(control, control_size, views))
         self.shards: list[Shard] = []
         self._ids: list[Array] = []
         self._labels: list[Array] = []
@@ -166,31 +185,31 @@ class TokenWriter:
         self._maps: list[Array] = []
         while all((folder / name).exists() for name in self._names(len(self.shards))):
             ids, labels = self._names(len(self.shards))[:2]
-            count = len(_load(folder / labels))
+            count = len(read_array(folder / labels, advice=_AGAIN))
             _open_shard(folder, Shard(ids, labels, count), self.info)
             self.shards.append(Shard(ids, labels, count))
         unfinished = folder / UNFINISHED
         if self.shards and unfinished.exists():
             require(
-                from_dict(TokenInfo, _read_json(unfinished), where=str(unfinished)) == self.info,
+                from_dict(TokenInfo, _read_object(unfinished), where=str(unfinished)) == self.info,
                 f"{folder} was begun with another tokenizer, other images or other settings; "
                 "delete it or choose another folder",
             )
         else:
-            _write_json(unfinished, to_dict(self.info))
+            write_json(unfinished, to_dict(self.info))
 
     @property
     def num_done(self) -> int:
-        """Images in whole shards; those that were only added count when their shard is written."""
+        """The number of images in complete shards, which is where an interrupted run continues."""
         return sum(shard.num_images for shard in self.shards)
 
     def _names(self, number: int) -> tuple[str, ...]:
-        more = [caption_name(number)] if self.info.captioned else []
-        return (*_shard_names(number), *more, *([control_name(number)] if self.info.control else []))
+        captions = [_caption_name(number)] if self.info.captioned else []
+        return (*_shard_names(number), *captions, *([_control_name(number)] if self.info.control else []))
 
     def add(self, ids: Array, labels: Array, captions: Sequence[str] | None = None, maps: Array | None = None) -> None:
-        """Ids `[n, views, N]`, labels `[n]` and, where the set has them, captions and condition images
-        `[n, views, H, W]` of the next images.
+        """Add the next images: ids `[n, views, N]`, labels `[n]` and, where the set has them, captions and condition
+        images `[n, views, H, W]`.
         """
         if (maps is not None) != bool(self.info.control):
             raise ValueError(f"control is {self.info.control!r}, but the maps are {maps if maps is None else 'given'}")
@@ -215,13 +234,13 @@ class TokenWriter:
             self._write_shard()
 
     def close(self) -> None:
-        """Write what is left, and then tokens.json, which makes the set complete."""
+        """Write the last shard, and then tokens.json, which makes the set complete."""
         if sum(map(len, self._labels)):
             self._write_shard()
         require(bool(self.shards), f"{self.folder} would be a token set without images; add some")
         data = {"format": FORMAT, "num_images": self.num_done, **to_dict(self.info)}
         data["shards"] = [to_dict(shard) for shard in self.shards]
-        _write_json(self.folder / TOKENS, data)
+        write_json(self.folder / TOKENS, data)
         (self.folder / UNFINISHED).unlink(missing_ok=True)
 
     def _write_shard(self) -> None:
@@ -229,20 +248,20 @@ class TokenWriter:
         size = min(self.shard_size, len(labels))
         self._ids, self._labels = [ids[size:]], [labels[size:]]
         number, names = len(self.shards), _shard_names(len(self.shards))
-        if self.info.captioned:  # the labels come last: with them the shard is whole
-            _write_json(self.folder / caption_name(number), self._captions[:size])
+        if self.info.captioned:  # the labels are written last: they make the shard complete
+            write_json(self.folder / _caption_name(number), self._captions[:size])
             self._captions = self._captions[size:]
         if self.info.control:
             maps = np.concatenate(self._maps)
             self._maps = [maps[size:]]
-            _write_array(self.folder / control_name(number), maps[:size])
-        _write_array(self.folder / names[0], ids[:size])
-        _write_array(self.folder / names[1], labels[:size])
+            write_array(self.folder / _control_name(number), maps[:size])
+        write_array(self.folder / names[0], ids[:size])
+        write_array(self.folder / names[1], labels[:size])
         self.shards.append(Shard(*names, size))
 
 
 def open_tokens(path: str | Path, *, vocab_size: int | None = None, num_classes: int | None = None) -> TokenSet:
-    """Open a token set; `vocab_size` and `num_classes` are those of the model that is to learn from it."""
+    """Open a token set; `vocab_size` and `num_classes` are those of the model to train on it."""
     folder = Path(path)
     require(folder.is_dir(), f"{folder} is not a folder; expected a token set, as `arpg tokenize` writes it")
     if (folder / TOKENS).exists():
@@ -266,7 +285,7 @@ def open_tokens(path: str | Path, *, vocab_size: int | None = None, num_classes:
 
 def _open_shards(folder: Path) -> TokenSet:
     where = str(folder / TOKENS)
-    data = _read_json(folder / TOKENS)
+    data = _read_object(folder / TOKENS)
     require(data.pop("format", None) == FORMAT, f'{where} does not say "format": "{FORMAT}"')
     listed, num_images = data.pop("shards", None), data.pop("num_images", None)
     require(isinstance(listed, list) and bool(listed), f"{where} lists no shards; tokenize again")
@@ -280,22 +299,21 @@ def _open_shards(folder: Path) -> TokenSet:
     )
     labels = np.concatenate([labels for _, labels in arrays])
     counts = [shard.num_images for shard in shards]
-    controls = [open_maps(folder, info.control, info.control_size, counts, info.views)] if info.control else []
+    controls = [_open_maps(folder, info, counts)] if info.control else []
     ids = [part for part, _ in arrays]
     return TokenSet(info, ids, labels, captions=captions, folder=folder, controls=controls)
 
 
 def _open_shard(folder: Path, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:
-    """A shard's ids and labels, checked against what tokens.json says of them."""
-    again = "copy it again, or tokenize again"
-    ids, labels = _load(folder / shard.ids), _load(folder / shard.labels)
+    """Open the ids and labels of a shard, and check them against tokens.json."""
+    ids, labels = (read_array(folder / name, advice=_AGAIN) for name in (shard.ids, shard.labels))
     shape = (shard.num_images, info.views, math.prod(info.grid))
     for name, array, expected, dtype in (
         (shard.ids, ids, shape, info.dtype),
         (shard.labels, labels, shape[:1], np.dtype(np.int32)),
     ):
-        require(array.shape == expected, f"{folder / name} has the shape {array.shape}; expected {expected}; {again}")
-        require(array.dtype == dtype, f"{folder / name} holds {array.dtype}; expected {dtype}; {again}")
+        require(array.shape == expected, f"{folder / name} has the shape {array.shape}; expected {expected}; {_AGAIN}")
+        require(array.dtype == dtype, f"{folder / name} holds {array.dtype}; expected {dtype}; {_AGAIN}")
     _check_range(folder / shard.ids, ids, info.vocab_size, "vocab_size")
     _check_range(folder / shard.labels, labels, info.num_classes, "num_classes")
     return ids, labels
@@ -330,8 +348,8 @@ def _open_published(folder: Path, vocab_size: int | None) -> TokenSet:
 
 
 def _load_published(path: Path) -> Array:
-    """`[views, N]`; the files may have a leading axis of 1."""
-    array = _load(path, mapped=False)
+    """Read one image of the published layout, `[views, N]`; the files may have a leading axis of 1."""
+    array = read_array(path, advice=_AGAIN, mmap=False)
     if array.ndim == 3 and len(array) == 1:
         array = array[0]
     require(array.ndim == 2 and array.size > 0, f"{path} has the shape {array.shape}; expected (views, tokens)")
@@ -346,51 +364,70 @@ def _check_range(path: Path, array: Array, limit: int, name: str) -> None:
     )
 
 
-def _load(path: Path, *, mapped: bool = True) -> Array:
-    require(path.is_file(), f"{path} does not exist; copy the whole token set, or tokenize again")
-    try:
-        array: Array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} is not a whole .npy file ({error}); copy it again, or tokenize again") from None
-    return array
+def _open_maps(folder: Path, info: TokenInfo, counts: Sequence[int]) -> MapSet:
+    """Open the condition images of a set whose shards have `counts` images."""
+    shards: list[Array] = []
+    for number, count in enumerate(counts):
+        path = folder / _control_name(number)
+        expected = (count, info.views, *stored_shape(info.control, info.control_size))
+        shards.append(read_array(path, advice=_AGAIN))
+        valid = shards[-1].shape == expected and shards[-1].dtype == np.uint8
+        found = f"{shards[-1].shape} of {shards[-1].dtype}"
+        require(valid, f"{path} is {found}; expected {expected} of uint8; {_AGAIN}")
+    return MapSet(info.control, info.control_size, shards)
 
 
 def _captions(folder: Path, number: int, shard: Shard) -> list[str]:
-    path = folder / caption_name(number)
-    require(path.is_file(), f"{path} does not exist; copy the whole token set, or tokenize again")
-    try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    right = isinstance(texts, list) and all(isinstance(text, str) for text in texts) and len(texts) == shard.num_images
-    require(right, f"{path} is not a list of {shard.num_images} texts; copy it again, or tokenize again")
+    path = folder / _caption_name(number)
+    require(path.is_file(), f"{path} does not exist; {_AGAIN}")
+    texts = read_json(path)
+    valid = isinstance(texts, list) and all(isinstance(text, str) for text in texts) and len(texts) == shard.num_images
+    require(valid, f"{path} is not a list of {shard.num_images} texts; {_AGAIN}")
     return list(texts)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
+def _read_object(path: Path) -> dict[str, Any]:
+    data = read_json(path)
     require(isinstance(data, dict), f"{path} is {data!r}; expected an object")
     return dict(data)
 
 
-def _write_json(path: Path, data: Any) -> None:
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+def stored_shape(kind: str, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape in which one condition image is stored."""
+    if kind not in ONE_BIT_KINDS:
+        return size
+    require(size[1] % 8 == 0, f"condition images are {size[1]} pixels wide; {kind} needs a multiple of 8")
+    return size[0], size[1] // 8
 
 
-def _write_array(path: Path, array: Array) -> None:
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:  # np.save would add an ending to a name
-            np.save(file, array)
-
-    write_whole(path, write)
+def max_shard_images(kind: str, size: tuple[int, int], views: int) -> int:
+    """Return how many images a shard may have, so that its condition images fit into memory while it is written."""
+    return max(1, MAX_CONTROL_BYTES // (views * math.prod(stored_shape(kind, size))))
 
 
-def caption_name(number: int) -> str:
-    return f"captions-{number:05d}.json"
+def pack_maps(maps_HW: Array, kind: str) -> NDArray[np.uint8]:
+    """Convert condition images `[..., H, W]` of 8 bits to how they are stored."""
+    if kind not in ONE_BIT_KINDS:
+        return maps_HW.astype(np.uint8, copy=False)
+    packed: NDArray[np.uint8] = np.packbits(maps_HW >= 128, axis=-1)
+    return packed
+
+
+def unpack_maps(stored: Tensor, kind: str) -> Tensor:
+    """Convert stored condition images to `[..., H, W]` of 8 bits, on their device."""
+    if kind not in ONE_BIT_KINDS:
+        return stored
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=stored.device)
+    return ((stored[..., None] >> shifts & 1) * 255).flatten(-2)
 
 
 def _shard_names(number: int) -> tuple[str, str]:
     return f"ids-{number:05d}.npy", f"labels-{number:05d}.npy"
+
+
+def _caption_name(number: int) -> str:
+    return f"captions-{number:05d}.json"
+
+
+def _control_name(number: int) -> str:
+    return f"control-{number:05d}.npy"

@@ -21,7 +21,7 @@ from arpg.errors import one_of, require
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG, Condition
 from arpg.settings import ORDERS
-from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4608  # tokens whose logits are in memory together
 
@@ -70,7 +70,7 @@ def fill_bits(model: ARPG, request: Request, ids_BN: Tensor) -> Tensor:
 @torch.no_grad()
 def image_bits(
     model: ARPG,
-    tokenizer: VQTokenizer,
+    tokenizer: Tokenizer,
     image: Image.Image,
     condition: Condition,
     *,

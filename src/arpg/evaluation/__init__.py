@@ -1,1 +1,1 @@
-"""How good images are: a small classifier, reconstruction, diversity and distance to the training images."""
+"""Evaluation: sampling for an evaluation, features, metrics, sweeps, reconstruction, class accuracy, attention maps."""

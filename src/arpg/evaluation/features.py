@@ -1,26 +1,154 @@
-"""Features of a set of images: what all metrics are computed from, collected batch by batch and kept in one npz file.
+"""Features of image sets: image sources, collection batch by batch, npz files, and the cache of references.
 
 Shapes: B batch, M images, F features.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import logging
 import zipfile
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 from torch import Tensor
 
+from arpg.data.images import ImageSet, open_images
 from arpg.errors import InputError, require
-from arpg.evaluation.frechet import Moments, Statistics
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.inception_score import RunningGains
-from arpg.files import write_whole
-from arpg.image import Pixels
+from arpg.evaluation.metrics import Moments, RunningGains, Statistics
+from arpg.files import hash_file, write_whole
+from arpg.hub import home
+from arpg.image import Pixels, adm_crop, check_pixels
+
+ARRAY = "arr_0"  # where np.savez puts what it is given, and where ADM's files have their images
+THREADS = 8
+CHUNK = 250  # images that go through the networks together
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSource:
+    """Images that can be read in batches, any number of times."""
+
+    where: str
+    count: int
+    batches: Callable[[int], Iterator[Pixels]]
+
+
+def open_source(path: str | Path, *, size: int | None = None) -> ImageSource:
+    """Open an npz file with images in arr_0 (uint8 [n, H, W, 3]), or a folder or zip file of image files.
+
+    With a size, image files are cropped to that square as ADM prepares ImageNet; an npz file must have it already.
+    """
+    path = Path(path)
+    require(size is None or size >= 1, f"size is {size}; expected 1 or more pixels")
+    return _open_npz(path, size) if path.suffix == ".npz" else from_images(open_images(path), size=size)
+
+
+def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
+    check_pixels(pixels, what=where)
+
+    def batches(batch_size: int) -> Iterator[Pixels]:
+        for start in range(0, len(pixels), batch_size):
+            yield pixels[start : start + batch_size]
+
+    return ImageSource(where, len(pixels), batches)
+
+
+def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
+    """Return a source of image files, read by several threads; with a size, cropped to that square."""
+
+    def read(index: int) -> Pixels:
+        image = images.read(index)
+        return np.asarray(image if size is None else adm_crop(image, size))
+
+    def batches(batch_size: int) -> Iterator[Pixels]:
+        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+        shape: tuple[int, ...] | None = None
+        with ThreadPoolExecutor(THREADS) as pool:
+            for start in range(0, len(images), batch_size):
+                stop = min(start + batch_size, len(images))
+                arrays = list(pool.map(read, range(start, stop)))
+                for i, array in enumerate(arrays, start):
+                    shape = shape or array.shape
+                    require(
+                        array.shape == shape,
+                        f"{images.where}: {images.names[i]} is {array.shape[1]}x{array.shape[0]} pixels, but "
+                        f"{images.names[0]} is {shape[1]}x{shape[0]}; give a size to crop to",
+                    )
+                yield np.stack(arrays)
+
+    return ImageSource(images.where, len(images), batches)
+
+
+def npz_names(path: Path) -> set[str]:
+    """Return the names of the arrays in an npz file."""
+    require(path.is_file(), f"{path} does not exist; expected an npz file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy") for name in archive.namelist()}
+    except (OSError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path} is not a whole npz file ({error}); make or copy it again") from None
+
+
+def _open_npz(path: Path, size: int | None) -> ImageSource:
+    names = npz_names(path)
+    require(
+        ARRAY in names, f"{path} has no {ARRAY}, only {', '.join(sorted(names)) or 'nothing'}; expected images in it"
+    )
+    shape, dtype = _header(path)
+    require(
+        dtype == np.uint8 and len(shape) == 4 and shape[-1] == 3 and min(shape) > 0,
+        f"{path}: {ARRAY} is {dtype} {list(shape)}; expected images as uint8 [n, height, width, 3], from 0 to 255",
+    )
+    require(
+        size is None or shape[1:3] == (size, size),
+        f"{path}: images are {shape[2]}x{shape[1]} pixels, not {size}x{size}; only image files are cropped",
+    )
+    bytes_each = shape[1] * shape[2] * shape[3]
+
+    def batches(batch_size: int) -> Iterator[Pixels]:
+        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(f"{ARRAY}.npy") as file:
+                _skip_header(file)
+                for start in range(0, shape[0], batch_size):
+                    n = min(batch_size, shape[0] - start)
+                    data = file.read(n * bytes_each)
+                    require(
+                        len(data) == n * bytes_each, f"{path} ends after {start} of {shape[0]} images; make it again"
+                    )
+                    # bytearray: torch wants memory that it could write to
+                    yield np.frombuffer(bytearray(data), np.uint8).reshape(n, *shape[1:])
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise InputError(f"{path} is damaged ({error}); make or copy it again") from None
+
+    return ImageSource(str(path), shape[0], batches)
+
+
+def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{ARRAY}.npy") as file:
+            shape, fortran, dtype = _skip_header(file)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path} is damaged ({error}); make or copy it again") from None
+    require(not fortran, f"{path}: {ARRAY} is stored column by column; save np.ascontiguousarray of it")
+    return shape, dtype
+
+
+def _skip_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    return read(file)
+
 
 FORMAT = "arpg features 1"
 KEYS = ("network", "n", "mu", "sigma", "mu_s", "sigma_s", "pool", "gains")
@@ -47,11 +175,11 @@ class Features:
 
     @property
     def n(self) -> int:
-        """How many images there are features of."""
+        """Return the number of images that there are features of."""
         return self.pool.n if self.pool_MF is None else len(self.pool_MF)
 
     def save(self, path: Path) -> None:
-        """`mu`, `sigma`, `mu_s` and `sigma_s` are where ADM's reference files have them."""
+        """Write an npz file; `mu`, `sigma`, `mu_s` and `sigma_s` have the names of ADM's reference files."""
         arrays: dict[str, Any] = {"format": FORMAT, "network": self.network, "n": self.pool.n}
         arrays |= {"mu": self.pool.mean_F, "sigma": self.pool.cov_FF}
         if self.spatial is not None:
@@ -70,7 +198,7 @@ class Features:
 
     @staticmethod
     def load(path: Path) -> Features:
-        """A file of ours, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
+        """Read a file of `save`, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
         require(path.is_file(), f"{path} does not exist; expected an npz file of features or statistics")
         try:
             # Opened here: np.load leaves a damaged file open.
@@ -94,7 +222,7 @@ class Features:
 
 
 class Collector:
-    """Takes uint8 images [B, H, W, 3] batch by batch; memory grows by 4 kB per image."""
+    """Collects the features of uint8 images [B, H, W, 3] batch by batch; memory grows by 4 kB per image."""
 
     def __init__(self, inception: Inception) -> None:
         # Sums in double precision: on a GPU where there is one, but not every accelerator has float64.
@@ -126,10 +254,102 @@ class Collector:
 def collect(
     inception: Inception, batches: Iterable[Pixels | Tensor], *, progress: Callable[[int], None] | None = None
 ) -> Features:
-    """Features of all batches; `progress(images done)` is called after each."""
+    """Return the features of all batches; `progress(images done)` is called after each."""
     collector = Collector(inception)
     for pixels_BHW3 in batches:
         collector.add(pixels_BHW3)
         if progress is not None:
             progress(collector.pool.n)
     return collector.features()
+
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+def has_features(path: Path) -> bool:
+    """Return whether the file holds features or statistics and no images, so that no network is needed."""
+    return path.suffix == ".npz" and "mu" in (names := npz_names(path)) and ARRAY not in names
+
+
+def read_features(
+    path: Path,
+    inception: Inception,
+    *,
+    size: int | None = None,
+    batch_size: int = 64,
+    keep: bool = False,
+    progress: Progress | None = None,
+) -> Features:
+    """Return the features of an npz file, a folder or a zip file; with `keep`, cached in the user's cache folder.
+
+    ADM's reference files hold images and the statistics of many more: distances then use those, as ADM does.
+    """
+    if has_features(path):
+        return Features.load(path)
+    features = _of_images(path, inception, size=size, batch_size=batch_size, keep=keep, progress=progress)
+    if path.suffix == ".npz" and "mu" in npz_names(path):
+        given = Features.load(path)
+        features = dataclasses.replace(features, pool=given.pool, spatial=given.spatial)
+    return features
+
+
+def _of_images(
+    path: Path, inception: Inception, *, size: int | None, batch_size: int, keep: bool, progress: Progress | None
+) -> Features:
+    source = open_source(path, size=size)
+    place = home() / "features" / f"{_key(path, inception, size)}.npz" if keep else None
+    if place is not None and place.is_file():
+        try:
+            return Features.load(place)
+        except InputError as error:
+            log.warning("%s; computing the features again", error)
+    on_batch = None if progress is None else (lambda done: progress(done, source.count))
+    features = collect(inception, source.batches(batch_size), progress=on_batch)
+    if place is not None:
+        features.save(place)
+    return features
+
+
+def _key(path: Path, inception: Inception, size: int | None) -> str:
+    """Return a hash of the bytes of the images, of the network and of the crop."""
+    digest = hashlib.sha256(f"{FORMAT} {inception.identity} {size}\n".encode())
+    if path.is_dir():
+        for name in open_images(path).names:
+            digest.update(f"{name} {hash_file(path / name)}\n".encode())
+    else:
+        archive = next(p for p in (path, *path.parents) if p.is_file())
+        digest.update(f"{path.relative_to(archive)} {hash_file(archive)}\n".encode())
+    return digest.hexdigest()
+
+
+def reference_features(
+    inception: Inception,
+    images: ImageSet,
+    size: int,
+    *,
+    keep: Path | None = None,
+    progress: Progress | None = None,
+) -> Features:
+    """Return the features of the centre crops of real images at the model's size, which it was trained to generate.
+
+    In the folder `keep` they are kept under a hash of all the pixels, so that other images are not taken for them.
+    """
+    source = from_images(images, size=size)
+    path = None if keep is None else keep / f"reference-{_digest(source, inception)}.npz"
+    if path is not None and path.exists():
+        return Features.load(path)
+    on_batch = None if progress is None else (lambda done: progress(done, len(images)))
+    features = collect(inception, source.batches(CHUNK), progress=on_batch)
+    if path is not None:
+        features.save(path)
+    return features
+
+
+def _digest(source: ImageSource, inception: Inception) -> str:
+    digest = hashlib.sha256(inception.identity.encode())
+    for pixels_BHW3 in source.batches(CHUNK):
+        digest.update(f"{pixels_BHW3.shape[1:]}".encode())
+        digest.update(np.ascontiguousarray(pixels_BHW3).data)
+    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a tokenizer loses: PSNR, SSIM, LPIPS, rFID and how evenly its codes are used.
+"""Reconstruction quality of a tokenizer: PSNR, SSIM, LPIPS, rFID, usage and perplexity of its codes.
 
 Shapes: B batch, C channels, HW pixels, N tokens, V codes.
 """
@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.errors import require
-from arpg.evaluation.features import Collector
-from arpg.evaluation.frechet import frechet_distance
-from arpg.evaluation.image_source import ImageSource, from_array
+from arpg.evaluation.features import Collector, ImageSource, from_array
 from arpg.evaluation.inception import Inception
+from arpg.evaluation.metrics import frechet_distance
 from arpg.image import Pixels, to_images, to_uint8
 from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import LPIPS
@@ -36,8 +35,8 @@ def reconstruction_report(
     inception: Inception | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """`psnr` (of the error over the whole set; `psnr_image` is the mean over images), `ssim`, `usage` and `perplexity`
-    of the codes, `n`; and `lpips` and `rfid` where their networks are given.
+    """Return `psnr` (of the error over the whole set; `psnr_image` is the mean over images), `ssim`, `usage`,
+    `perplexity` and `n`; and `lpips` and `rfid` where their networks are given.
 
     Everything is measured on the rounded pixels, that is on the images that a user would get.
     """
@@ -86,7 +85,7 @@ def reconstruction_report(
 
 
 def ssim(a_BHW3: Tensor, b_BHW3: Tensor) -> Tensor:
-    """Structural similarity of uint8 images, per image, in float64: Gaussian windows that lie inside the image."""
+    """Return the structural similarity of each pair of uint8 images, in float64: Gaussian windows inside the image."""
     height, width = a_BHW3.shape[1:3]
     require(min(height, width) >= WINDOW, f"images are {width}x{height} pixels; SSIM needs {WINDOW} or more per side")
     a, b = (x.permute(0, 3, 1, 2).double() for x in (a_BHW3, b_BHW3))

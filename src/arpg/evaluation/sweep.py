@@ -1,23 +1,44 @@
-"""Sweeps: every combination of some settings is measured once, and shown as a table and as curves."""
+"""Sweeps: measure every combination of some settings once, keep the lines, show them as a table and as curves.
+
+FOLDER/
+  about.json        what all lines share: the model, the reference, the seed
+  results.jsonl     {"num": ..., "settings": {...}, "fid": ..., ...} per line
+  results-1.jsonl   the lines of another process, if several work at once: each writes its own file and reads all
+
+Shapes: B batch, H W pixels.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arpg.errors import require
-from arpg.evaluation.measure import Judge, generate_features, measure
-from arpg.evaluation.results import Line, Results, markdown
-from arpg.evaluation.sampling import Labels, Progress, fingerprint
-from arpg.files import write_whole
-from arpg.pipeline import Pipeline
-from arpg.settings import SamplingDefaults, SamplingSettings
+import torch
+from torch import Tensor
 
-AXES = ("attention", "order", "schedule", "guidance_schedule", "temperature", "steps", "guidance")
+from arpg.errors import InputError, require
+from arpg.evaluation.classifier import Classifier
+from arpg.evaluation.features import CHUNK, Features, collect
+from arpg.evaluation.inception import Inception
+from arpg.evaluation.metric_report import INTERVAL, evaluate
+from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence
+from arpg.evaluation.sample import Labels, PixelBatches, Progress, fingerprint, json_settings
+from arpg.files import write_whole
+from arpg.image import to_images
+from arpg.pipeline import Pipeline
+from arpg.settings import SETTINGS, SamplingDefaults, SamplingSettings
+from arpg.tables import markdown_table
+
+ABOUT, RESULTS = "about.json", "results.jsonl"
+METRICS = ("fid", "kid", "precision", "recall")
+# Every sampling setting can be swept over; steps and guidance vary fastest.
+AXES = (*(name for name in SETTINGS if name not in ("steps", "guidance")), "steps", "guidance")
 # How each number is shown: its title, its digits, and what it is multiplied by.
 NUMBERS = {
     "fid": ("FID", 2, 1),
@@ -32,8 +53,165 @@ NUMBERS = {
 log = logging.getLogger(__name__)
 
 
+Line = dict[str, Any]
+
+
+class Results:
+    """The lines of a folder. Every line is on disk, whole, before `add` returns."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], *, process: int = 0) -> None:
+        self.folder = folder
+        self.path = folder / (f"results-{process}.jsonl" if process else RESULTS)
+        claim_folder(folder, about)
+        self.own = _read(self.path)
+        self.lines = read_lines(folder)
+
+    def find(self, settings: SamplingSettings, num: int) -> Line | None:
+        """Return the line of these settings, whichever process measured it."""
+        key = json_settings(settings)
+        default = json_settings(SamplingSettings())  # of a setting that did not exist yet when a line was written
+        self.lines = read_lines(self.folder)
+        return next((line for line in self.lines if default | line["settings"] == key and line["num"] == num), None)
+
+    def add(self, settings: SamplingSettings, num: int, line: Mapping[str, Any]) -> Line:
+        entry = {"num": num, "settings": json_settings(settings), **line}
+        self.own.append(entry)
+        text = "".join(json.dumps(each) + "\n" for each in self.own)
+        write_whole(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        self.lines = read_lines(self.folder)
+        return entry
+
+
+def claim_folder(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write `about` into `folder`, or raise an `InputError` where it holds results of something else."""
+    wanted = json.loads(json.dumps(about))
+    path = folder / ABOUT
+    if path.exists():
+        found = read_about(folder)
+        other = [f"{key} {found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
+        require(not other, f"{folder} holds results of something else ({'; '.join(other)}); choose another folder")
+        return
+    text = json.dumps(wanted, indent=1) + "\n"
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    return _parse(folder / ABOUT, (folder / ABOUT).read_text(encoding="utf-8"))
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """Read the lines of all processes."""
+    return [line for path in (folder / RESULTS, *sorted(folder.glob("results-*.jsonl"))) for line in _read(path)]
+
+
+def _read(path: Path) -> list[Line]:
+    if not path.exists():
+        return []
+    return [_parse(path, line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); repair or delete it") from None
+    require(isinstance(found, dict), f"{path} holds {text[:40]!r}; expected JSON objects")
+    return dict(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Scorers:
+    """The networks and the reference that a measurement needs; without a classifier it has no class accuracy."""
+
+    inception: Inception
+    reference: Features
+    classifier: Classifier | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SampleStats:
+    """The features, class accuracy and speed of the images of one measurement; the pixels are not kept."""
+
+    features: Features
+    accuracy: float | None  # the share of images that the classifier takes for their class
+    rate: float  # images per second, from labels to pixels
+
+
+def generate_features(
+    pipe: Pipeline,
+    settings: SamplingSettings,
+    scorers: Scorers,
+    *,
+    labels: Labels,
+    seed: int = 0,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> SampleStats:
+    """Generate image i with seed `seed + i` and the i-th label, and collect features; pixels stay on the device."""
+    seeds = range(seed, seed + len(labels))
+    batches = PixelBatches(pipe, labels, settings, seeds=seeds, batch_size=batch_size)
+    predicted: list[Tensor] = []
+
+    def pixels_with_classes() -> Iterator[Tensor]:
+        done = 0
+        for pixels_BHW3 in batches:
+            for chunk in torch.split(pixels_BHW3, CHUNK):
+                if scorers.classifier is not None:
+                    predicted.append(_classify(scorers.classifier, chunk))
+                yield chunk
+            done += len(pixels_BHW3)
+            if progress is not None:
+                progress(done, len(labels))
+
+    features = collect(scorers.inception, pixels_with_classes())
+    accuracy = None
+    if predicted:
+        accuracy = (torch.cat(predicted).cpu() == torch.from_numpy(labels)).double().mean().item()
+    return SampleStats(features, accuracy, batches.rate)
+
+
+def fid_only(sampled: SampleStats, scorers: Scorers) -> float:
+    """Return the FID without its interval, for searches."""
+    return frechet_distance(sampled.features.pool.to(scorers.inception.device), scorers.reference.pool)
+
+
+def measure(sampled: SampleStats, scorers: Scorers, *, metrics: Sequence[str] = METRICS) -> dict[str, Any]:
+    """Return `{metric: value, metric interval: [low, high], ..., "accuracy", "images/s"}`, as far as available."""
+    device = scorers.inception.device
+    line: dict[str, Any] = {}
+    if "fid" in metrics:  # not through `evaluate`, which also estimates the bias and so takes twice as long
+        ours, theirs = sampled.features.pool.to(device), scorers.reference.pool.to(device)
+        line["fid"] = frechet_distance(ours, theirs)
+        if sampled.features.n >= INTERVAL and sampled.features.pool_MF is not None:
+            influence = frechet_influence(ours, theirs, sampled.features.pool_MF)
+            line["fid interval"] = list(bootstrap(line["fid"], influence.cpu().numpy()))
+    others = [metric for metric in metrics if metric != "fid" and scorers.reference.pool_MF is not None]
+    if scorers.inception.has_logits:
+        others.append("is")
+    report = evaluate(sampled.features, scorers.reference, metrics=others, device=device) if others else {}
+    for metric in others:
+        line[metric] = report[metric]["value"]
+        if "interval" in report[metric]:
+            line[f"{metric} interval"] = list(report[metric]["interval"])
+    if sampled.accuracy is not None:
+        line["accuracy"] = sampled.accuracy
+    line["images/s"] = sampled.rate
+    return {key: _short(value) for key, value in line.items()}
+
+
+@torch.no_grad()
+def _classify(classifier: Classifier, pixels_BHW3: Tensor) -> Tensor:
+    logits_BK: Tensor = classifier(to_images(pixels_BHW3, classifier.device))
+    return logits_BK.argmax(1)
+
+
+def _short(value: float | list[float]) -> float | list[float]:
+    """Round to five significant digits; measurements have no more."""
+    return [float(f"{v:.5g}") for v in value] if isinstance(value, list) else float(f"{value:.5g}")
+
+
 def combinations(defaults: SamplingDefaults, grid: Mapping[str, Sequence[Any]]) -> list[SamplingSettings]:
-    """All combinations of the values given per setting, each once; what is not given is the model's own choice."""
+    """Return all combinations of the values given per setting, each once; other settings are the model's defaults."""
     unknown = sorted(set(grid) - set(AXES))
     require(not unknown, f"{', '.join(unknown)} cannot be swept over; expected {', '.join(AXES)}")
     axes = [axis for axis in AXES if grid.get(axis)]
@@ -48,7 +226,7 @@ def combinations(defaults: SamplingDefaults, grid: Mapping[str, Sequence[Any]]) 
 
 def sweep(
     pipe: Pipeline,
-    judge: Judge,
+    scorers: Scorers,
     folder: Path,
     *,
     combos: Sequence[SamplingSettings],
@@ -59,20 +237,20 @@ def sweep(
     on_result: Callable[[Line], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
-    """Measure what `folder` does not have yet; the lines of all combinations, in their order.
+    """Measure what `folder` does not have yet, and return the lines of all combinations, in their order.
 
     `about` says what else the lines depend on (the reference, how labels are spread), so that nothing else is mixed in.
     """
-    shared = {"model": fingerprint(pipe), "inception": judge.inception.identity, "seed": seed, **(about or {})}
+    shared = {"model": fingerprint(pipe), "inception": scorers.inception.identity, "seed": seed, **(about or {})}
     results = Results(folder, shared)
     lines = []
     for settings in combos:
         line = results.find(settings, len(labels))
         if line is None:
             sampled = generate_features(
-                pipe, settings, judge, labels=labels, seed=seed, batch_size=batch_size, progress=progress
+                pipe, settings, scorers, labels=labels, seed=seed, batch_size=batch_size, progress=progress
             )
-            line = results.add(settings, len(labels), measure(sampled, judge))
+            line = results.add(settings, len(labels), measure(sampled, scorers))
         elif progress is not None:
             progress(len(labels), len(labels))
         if on_result is not None:
@@ -82,18 +260,18 @@ def sweep(
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Markdown: the settings that differ, then what was measured."""
-    axes = [axis for axis in AXES if len({str(line["settings"][axis]) for line in lines}) > 1] or ["steps"]
+    """Return a Markdown table of the settings that differ and the measurements."""
+    axes = [axis for axis in AXES if len({_cell(line, axis) for line in lines}) > 1] or ["steps"]
     metrics = [name for name in NUMBERS if any(name in line for line in lines)]
     rows = []
     for line in lines:
-        cells = [_cell(line["settings"][axis]) for axis in axes]
-        rows.append([*cells, *(number(line, name) for name in metrics)])
-    return markdown([*(axis.replace("_", " ") for axis in axes), *(NUMBERS[name][0] for name in metrics)], rows)
+        cells = [_cell(line, axis) for axis in axes]
+        rows.append([*cells, *(format_number(line, name) for name in metrics)])
+    return markdown_table([*(axis.replace("_", " ") for axis in axes), *(NUMBERS[name][0] for name in metrics)], rows)
 
 
-def number(line: Line, name: str, *, interval: bool = False) -> str | None:
-    """A measured value with its digits, and half the width of its interval where there is one."""
+def format_number(line: Line, name: str, *, interval: bool = False) -> str | None:
+    """Return a value with its digits, and with `interval` half the width of its interval."""
     if name not in line:
         return None
     _, digits, scale = NUMBERS[name]
@@ -104,11 +282,11 @@ def number(line: Line, name: str, *, interval: bool = False) -> str | None:
     return text
 
 
-def draw(lines: Sequence[Line], folder: Path) -> list[Path]:
-    """`steps.png` and `speed.png`: FID over steps and over images per second.
+def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
+    """Write `steps.png` and `speed.png`: FID over steps and over images per second.
 
-    Curves take the best guidance at each number of steps; the other scales are dots. Without matplotlib nothing is
-    drawn, and a warning says so.
+    Curves take the best guidance at each number of steps; the other scales are dots. Without matplotlib
+    nothing is written, and a warning says so.
     """
     measured = [line for line in lines if "fid" in line]
     if not measured:
@@ -119,10 +297,10 @@ def draw(lines: Sequence[Line], folder: Path) -> list[Path]:
         log.warning("no plots: matplotlib is not installed (pip install 'arpg[train]')")
         return []
     names = [axis for axis in AXES if axis not in ("steps", "guidance")]
-    varying = [axis for axis in names if len({str(line["settings"][axis]) for line in measured}) > 1]
+    varying = [axis for axis in names if len({_cell(line, axis) for line in measured}) > 1]
     series: dict[str, list[Line]] = defaultdict(list)
     for line in measured:
-        series[", ".join(_cell(line["settings"][axis]) for axis in varying) or "all"].append(line)
+        series[", ".join(_cell(line, axis) for axis in varying) or "all"].append(line)
     written = []
     for name, x_of, label in (("steps", _steps, "steps"), ("speed", _speed, "images/s")):
         figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -147,7 +325,7 @@ def draw(lines: Sequence[Line], folder: Path) -> list[Path]:
 
 
 def best_of(lines: Sequence[Line]) -> list[Line]:
-    """For each number of steps, the line with the least FID."""
+    """Return for each number of steps the line with the least FID."""
     best: dict[int, Line] = {}
     for line in lines:
         steps = line["settings"]["steps"]
@@ -164,7 +342,9 @@ def _speed(line: Line) -> float:
     return float(line["images/s"])
 
 
-def _cell(value: Any) -> str:
+def _cell(line: Line, axis: str) -> str:
+    """Return a setting as text; a line may be older than the setting, which then had its default."""
+    value = line["settings"].get(axis, SETTINGS[axis].default)
     if isinstance(value, list):
         return ",".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

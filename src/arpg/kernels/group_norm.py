@@ -31,10 +31,12 @@ class Moments:
 
     @property
     def grid(self) -> tuple[int, int]:
+        """The programs of a launch: rows and parts."""
         return self.sums_BPC2.shape[0], self.parts
 
 
 def moments(x_BCHW: Tensor) -> Moments:
+    """Return the moments of an image."""
     x_BCHW = last(x_BCHW)
     found = Moments(x_BCHW)
     _add[found.grid](
@@ -88,6 +90,7 @@ def norm(x_BCHW: Tensor, of: Moments, bias_C: Tensor | None, norm: torch.nn.Grou
 
 
 def last(x_BCHW: Tensor) -> Tensor:
+    """Return `x_BCHW` with its channels last in memory."""
     return x_BCHW.contiguous(memory_format=torch.channels_last)
 
 

@@ -38,6 +38,7 @@ def _forward(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("arpg::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of gates and ups."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     out = torch.empty_like(gate_up)
     _backward[_grid(grad)](gate_up, grad, out, grad.numel() // grad.shape[-1], grad.shape[-1], _ROWS, _CHANNELS)

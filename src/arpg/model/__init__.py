@@ -1,4 +1,4 @@
-"""The network: Pass 1 turns known tokens into keys and values, Pass 2 asks for positions."""
+"""The network: Pass 1 turns known tokens into keys and values, Pass 2 predicts positions from them."""
 
 from arpg.model.arpg import ARPG
 from arpg.model.cache import Cache

@@ -1,4 +1,4 @@
-"""What an image is asked to be: the slots that stand before its tokens, and what Pass 2 asks with.
+"""Conditions: the prefix slots before the tokens (a class or a prompt), and the queries of Pass 2 (a condition image).
 
 Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states, H W pixels.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition of each sample, and the null condition that guidance compares it with."""
+    """The condition of each sample, and the null condition for guidance."""
 
     prefix_BPD: Tensor
     null_prefix_BPD: Tensor
-    pos_BP2: Tensor  # where the prefix slots stand (a class: nowhere)
-    query_BND: Tensor | None = None  # replaces the [MASK] queries, position by position; its null is plain [MASK]
+    pos_BP2: Tensor  # positions of the prefix slots (a class has none)
+    query_BND: Tensor | None = None  # replaces the [MASK] queries, position by position; the null is plain [MASK]
     length_B: Tensor | None = None  # how many prefix slots of each sample are real, the first ones; None: all P
     null_length_B: Tensor | None = None  # likewise of the null prefix
 
@@ -38,7 +38,7 @@ class Condition:
         return self.prefix_BPD.shape[0]
 
     def rows(self, rows: slice | Tensor) -> Condition:
-        """The condition of some of the samples: a slice, or their indices."""
+        """Return the condition of some of the samples: a slice, or their indices."""
 
         def some(part: Tensor | None) -> Tensor | None:
             return None if part is None else part[rows.to(part.device) if isinstance(rows, Tensor) else rows]
@@ -47,14 +47,14 @@ class Condition:
         return Condition(**parts)
 
     def lengths(self, *, guided: bool) -> list[int]:
-        """Real prefix slots of each row: the conditional ones, then (guided) the unconditional."""
+        """Return the real prefix slots of each row: the conditional ones, then (guided) the unconditional."""
         given = (self.length_B, self.null_length_B) if guided else (self.length_B,)
         whole = [self.prefix_BPD.shape[1]] * len(self)
         return [n for length_B in given for n in (whole if length_B is None else length_B.tolist())]
 
     @classmethod
     def gather(cls, parts: Sequence[tuple[Condition, int]]) -> Condition:
-        """Samples of several conditions as one; shorter prefixes are filled up."""
+        """Return samples of several conditions as one; shorter prefixes are padded."""
         queries = [condition.query_BND[row] for condition, row in parts if condition.query_BND is not None]
         assert len(queries) in (0, len(parts))
 
@@ -78,7 +78,7 @@ class Condition:
 
 
 def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
-    """One slot that holds the class; `num_classes` stands for the null class (a dropped label)."""
+    """Return the condition of class labels: one slot each; `num_classes` is the null class (a dropped label)."""
     config = model.config
     require(config.text is None, "the model takes prompts, not classes; give a prompt")
     if labels_B.device.type == "cpu":  # a check on an accelerator would have to wait for it
@@ -96,10 +96,10 @@ def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
 def text_condition(
     model: ARPG, states: Sequence[Tensor | None], negative: Sequence[Tensor | None] | None = None
 ) -> Condition:
-    """A slot for each token of a prompt, from the encoder's states `[T, E]` of each sample; None: no prompt.
+    """Return the condition of prompts: a slot for each token, from the encoder's states `[T, E]`; None: no prompt.
 
-    What guidance leads away from is no prompt, or the negative one where there is one. Slots are compact: what is
-    real comes first, and what fills up shorter prompts is never looked at.
+    The null condition is no prompt, or the negative prompt where there is one. Real slots come first, and the padding
+    of shorter prompts is never attended to.
     """
     text = present(model.text, "the model takes classes, not prompts; give a class (see `arpg classes`)")
     sides = [states, [None] * len(states) if negative is None else negative]
@@ -120,9 +120,9 @@ def text_condition(
 
 
 def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Condition:
-    """The condition of a training batch: states filled up to the model's most tokens, so that shapes never change.
+    """Return the condition of a training batch of prompts, padded to the model's `max_tokens`: shapes never change.
 
-    A length of 0 says that the prompt is dropped. There is no guidance in training, so the null prefix is not made.
+    A length of 0: the prompt is dropped. There is no guidance in training, so the null prefix is empty.
     """
     text = present(model.text, "the model takes classes, not prompts; set [model.text] to train on captions")
     dropped_B11 = (length_B == 0)[:, None, None]
@@ -138,10 +138,10 @@ def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Con
 def control_condition(
     model: ARPG, condition: Condition, images: Sequence[Tensor], kinds: Sequence[str], strengths: Sequence[float]
 ) -> Condition:
-    """The condition with a condition image for each sample: 8 bits, `[H, W]`, a patch for each token of the grid.
+    """Add a condition image for each sample: uint8 `[H, W]`, one patch for each token of the grid.
 
-    A strength of 1 is what was trained, one of 0 is plain [MASK]: nothing but the rest of the condition. Where guidance
-    drops the class or prompt, it drops the image, too.
+    A strength of 1 is what was trained, one of 0 is plain [MASK]. The null condition has neither class, prompt nor
+    image.
     """
     control = present(
         model.control, "the model takes no condition images; choose one that does, such as garden-control"
@@ -156,7 +156,7 @@ def control_condition(
     if not any(strengths):
         return condition
     mask_D = model.embedding.weight[model.config.mask_id]
-    made: dict[tuple[int, int], Tensor] = {}  # each image once, and alone: so that it is the same in every batch
+    made: dict[tuple[int, int], Tensor] = {}  # each image once and by itself, so that it does not depend on the batch
     rows = []
     for image, kind, strength in zip(images, ids, strengths, strict=True):
         key = (id(image), kind)
@@ -170,7 +170,7 @@ def control_condition(
 def training_control(
     model: ARPG, condition: Condition, pixels_BHW: Tensor, kind_B: Tensor, dropped_B: Tensor
 ) -> Condition:
-    """The condition of a training batch with its condition images; plain [MASK] where they are dropped."""
+    """Add the condition images of a training batch; plain [MASK] where they are dropped."""
     control = present(model.control, "the model takes no condition images; set [model.control] to train with them")
     mask_D = model.embedding.weight[model.config.mask_id]
     added_BND = control(pixels_BHW, kind_B).masked_fill(dropped_B[:, None, None], 0.0)

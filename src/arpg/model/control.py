@@ -1,7 +1,7 @@
-"""From condition images to queries: an encoder with a state for each grid position, and an MLP to the network's width.
+"""Condition images to queries: an encoder with a state for each grid position, and an MLP to the network's width.
 
-The queries are [MASK] plus what comes out here. The MLP ends in zeros, so a fine-tune starts exactly where the
-pre-trained network stands, and what scales the sum's second part scales between plain [MASK] and the condition.
+The queries are [MASK] plus the output of the MLP, whose last layer starts at zero: a fine-tune starts exactly at the
+pre-trained network, and a factor on the output interpolates between plain [MASK] and the condition.
 Shapes: B batch, H W pixels, N grid tokens, E width of the encoder's states, D width of the network.
 """
 
@@ -35,13 +35,13 @@ class ControlQueries(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """After the weights that all parts get: zeros at the end, and what was trained before."""
+        """Zero the last layer and load pre-trained weights, after the common initialisation."""
         self.down.weight.zero_()
         if isinstance(self.encoder, PretrainedEncoder):
             self.encoder.load_pretrained()
 
     def grid(self, pixels_BHW: Tensor) -> tuple[int, int]:
-        """How many tokens a condition image has along each side."""
+        """Return the tokens of a condition image along each side."""
         height, width = pixels_BHW.shape[1:]
         patch = self.config.patch
         require(
@@ -51,7 +51,7 @@ class ControlQueries(nn.Module):
         return height // patch, width // patch
 
     def forward(self, pixels_BHW: Tensor, kind_B: Tensor) -> Tensor:
-        """`[B, N, D]` from 8-bit images, and which of the kinds each is."""
+        """Return `[B, N, D]` from uint8 images and the kind of each."""
         grid = self.grid(pixels_BHW)
         x_BHW = pixels_BHW.to(self.encoder.kind.weight.dtype) / 127.5 - 1
         states_BNE = self.encoder(x_BHW, kind_B, grid)
@@ -60,7 +60,7 @@ class ControlQueries(nn.Module):
 
 
 class PatchEncoder(nn.Module):
-    """A small ViT: one token for each patch, 2-D rotation for its place, the network's own blocks without a mask."""
+    """A small ViT: one token for each patch, 2-D RoPE, the network's own blocks without a mask."""
 
     def __init__(self, config: ControlConfig) -> None:
         super().__init__()
@@ -88,10 +88,9 @@ class PatchEncoder(nn.Module):
 
 
 class PretrainedEncoder(nn.Module):
-    """A ViT of `transformers`. It sees the image at as many pixels as give a patch for each grid position.
+    """A ViT of `transformers`. The image is resized so that it has one patch for each grid position.
 
-    So no state has to be moved: each stands where its query is. One channel is repeated to three; the class token (and
-    registers) are dropped. The kind is added to the states.
+    One channel is repeated to three; the class token (and registers) are dropped. The kind is added to the states.
     """
 
     MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what DINOv2 was trained with
@@ -108,13 +107,14 @@ class PretrainedEncoder(nn.Module):
         self.width: int = described.hidden_size
         self.patch: int = described.patch_size
         self.network = library.AutoModel.from_config(described)
-        if getattr(self.network, "pooler", None) is not None:  # never asked
+        if getattr(self.network, "pooler", None) is not None:  # not used
             self.network.pooler = None
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(not name.endswith("mask_token"))  # for its own pre-training
         self.kind = nn.Embedding(len(config.kinds), self.width)
 
     def load_pretrained(self) -> None:
+        """Load the published weights of the encoder."""
         found = _found(_transformers().AutoModel.from_pretrained, self.name)
         own = self.network.state_dict()
         self.network.load_state_dict({key: tensor for key, tensor in found.state_dict().items() if key in own})

@@ -1,4 +1,4 @@
-"""From text to prefix slots: the MLP over the encoder's states, and the states that stand for no prompt.
+"""Text states to prefix slots: an MLP over the encoder's states, and the states of no prompt.
 
 Shapes: T tokens of a prompt, E width of the text states, D width of the network; anything before them.
 """
@@ -14,7 +14,7 @@ from arpg.errors import require
 
 
 class TextPrefix(nn.Module):
-    """Two layers without biases. No prompt is a fixed random matrix, saved with the weights and never trained."""
+    """Two layers without biases. No prompt is a fixed random matrix, saved with the weights and not trained."""
 
     null_TE: Tensor
 
@@ -27,11 +27,11 @@ class TextPrefix(nn.Module):
 
     @torch.no_grad()
     def init_null(self, generator: torch.Generator) -> None:
-        """Vectors of about unit length."""
+        """Draw the states of no prompt: vectors of about unit length."""
         self.null_TE.copy_(torch.randn(self.null_TE.shape, generator=generator) * self.config.width**-0.5)
 
     def check(self, states_TE: Tensor) -> None:
-        """States of another encoder, or of a prompt that was not cut, are an error."""
+        """Raise an `InputError` for states of another encoder, or of a prompt that was not truncated."""
         shape, config = tuple(states_TE.shape), self.config
         require(
             len(shape) == 2 and 1 <= shape[0] <= config.max_tokens and shape[1] == config.width,
@@ -40,6 +40,6 @@ class TextPrefix(nn.Module):
         )
 
     def forward(self, states_TE: Tensor) -> Tensor:
-        """`[..., T, D]`: the prefix slots."""
+        """Return the prefix slots `[..., T, D]`."""
         slots: Tensor = self.down(F.gelu(self.up(states_TE), approximate="tanh"))
         return slots

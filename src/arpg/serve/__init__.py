@@ -1,1 +1,1 @@
-"""The server: the picture tasks over HTTP, many requests in one running decode."""
+"""The server: image tasks over HTTP, with continuous batching."""

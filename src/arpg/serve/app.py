@@ -1,4 +1,4 @@
-"""The application: routes, the page, health, metrics, and every error as one clear line."""
+"""The application: routes, the page, health, metrics and error responses; and the uvicorn server around it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
+import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
@@ -17,66 +22,71 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 import arpg
-from arpg.serve.answers import json_response
-from arpg.serve.gate import Gate
-from arpg.serve.house import House
-from arpg.serve.native_api import native_routes
-from arpg.serve.openai_api import openai_routes
-from arpg.serve.problem import Problem
+from arpg.errors import InputError
+from arpg.serve.api_error import ApiError
+from arpg.serve.middleware import RequestMiddleware, allowed_hosts
+from arpg.serve.native import native_routes
+from arpg.serve.observability import configure_logging
+from arpg.serve.openai import openai_routes
+from arpg.serve.responses import json_response
+from arpg.serve.service import ImageService
 
 log = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 
 
-def create_app(house: House, *, hosts: frozenset[str] | None = None) -> FastAPI:
-    """The whole server. It loads the model when it starts up, in another thread, and closes the house at the end."""
+def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) -> FastAPI:
+    """Build the application. Its lifespan opens the service, in another thread, and closes it.
+
+    `hosts`: accepted Host headers; None: any.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        opening = asyncio.get_running_loop().run_in_executor(None, _open, house)
+        opening = asyncio.get_running_loop().run_in_executor(None, _open_or_exit, service)
         yield
         await opening
-        await asyncio.get_running_loop().run_in_executor(None, house.close)
+        await asyncio.get_running_loop().run_in_executor(None, service.close)
 
     app = FastAPI(
         title="ARPG",
         version=arpg.__version__,
-        summary="Images from classes or prompts, drawn in any order and many at a time.",
+        summary="Images from classes or prompts, decoded in any order and many tokens at a time.",
         lifespan=lifespan,
         docs_url=None,  # Swagger's page would load scripts from elsewhere; the schema is at /openapi.json
         redoc_url=None,
         servers=[{"url": "/"}],
     )
-    app.include_router(native_routes(house))
-    app.include_router(openai_routes(house))
-    _health(app, house)
-    _page(app)
-    app.add_exception_handler(Problem, _problem)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    app.include_router(native_routes(service))
+    app.include_router(openai_routes(service))
+    _add_health_routes(app, service)
+    _add_page(app)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(
-        Gate,
-        door=house.door,
-        keys=house.keys,
-        limits=house.limits,
-        metrics=house.metrics,
+        RequestMiddleware,
+        admission=service.admission,
+        keys=service.keys,
+        metrics=service.metrics,
+        max_bytes=service.limits.bytes,
         hosts=hosts,
-        patience=house.settings.patience,
+        io_timeout_s=service.settings.io_timeout_s,
     )
-    if len(house.keys):
+    if len(service.keys):
         _document_keys(app)
     return app
 
 
-def _open(house: House) -> None:
+def _open_or_exit(service: ImageService) -> None:
     try:
-        house.open()
-    except Exception:  # a server without a model is of no use; whoever started it sees why, and that it has ended
+        service.open()
+    except Exception:  # a server without a model is of no use: end the process, with the reason in its log
         log.exception("the model could not be loaded")
         os._exit(1)
 
 
-def _health(app: FastAPI, house: House) -> None:
+def _add_health_routes(app: FastAPI, service: ImageService) -> None:
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
         """The process is alive."""
@@ -84,18 +94,16 @@ def _health(app: FastAPI, house: House) -> None:
 
     @app.get("/readyz", tags=["health"], responses={503: {"description": "Loading, shutting down, or broken."}})
     async def readyz() -> Response:
-        """Work is taken."""
-        response = json_response({"status": "ok" if house.ready else "not ready"})
-        response.status_code = 200 if house.ready else 503
-        return response
+        """The server accepts work."""
+        return json_response({"status": "ok"}) if service.ready else json_response({"status": "not ready"}, 503)
 
     @app.get("/metrics", tags=["health"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        """For Prometheus."""
-        return Response(house.metrics.text(), media_type=house.metrics.CONTENT_TYPE)
+        """Metrics for Prometheus."""
+        return Response(service.metrics.text(), media_type=service.metrics.CONTENT_TYPE)
 
 
-def _page(app: FastAPI) -> None:
+def _add_page(app: FastAPI) -> None:
     if not (STATIC / "index.html").is_file():
         return
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
@@ -106,10 +114,10 @@ def _page(app: FastAPI) -> None:
 
 
 def _document_keys(app: FastAPI) -> None:
-    made = app.openapi
+    make_schema = app.openapi
 
     def openapi() -> dict[str, Any]:
-        schema = made()
+        schema = make_schema()
         schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}]
         return schema
@@ -117,34 +125,92 @@ def _document_keys(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-async def _problem(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Problem)
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
     return Response(error.encoded(), error.status, headers=error.headers(), media_type="application/json")
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    """The first thing that is wrong, with its name and a short value."""
+async def _on_invalid(call: Request, error: Exception) -> Response:
+    """Report the first invalid field, with its name and a short form of its value."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"].startswith("json") or not where:
-        return await _problem(request, Problem(400, "the body is not what was expected; send a JSON object"))
-    if where[0] == "control":  # a thing with fields of its own
+        return await _on_api_error(call, ApiError(400, "the body is not valid; send a JSON object"))
+    if where[0] == "control":  # the one field that has fields of its own
         where = [".".join(where[:2])]
     if first["type"] == "extra_forbidden":
-        return await _problem(request, Problem(400, f"unknown field {where[0]!r}; see /openapi.json", param=where[0]))
-    value = "" if first["type"] == "missing" else f" is {_short(first.get('input'))}"
-    return await _problem(request, Problem(400, f"{where[0]}{value}: {first['msg']}", param=where[0]))
+        message = f"unknown field {where[0]!r}; see /openapi.json"
+    else:
+        value = "" if first["type"] == "missing" else f" is {_shorten(first.get('input'))}"
+        message = f"{where[0]}{value}: {first['msg']}"
+    return await _on_api_error(call, ApiError(400, message, param=where[0]))
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _on_http_exception(call: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {404: "there is nothing at this address", 405: "this address does not take that method"}
-    response = await _problem(request, Problem(error.status_code, messages.get(error.status_code, str(error.detail))))
+    messages = {404: "there is nothing at this address", 405: "this address does not accept that method"}
+    message = messages.get(error.status_code, str(error.detail))
+    response = await _on_api_error(call, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:40] + "..."
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on an address, or raise an `InputError` with the reason, before anything is loaded."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot listen on {host} port {port} ({reason}); choose another with --port") from None
+
+
+def run(service: ImageService, bound: socket.socket) -> None:
+    """Serve until a signal; then finish the admitted requests, answer new ones with 503, and exit."""
+    configure_logging()
+    hosts = allowed_hosts(bound.getsockname()[0], service.keys)
+    config = uvicorn.Config(
+        create_app(service, hosts=hosts),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+    )
+    Server(config, service).run(sockets=[bound])
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that drains on the first signal, with open sockets until no request is left, and then exits."""
+
+    def __init__(self, config: uvicorn.Config, service: ImageService) -> None:
+        super().__init__(config)
+        self.service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        admission = self.service.admission
+        if admission.draining or self._loop is None:
+            super().handle_exit(signal.SIGINT, frame)
+            return
+        admission.draining = True
+        log.info("draining", extra={"admitted": admission.num_admitted})
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.get_running_loop().create_task(self._exit_when_idle())
+
+    async def _exit_when_idle(self) -> None:
+        until = time.monotonic() + self.service.settings.deadline + 5
+        while self.service.admission.num_admitted and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        self.should_exit = True

@@ -1,7 +1,8 @@
-"""The batcher: one thread that draws the rows of all requests, as many as possible in one running decode.
+"""Continuous batching: one thread decodes the rows (images) of all requests, as many as possible in one batch.
 
-Rows that can share a decode (same grid, attention and way to draw a token) run in a batch; new ones join it before a
-step where that is faster than a batch of their own, and each leaves when it is finished. Batches take turns.
+Rows that can share a batch (same grid, attention and sampling) are decoded together; new ones merge into a running
+batch before a step where that is faster than a batch of their own, and each row leaves when it is finished. Batches
+take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,74 +22,87 @@ from torch import Tensor
 from arpg.decode import Plan, Request
 from arpg.decode.continuous import ContinuousBatch, should_merge
 from arpg.model import ARPG
-from arpg.serve.metrics import Metrics
+from arpg.serve.observability import Metrics
 from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
-LONG = 2.0  # seconds after which a row that needs more room than others is let in before them
+MAX_BYPASS_S = 2.0  # after this time no row is admitted before one that waits for more room
 
 
 @dataclass(eq=False)
-class Ticket:
-    """The rows of one request on their way. The functions are called from the batcher's thread: they must be quick."""
+class PendingRows:
+    """The rows of one decoding request, from its submission to its end.
 
-    owner: Hashable  # whose turn it is goes by owner
+    The batcher calls `should_stop` before every step, `on_step` after each step of a row, and `on_end` once, all from
+    its own thread: they must return quickly.
+    """
+
+    owner: Hashable  # owners are served in turn
     request: Request
     plan: Plan
     settings: SamplingSettings
-    stop: Callable[[], bool]  # looked at before every step
-    end: Callable[[Ticket, BaseException | None], None]
-    stepped: Callable[[Ticket], None] | None = None
-    ids_BN: Tensor = field(init=False)  # on the CPU; of finished rows, and of all before `stepped`
+    should_stop: Callable[[], bool]
+    on_end: Callable[[PendingRows, BaseException | None], None]  # open rows and no error: it was stopped
+    on_step: Callable[[PendingRows], None] | None = None
+    ids_BN: Tensor = field(init=False)  # on the CPU; of finished rows, and of all rows where there is an `on_step`
     known_BN: Tensor = field(init=False)
     steps_B: list[int] = field(init=False)
-    open: int = field(init=False)  # rows that are not finished
+    num_open: int = field(init=False)  # rows that are not finished
     ended: bool = False
     since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.ids_BN, self.known_BN = self.request.ids_BN.cpu().clone(), self.request.known_BN.clone()
-        self.open = len(self.request.seeds)
-        self.steps_B = [0] * self.open
+        self.num_open = len(self.request.seeds)
+        self.steps_B = [0] * self.num_open
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Rows with the same key can be drawn together, however long their prompts are."""
+        """Rows with the same key can be decoded together, however long their prompts are."""
         s, request, condition = self.settings, self.request, self.request.condition
-        place = None if request.pos_N2 is None else request.pos_N2.numpy().tobytes()
-        drawn = (s.attention, s.temperature, s.top_k, s.top_p, s.decode, s.draft)
-        return (request.grid, place, condition.query_BND is None, self.plan.guided, drawn)
+        pos = None if request.pos_N2 is None else request.pos_N2.numpy().tobytes()
+        sampling = (s.attention, s.temperature, s.top_k, s.top_p, s.decode, s.draft)
+        return (request.grid, pos, condition.query_BND is None, self.plan.guided, sampling)
 
 
-Place = tuple[Ticket, int]  # a row of a ticket
+class RowRef(NamedTuple):
+    """One row of a `PendingRows`."""
+
+    pending: PendingRows
+    row: int
 
 
 @dataclass(eq=False)
 class Batch:
+    """Rows that are decoded together."""
+
     key: tuple[Any, ...]
-    running: ContinuousBatch
-    places: list[Place]
+    decode: ContinuousBatch
+    rows: list[RowRef]
 
 
 class Batcher:
+    """The batching thread. `submit` may be called from any thread."""
+
     def __init__(
         self,
         model: ARPG,
         *,
         max_batch: int = 16,
         max_wait: float = 0.01,
-        call: float | None = None,
+        call_overhead_tokens: float | None = None,
         threads: int | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """`max_wait`: how long an idle batcher waits for company; `call`: see `should_merge`."""
+        """`max_wait`: seconds that an idle batcher waits for more rows; `call_overhead_tokens`: see `should_merge`."""
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
-        self.call = call if call is not None else (16.0 if model.device.type == "cpu" else 4096.0)
+        default = 16.0 if model.device.type == "cpu" else 4096.0
+        self.call_overhead_tokens = default if call_overhead_tokens is None else call_overhead_tokens
         self.metrics = metrics or Metrics()
         self._threads = threads
         self._wake = threading.Condition()
-        self._arrived: list[Ticket] = []
-        self._waiting: OrderedDict[Hashable, deque[Place]] = OrderedDict()  # by owner; the next to be served is first
+        self._arrived: list[PendingRows] = []
+        self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="arpg-batcher", daemon=True)
@@ -99,209 +113,214 @@ class Batcher:
         return self._thread.is_alive()
 
     @property
-    def waiting(self) -> int:
-        """Rows that are not drawn yet."""
-        return sum(len(places) for places in list(self._waiting.values())) + sum(t.open for t in list(self._arrived))
+    def num_waiting(self) -> int:
+        """Rows that are not in a batch yet."""
+        return sum(len(rows) for rows in list(self._waiting.values())) + sum(p.num_open for p in list(self._arrived))
 
     @property
-    def running(self) -> int:
-        """Rows that are being drawn."""
-        return sum(len(batch.places) for batch in list(self._batches))
+    def num_running(self) -> int:
+        """Rows in batches."""
+        return sum(len(batch.rows) for batch in list(self._batches))
 
-    def put(self, ticket: Ticket) -> None:
+    def submit(self, pending: PendingRows) -> None:
         with self._wake:
-            self._arrived.append(ticket)
+            self._arrived.append(pending)
             self._wake.notify()
 
     def close(self) -> None:
-        """Stop after the current step; whatever is not finished ends with an error."""
+        """Stop after the current step; requests that are not finished end with an error."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
 
-    # The thread. Everything below runs in it, and nothing else touches the batches.
+    # Everything below runs in the batching thread, which alone touches the batches.
 
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        while self._listen():
+        while self._collect_arrivals():
             try:
                 self._admit()
-                self._turn()
-            except Exception as error:  # our own mistake: these requests are lost, the next ones need not be
+                self._step()
+            except Exception as error:  # a bug here: these requests are lost, the next ones need not be
                 log.exception("the batcher failed")
-                self._abandon(error)
-        self._abandon(RuntimeError("the server is closed"))
+                self._fail_all(error)
+        self._fail_all(RuntimeError("the server is closed"))
 
-    def _listen(self) -> bool:
-        """Take what has arrived; without anything to do, wait for it. False: it is time to go."""
+    def _collect_arrivals(self) -> bool:
+        """Queue what has arrived; wait for it where there is nothing to do. Return False when closing."""
         with self._wake:
             idle = not self._batches and not self._waiting
             if idle:
                 self._wake.wait_for(lambda: self._arrived or self._closing)
                 until = time.monotonic() + self.max_wait
-                while not self._closing and sum(t.open for t in self._arrived) < self.max_batch:
+                while not self._closing and sum(p.num_open for p in self._arrived) < self.max_batch:
                     if not self._wake.wait(max(0.0, until - time.monotonic())) or time.monotonic() >= until:
                         break
             arrived, self._arrived = self._arrived, []
             closing = self._closing
-        for ticket in arrived:
-            places = self._waiting.setdefault(ticket.owner, deque())
-            places.extend((ticket, row) for row in range(ticket.open))
+        for pending in arrived:
+            rows = self._waiting.setdefault(pending.owner, deque())
+            rows.extend(RowRef(pending, row) for row in range(pending.num_open))
         return not closing
 
     def _admit(self) -> None:
-        """Rows enter one by one, each owner in turn. The last quarter of the batch is kept for owners with none."""
-        self._leave({ticket: None for ticket in self._tickets() if ticket.stop()})
-        busy = {ticket.owner for batch in self._batches for ticket, _ in batch.places}
-        room = self.max_batch - sum(self._weight(ticket) for batch in self._batches for ticket, _ in batch.places)
-        kept = self.max_batch // 4
-        new: list[Place] = []
-        passed = 0
-        while self._waiting and room > 0 and passed < len(self._waiting):
-            owner, places = next(iter(self._waiting.items()))
-            weight = self._weight(places[0][0])
-            alone = not self._batches and not new
-            if not alone and room < weight and time.monotonic() - places[0][0].since > LONG:
-                break  # a large row has waited long enough: nobody enters until there is room for it
-            if not alone and (room < weight or (owner in busy and room - weight < kept)):
+        """Admit rows one by one, owners in turn. The last quarter of the batch is for owners that have no row in it."""
+        self._remove({pending: None for pending in self._all_pending() if pending.should_stop()})
+        busy = {ref.pending.owner for batch in self._batches for ref in batch.rows}
+        room = self.max_batch - sum(self._weight(ref.pending) for batch in self._batches for ref in batch.rows)
+        reserved = self.max_batch // 4
+        admitted: list[RowRef] = []
+        skipped = 0
+        while self._waiting and room > 0 and skipped < len(self._waiting):
+            owner, rows = next(iter(self._waiting.items()))
+            weight = self._weight(rows[0].pending)
+            alone = not self._batches and not admitted
+            if not alone and room < weight and time.monotonic() - rows[0].pending.since > MAX_BYPASS_S:
+                break  # nobody enters until there is room for this large row
+            if not alone and (room < weight or (owner in busy and room - weight < reserved)):
                 self._waiting.move_to_end(owner)
-                passed += 1
+                skipped += 1
                 continue
-            new.append(places.popleft())
+            admitted.append(rows.popleft())
             busy.add(owner)
-            room, passed = room - weight, 0
-            if places:
+            room, skipped = room - weight, 0
+            if rows:
                 self._waiting.move_to_end(owner)
             else:
                 del self._waiting[owner]
-        groups: dict[tuple[Any, ...], list[Place]] = {}
-        for place in new:
-            groups.setdefault(place[0].key, []).append(place)
+        groups: dict[tuple[Any, ...], list[RowRef]] = {}
+        for ref in admitted:
+            groups.setdefault(ref.pending.key, []).append(ref)
         for key, group in groups.items():
             self._start(key, group)
 
-    def _weight(self, ticket: Ticket) -> int:
-        """Rows of a larger grid than the model's take the room of several."""
+    def _weight(self, pending: PendingRows) -> int:
+        """Count a row of a larger grid than the model's as several."""
         height, width = self.model.config.grid
-        return min(self.max_batch, -(-ticket.request.num_tokens // (height * width)))
+        return min(self.max_batch, -(-pending.request.num_tokens // (height * width)))
 
-    def _start(self, key: tuple[Any, ...], places: list[Place]) -> None:
-        """A batch of its own for new rows, or room in one that is running."""
-        open_places = [place for place in places if place[0].plan.samples[place[1]].sizes]
-        for ticket, row in places:
-            if not ticket.plan.samples[row].sizes:  # everything is known
-                self._finish(ticket, row)
-        if not open_places:
+    def _start(self, key: tuple[Any, ...], rows: list[RowRef]) -> None:
+        """Merge new rows into a running batch, or start a batch with them."""
+        unfinished = [ref for ref in rows if ref.pending.plan.samples[ref.row].sizes]
+        for ref in rows:
+            if not ref.pending.plan.samples[ref.row].sizes:  # all of its tokens are known
+                self._finish(ref)
+        if not unfinished:
             return
         try:
-            request = Request.gather([(ticket.request, row) for ticket, row in open_places])
-            plan = Plan(tuple(ticket.plan.samples[row] for ticket, row in open_places))
-            batch = Batch(key, ContinuousBatch(self.model, request, plan, open_places[0][0].settings), open_places)
+            request = Request.gather([(ref.pending.request, ref.row) for ref in unfinished])
+            plan = Plan(tuple(ref.pending.plan.samples[ref.row] for ref in unfinished))
+            settings = unfinished[0].pending.settings
+            batch = Batch(key, ContinuousBatch(self.model, request, plan, settings), unfinished)
             for other in self._batches:
-                if other.key == key and should_merge(other.running, batch.running, call_overhead_tokens=self.call):
-                    other.running.join(batch.running)
-                    other.places += batch.places
+                overhead = self.call_overhead_tokens
+                if other.key == key and should_merge(other.decode, batch.decode, call_overhead_tokens=overhead):
+                    other.decode.join(batch.decode)
+                    other.rows += batch.rows
                     return
         except Exception as error:
-            self._fail(open_places, error)
+            self._fail(unfinished, error)
             return
         self._batches.appendleft(batch)
 
-    def _turn(self) -> None:
-        """The batch whose turn it is takes a step."""
+    def _step(self) -> None:
+        """Let the batch whose turn it is take a step."""
         if not self._batches:
             return
         batch = self._batches[0]
-        self.metrics.batch.observe(len(batch.places))
-        began = time.perf_counter()
+        self.metrics.batch.observe(len(batch.rows))
+        start = time.perf_counter()
         try:
-            batch.running.step()
-            self._collect(batch)
+            batch.decode.step()
+            self._deliver(batch)
         except Exception as error:  # also out of memory: this batch is lost, the server goes on
             self._batches.remove(batch)
-            self._fail(batch.places, error)
+            self._fail(batch.rows, error)
             return
-        self.metrics.step.observe(time.perf_counter() - began)
+        self.metrics.step.observe(time.perf_counter() - start)
         self._batches.rotate(-1)
-        if not batch.places:
+        if not batch.rows:
             self._batches.remove(batch)
 
-    def _collect(self, batch: Batch) -> None:
-        """Give each ticket what its rows have become; finished rows leave."""
-        rows = batch.running.rows
-        shown = [i for i, (ticket, _) in enumerate(batch.places) if rows[i].finished or ticket.stepped]
-        ids_BN, known_BN = batch.running.tokens(shown) if shown else (torch.empty(0), torch.empty(0))
-        watching: dict[Ticket, None] = {}
+    def _deliver(self, batch: Batch) -> None:
+        """Copy the tokens of finished and watched rows to their `PendingRows`; finished rows leave."""
+        states = batch.decode.rows
+        shown = [i for i, ref in enumerate(batch.rows) if states[i].finished or ref.pending.on_step]
+        ids_BN, known_BN = batch.decode.tokens(shown) if shown else (torch.empty(0), torch.empty(0))
+        updated: dict[PendingRows, None] = {}
         for j, i in enumerate(shown):
-            ticket, row = batch.places[i]
-            ticket.ids_BN[row], ticket.known_BN[row] = ids_BN[j], known_BN[j]
-            ticket.steps_B[row] = rows[i].done
-            watching[ticket] = None
-        for ticket in watching:
-            if ticket.stepped is not None and not ticket.ended:
-                ticket.stepped(ticket)
-        finished = [place for i, place in enumerate(batch.places) if rows[i].finished]
-        stay = [i for i, row in enumerate(rows) if not row.finished]
+            pending, row = batch.rows[i]
+            pending.ids_BN[row], pending.known_BN[row] = ids_BN[j], known_BN[j]
+            pending.steps_B[row] = states[i].done
+            updated[pending] = None
+        for pending in updated:
+            if pending.on_step is not None and not pending.ended:
+                pending.on_step(pending)
+        finished = [ref for i, ref in enumerate(batch.rows) if states[i].finished]
         if finished:
-            batch.places = [batch.places[i] for i in stay]
-            if stay:
-                batch.running.keep(stay)
-        for ticket, row in finished:
-            self._finish(ticket, row)
+            self._keep(batch, [i for i, state in enumerate(states) if not state.finished])
+        for ref in finished:
+            self._finish(ref)
 
-    def _finish(self, ticket: Ticket, row: int) -> None:
-        ticket.steps_B[row] = len(ticket.plan.samples[row].sizes)
-        ticket.open -= 1
-        if ticket.open == 0:
-            self._end(ticket, None)
+    def _keep(self, batch: Batch, rows: list[int]) -> None:
+        """Drop all other rows of a batch."""
+        batch.rows = [batch.rows[i] for i in rows]
+        if rows:
+            batch.decode.keep(rows)
 
-    def _leave(self, gone: dict[Ticket, None]) -> None:
-        """Their rows go, whether they wait or run."""
+    def _finish(self, ref: RowRef) -> None:
+        pending, row = ref
+        pending.steps_B[row] = len(pending.plan.samples[row].sizes)
+        pending.num_open -= 1
+        if pending.num_open == 0:
+            self._end(pending, None)
+
+    def _remove(self, gone: dict[PendingRows, None]) -> None:
+        """Remove the rows of `gone`, waiting or running, and end them."""
         if not gone:
             return
-        for owner, places in list(self._waiting.items()):
-            self._waiting[owner] = deque(place for place in places if place[0] not in gone)
+        for owner, rows in list(self._waiting.items()):
+            self._waiting[owner] = deque(ref for ref in rows if ref.pending not in gone)
             if not self._waiting[owner]:
                 del self._waiting[owner]
         for batch in list(self._batches):
-            stay = [i for i, (ticket, _) in enumerate(batch.places) if ticket not in gone]
+            stay = [i for i, ref in enumerate(batch.rows) if ref.pending not in gone]
             if not stay:
                 self._batches.remove(batch)
-            elif len(stay) < len(batch.places):
-                batch.places = [batch.places[i] for i in stay]
-                batch.running.keep(stay)
-        for ticket in gone:
-            self._end(ticket, None)
+            elif len(stay) < len(batch.rows):
+                self._keep(batch, stay)
+        for pending in gone:
+            self._end(pending, None)
 
-    def _tickets(self) -> dict[Ticket, None]:
-        running = dict.fromkeys(ticket for batch in self._batches for ticket, _ in batch.places)
-        return running | dict.fromkeys(ticket for places in self._waiting.values() for ticket, _ in places)
+    def _all_pending(self) -> dict[PendingRows, None]:
+        running = dict.fromkeys(ref.pending for batch in self._batches for ref in batch.rows)
+        return running | dict.fromkeys(ref.pending for rows in self._waiting.values() for ref in rows)
 
-    def _fail(self, places: Sequence[Place], error: BaseException) -> None:
-        """A batch failed: the requests that had rows in it end, and their other rows go."""
-        log.error("a batch of %d failed", len(places), exc_info=error)
+    def _fail(self, rows: Sequence[RowRef], error: BaseException) -> None:
+        """End the requests that had rows in a failed batch, and remove their other rows."""
+        log.error("a batch of %d rows failed", len(rows), exc_info=error)
         self.metrics.failures.inc()
-        failed = dict.fromkeys(ticket for ticket, _ in places)
-        for ticket in failed:
-            self._end(ticket, error)
-        self._leave(failed)
+        failed = dict.fromkeys(ref.pending for ref in rows)
+        for pending in failed:
+            self._end(pending, error)
+        self._remove(failed)
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
 
-    def _abandon(self, error: BaseException) -> None:
-        tickets = self._tickets()
+    def _fail_all(self, error: BaseException) -> None:
+        failed = self._all_pending()
         with self._wake:
-            tickets |= dict.fromkeys(self._arrived)
+            failed |= dict.fromkeys(self._arrived)
             self._arrived = []
         self._batches.clear()
         self._waiting.clear()
-        for ticket in tickets:
-            self._end(ticket, error)
+        for pending in failed:
+            self._end(pending, error)
 
-    def _end(self, ticket: Ticket, error: BaseException | None) -> None:
-        """Once, whatever happens; without an error and with open rows it was stopped."""
-        if not ticket.ended:
-            ticket.ended = True
-            ticket.end(ticket, error)
+    def _end(self, pending: PendingRows, error: BaseException | None) -> None:
+        """Call `on_end` once, whatever happens."""
+        if not pending.ended:
+            pending.ended = True
+            pending.on_end(pending, error)

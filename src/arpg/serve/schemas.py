@@ -1,81 +1,111 @@
-"""What clients of /v1/arpg send and get. The OpenAPI schema is made of these, examples included."""
+"""The JSON of /v1/arpg: limits, request bodies, responses and `/info`. The OpenAPI schema is made of these.
+
+The sampling settings come from `arpg.settings.SETTINGS`. The other fields of a body carry the names of the keyword
+arguments of the matching `pipe.*_task` method: `build_task` passes them on by name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
-from arpg.config import CONTROLS, EXPAND_METHODS
-from arpg.serve.limits import Limits
-from arpg.settings import ATTENTIONS, DECODES, GUIDANCE_SCHEDULES, ORDERS, SCHEDULES
+import arpg
+from arpg.config import ModelConfig, TokenizerConfig
+from arpg.errors import require
+from arpg.extractors import can_extract
+from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, SETTINGS, TASK_SETTINGS, SamplingDefaults, Setting
+from arpg.tasks.control_input import BINARY_KINDS
 
-MOST = Limits()  # what the schema promises; a server may be told to take less
-TINY_PNG = (  # a grey square, so that examples are requests that work
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one request may ask for."""
+
+    images: int = 16
+    best_of: int = 8
+    candidates: int = 32  # images times best_of
+    steps: int = int(SETTINGS["steps"].maximum or 0)
+    side: int = 768  # pixels of a result, along its longer side
+    prompt: int = 2000  # characters
+    strength: int = 10  # of a condition image
+    pixels: int = 1 << 22  # of an image that is sent
+    bytes: int = 1 << 24  # of a request
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 1, f"limit {name} is {value}; expected 1 or more")
+
+
+MAX = Limits()  # what the schema promises; a server may be configured to accept less
+TINY_PNG = (  # a grey square, so that the examples are requests that work
     "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAGElEQVR42mNoaGggCTGMahjVMKph5GogEQEAtzd/AXmXJJ8AAAAASUVORK5CYII="
 )
 
-Order: TypeAlias = Literal[ORDERS]  # type: ignore[valid-type]
-Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
-GuidanceSchedule: TypeAlias = Literal[GUIDANCE_SCHEDULES]  # type: ignore[valid-type]
-Attention: TypeAlias = Literal[ATTENTIONS]  # type: ignore[valid-type]
-Decode: TypeAlias = Literal[DECODES]  # type: ignore[valid-type]
-WayName: TypeAlias = Literal[EXPAND_METHODS]  # type: ignore[valid-type]
-Kind: TypeAlias = Literal[CONTROLS]  # type: ignore[valid-type]
-Sizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=1024)]
+Method: TypeAlias = Literal[EXPAND_METHODS]  # type: ignore[valid-type]
+Kind: TypeAlias = Literal[CONTROL_KINDS]  # type: ignore[valid-type]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 ClassName = Annotated[str, Field(max_length=200)] | int
-ClassField = Annotated[ClassName | None, Field(alias="class", description="Name or id of a class; names ignore case.")]
-Text = Annotated[str, Field(max_length=MOST.prompt)]
-Base64 = Annotated[str, Field(min_length=1, max_length=MOST.bytes, description="A PNG, JPEG or WebP file in base64.")]
-Feather = Annotated[int, Field(ge=0, le=256, description="Blend this many pixels inside the seam.")]
-Side = Annotated[int, Field(ge=0, le=MOST.side, description="Pixels to add on this side.")]
+Text = Annotated[str, Field(max_length=MAX.prompt)]
+Base64 = Annotated[str, Field(min_length=1, max_length=MAX.bytes, description="A PNG, JPEG or WebP file in base64.")]
+Feather = Annotated[int, Field(ge=0, le=256, description=TASK_SETTINGS["feather"].help)]
+Side = Annotated[int, Field(ge=0, le=MAX.side, description="Pixels to add on this side.")]
+Size = Annotated[list[Annotated[int, Field(ge=1, le=MAX.side)]], Field(min_length=2, max_length=2)]
+StepSizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX.steps)]
 
 
-class Strict(BaseModel):
-    """No unknown field, and no text where a number is meant: a misspelt setting must not be ignored."""
+class StrictModel(BaseModel):
+    """Refuses unknown fields and text where a number is meant, so that no misspelt setting is ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=False, allow_inf_nan=False)
 
 
-class Sampling(Strict):
-    """How it is drawn. What is not given (or null) is the model's own recommendation."""
+def _field(setting: Setting) -> tuple[Any, Any]:
+    """Return type and default of a setting as a field of a pydantic model."""
+    kind: Any = Literal[setting.names] if setting.choices else setting.kind
+    if setting.name == "schedule":
+        kind = kind | StepSizes
+    if setting.minimum is not None:
+        bounds: Any = {"gt" if setting.above_minimum else "ge": setting.minimum, "le": setting.maximum}
+        kind = Annotated[kind, Field(**bounds)]
+    return kind | None, Field(None, description=setting.help)
 
-    steps: Annotated[int, Field(ge=1, le=MOST.steps)] | None = Field(None, description="Decoding steps.")
-    guidance: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="1 turns guidance off.")
-    guidance_schedule: GuidanceSchedule | None = Field(None, description="How guidance grows.")
-    order: Order | None = Field(None, description="In which order the tokens are filled.")
-    schedule: Schedule | Sizes | None = Field(None, description="A name, or the number of tokens of each step.")
-    attention: Attention | None = Field(None, description="Do the tokens of a step see each other?")
-    decode: Decode | None = Field(None, description="exact and speculative need causal attention.")
-    draft: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Tokens that these guess ahead.")
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy.")
-    top_k: Annotated[int, Field(ge=1, le=2**31)] | None = Field(None, description="Only the k most likely codes.")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Only codes that reach this share.")
+
+_fields: Any = {name: _field(setting) for name, setting in SETTINGS.items()}
+_SettingFields = create_model("_SettingFields", __base__=StrictModel, **_fields)
+
+
+class Sampling(_SettingFields):  # type: ignore[valid-type,misc]
+    """The sampling settings. What is not given (or null) is the model's own recommendation."""
 
     def given(self) -> dict[str, Any]:
-        """The settings that are not left to the model."""
-        values = {name: getattr(self, name) for name in Sampling.model_fields}
+        """Return the settings that are not left to the model."""
+        values = {name: getattr(self, name) for name in SETTINGS}
         return {name: value for name, value in values.items() if value is not None}
 
 
-class ControlImage(Strict):
+class ControlImage(StrictModel):
     """A condition image: edges are white on black, near is white and far is black."""
 
     image: Base64
-    kind: Kind | None = Field(None, description="One of the model's; null: its first.")
-    strength: Annotated[float, Field(ge=0, le=MOST.strength)] = Field(1.0, description="0: no control; 1: as trained.")
-    from_image: bool = Field(False, description="The image is a picture, of which edges or depth are taken.")
+    kind: Kind | None = Field(None, description="One of the model's kinds; null: its first.")
+    strength: Annotated[float, Field(ge=0, le=MAX.strength)] = Field(1.0, description=TASK_SETTINGS["strength"].help)
+    from_image: bool = Field(False, description="Extract the edges or the depth of the image first.")
 
 
-class Common(Sampling):
-    class_: ClassField = None
-    prompt: Text | None = Field(None, description="Instead of a class, where the model takes text.")
+class TaskParams(Sampling):
+    """What all tasks take."""
+
+    class_: ClassName | None = Field(None, alias="class", description="Name or id of a class; names ignore case.")
+    prompt: Text | None = Field(None, description="Instead of a class, for models that take text.")
     negative: Text | None = Field(None, description="A prompt that guidance leads away from.")
-    control: ControlImage | None = Field(None, description="What it shall follow, where the model takes such images.")
-    num: int = Field(1, ge=1, le=MOST.images, description="How many images.")
-    seed: Seed | None = Field(0, description="Image i has seed + i * best_of; null: a random one, told in the answer.")
-    best_of: int = Field(1, ge=1, le=MOST.best_of, description="Draw so many of each, keep the most likely.")
+    control: ControlImage | None = Field(None, description="An image to follow, for models that take condition images.")
+    num: int = Field(1, ge=1, le=MAX.images, description=TASK_SETTINGS["num_images"].help)
+    seed: Seed | None = Field(0, description="Image i has seed + i * best_of; null: a random one, see the response.")
+    best_of: int = Field(1, ge=1, le=MAX.best_of, description=TASK_SETTINGS["best_of"].help)
     stream: bool = Field(False, description="Server-sent events with a preview after each step.")
 
 
@@ -83,14 +113,14 @@ def _example(*examples: dict[str, Any]) -> ConfigDict:
     return ConfigDict(json_schema_extra={"examples": list(examples)})
 
 
-class Generate(Common):
-    """Images of a class, or of a prompt where the model takes text."""
+class Generate(TaskParams):
+    """Generate images of a class, or of a prompt where the model takes text."""
 
     model_config = _example({"class": 3, "num": 2, "steps": 12, "seed": 7}, {"class": 0, "stream": True})
 
 
-class Inpaint(Common):
-    """The white of the mask is filled; every other pixel stays as it is."""
+class Inpaint(TaskParams):
+    """Fill the white of the mask; every other pixel stays as it is."""
 
     model_config = _example({"image": TINY_PNG, "mask": TINY_PNG, "class": 3, "steps": 8})
     image: Base64
@@ -98,8 +128,8 @@ class Inpaint(Common):
     feather: Feather = 0
 
 
-class Edit(Common):
-    """The box is replaced by another class or prompt."""
+class Edit(TaskParams):
+    """Replace the box by another class or prompt."""
 
     model_config = _example({"image": TINY_PNG, "box": [4, 4, 12, 12], "class": 3, "steps": 8})
     image: Base64
@@ -107,8 +137,8 @@ class Edit(Common):
     feather: Feather = 0
 
 
-class Outpaint(Common):
-    """The picture goes on beyond its sides."""
+class Outpaint(TaskParams):
+    """Continue an image beyond its sides."""
 
     model_config = _example({"image": TINY_PNG, "right": 8, "class": 3, "steps": 8})
     image: Base64
@@ -118,58 +148,63 @@ class Outpaint(Common):
     bottom: Side = 0
 
 
-class Expand(Common):
-    """A picture, or one of the class or prompt that is drawn first, at a larger size."""
+class Expand(TaskParams):
+    """Make an image, or one of the class or prompt that is generated first, larger."""
 
-    model_config = _example({"size": [128, 128], "class": 3, "way": "windows", "steps": 8})
+    model_config = _example({"size": [128, 128], "class": 3, "method": "windows", "steps": 8})
     image: Base64 | None = None
-    size: Annotated[
-        list[Annotated[int, Field(ge=1, le=MOST.side)]], Field(min_length=2, max_length=2, description="Width, height.")
-    ]
-    way: WayName | None = Field(None, description="How the larger grid is filled.")
-
-
-class Extract(Strict):
-    """What a picture shows of a kind: its middle, of the shape and size that are asked for."""
-
-    model_config = _example({"image": TINY_PNG, "kind": "canny"})
-    image: Base64
-    kind: Kind | None = Field(None, description="One of the model's; null: its first.")
-    size: Annotated[list[Annotated[int, Field(ge=1, le=MOST.side)]], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="Width, height; null: the model's."
+    size: Size = Field(description="Width, height.")
+    method: Method | None = Field(
+        None,
+        validation_alias=AliasChoices("method", *TASK_SETTINGS["method"].aliases),
+        description=TASK_SETTINGS["method"].help,
     )
 
 
-class Extracted(BaseModel):
+TASKS: Mapping[str, type[TaskParams]] = {
+    schema.__name__.lower(): schema for schema in (Generate, Inpaint, Edit, Outpaint, Expand)
+}
+
+
+class ExtractCondition(StrictModel):
+    """Extract a condition image from the centre of an image, at the shape and size requested."""
+
+    model_config = _example({"image": TINY_PNG, "kind": "canny"})
+    image: Base64
+    kind: Kind | None = Field(None, description="One of the model's kinds; null: its first.")
+    size: Size | None = Field(None, description="Width, height; null: the model's.")
+
+
+class ConditionResponse(BaseModel):
     png: str = Field(description="Base64; grey.")
     kind: str
     width: int
     height: int
 
 
-class Picture(BaseModel):
+class ImageEntry(BaseModel):
     png: str = Field(description="Base64; its text chunk `arpg` holds the settings.")
     seed: int
     width: int
     height: int
 
 
-class Answer(BaseModel):
+class TaskResponse(BaseModel):
     id: str
     created: int = Field(description="Seconds since 1970.")
     seconds: float = Field(description="From the request to the last image.")
     settings: dict[str, Any] = Field(description="All settings, as they were resolved.")
-    images: list[Picture]
+    images: list[ImageEntry]
 
 
-class Stepped(BaseModel):
+class StepEvent(BaseModel):
     """The data of a `step` event."""
 
     step: int
     steps: int | None = Field(description="null where it is not known before the end (decode: exact).")
     window: int
     windows: int
-    previews: list[str] = Field(description="Base64 PNG, one for each image; empty when the reader is too slow.")
+    previews: list[str] = Field(description="Base64 PNG, one per image; empty when the reader is too slow.")
     grid: tuple[int, int]
     decoded_at: list[list[int]] = Field(description="The step of each token; -1: not yet, -2: was known.")
 
@@ -177,6 +212,20 @@ class Stepped(BaseModel):
 class Choice(BaseModel):
     name: str
     about: str
+
+
+class SettingInfo(BaseModel):
+    """One sampling setting, or another number of a request, as a form shows it."""
+
+    name: str
+    type: Literal["int", "float", "str"]
+    default: Any = Field(description="What the model recommends; null: none.")
+    help: str
+    choices: list[Choice] | None = Field(description="null: a number.")
+    minimum: float | None
+    maximum: float | None
+    slider: tuple[float, float, float] | None = Field(description="Lowest and highest useful value, and the step.")
+    advanced: bool
 
 
 class Thumbnails(BaseModel):
@@ -197,7 +246,8 @@ class Classes(BaseModel):
 
 class ControlInfo(BaseModel):
     kinds: list[Choice]
-    extracts: list[str] = Field(description="The kinds that this server can take from a picture.")
+    extracts: list[str] = Field(description="The kinds that this server can extract from an image.")
+    binary_kinds: list[str] = Field(description="The kinds that are white lines on black and nothing between.")
 
 
 class Info(BaseModel):
@@ -205,13 +255,14 @@ class Info(BaseModel):
     version: str
     classes: int
     takes: Literal["class", "text"]
-    prompt_tokens: int | None = Field(description="What is beyond so many tokens of a prompt is cut; null: classes.")
+    prompt_tokens: int | None = Field(description="A prompt is cut after this many tokens; null: takes classes.")
     control: ControlInfo | None = Field(description="The condition images that the model takes; null: none.")
     image_size: tuple[int, int]
     grid: tuple[int, int]
     stride: int
     defaults: dict[str, Any]
     guidance_by_steps: list[tuple[int, float]]
+    settings: list[SettingInfo]
     choices: dict[str, list[Choice]]
     limits: dict[str, int]
 
@@ -226,3 +277,58 @@ class ErrorDetail(BaseModel):
 
 class Error(BaseModel):
     error: ErrorDetail
+
+
+def model_info(
+    name: str, model: ModelConfig, tokenizer: TokenizerConfig, sampling: SamplingDefaults, limits: Limits
+) -> dict[str, Any]:
+    """Return the body of `/v1/arpg/info`: the model, its defaults, all settings and choices, and the limits."""
+    defaults = dataclasses.asdict(sampling.settings())
+    method, kinds, best_of = TASK_SETTINGS["method"], TASK_SETTINGS["kind"].choices, TASK_SETTINGS["best_of"]
+    control = model.control
+    return {
+        "model": name,
+        "version": arpg.__version__,
+        "classes": model.num_classes,
+        "takes": "class" if model.text is None else "text",
+        "prompt_tokens": None if model.text is None else model.text.max_tokens,
+        "control": None
+        if control is None
+        else {
+            "kinds": _choices({kind: kinds[kind] for kind in control.kinds}),
+            "extracts": [kind for kind in control.kinds if can_extract(kind)],
+            "binary_kinds": [kind for kind in control.kinds if kind in BINARY_KINDS],
+        },
+        "image_size": (model.grid[1] * tokenizer.stride, model.grid[0] * tokenizer.stride),
+        "grid": model.grid,
+        "stride": tokenizer.stride,
+        "defaults": defaults,
+        "guidance_by_steps": sampling.guidance_by_steps,
+        "settings": [
+            *(_setting_info(setting, limits, defaults[setting.name]) for setting in SETTINGS.values()),
+            _setting_info(best_of, limits, best_of.default),
+        ],
+        "choices": {
+            **{setting.name: _choices(setting.choices) for setting in SETTINGS.values() if setting.choices},
+            **{name: _choices(method.choices) for name in (method.name, *method.aliases)},
+        },
+        "limits": dataclasses.asdict(limits),
+    }
+
+
+def _choices(help: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "about": about} for name, about in help.items()]
+
+
+def _setting_info(setting: Setting, limits: Limits, default: Any) -> dict[str, Any]:
+    return {
+        "name": setting.name,
+        "type": setting.kind.__name__,
+        "default": default,
+        "help": setting.help,
+        "choices": _choices(setting.choices) if setting.choices else None,
+        "minimum": setting.minimum,
+        "maximum": getattr(limits, setting.name, setting.maximum),
+        "slider": setting.slider,
+        "advanced": setting.advanced,
+    }

@@ -32,7 +32,7 @@ from arpg.image import sheet, to_images, to_pil
 from arpg.settings import TASK_SETTINGS, SamplingSettings
 from arpg.tasks.control_input import WHOLE, ControlInput
 from arpg.tasks.stages import Stage
-from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer import Tokenizer
 
 UNKNOWN = 0.75  # the grey of patches that are not sampled yet, in [-1, 1]
 
@@ -103,7 +103,7 @@ class ImageTask:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: VQTokenizer,
+        tokenizer: Tokenizer,
         spec: TaskSpec,
         *,
         stages: Sequence[Stage],

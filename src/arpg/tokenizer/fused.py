@@ -1,6 +1,6 @@
-"""The tokenizer's decoder on a GPU: the same layers, run through kernels that read and write as little as they can.
+"""The tokenizer's decoder on a GPU: the same layers through fused kernels, in half precision.
 
-Made from a plain decoder, in half precision, once; the plain one stays what it is. Upsampling convolutions run on the
+Made once from a plain decoder, which is not changed. Upsampling convolutions run on the
 small grid: each of the four pixels that one becomes sees only 2 x 2 of its neighbours, so a 3 x 3 convolution over
 the enlarged image is four of 2 x 2 over the small one, with the weights that meet summed: 4/9 of the products.
 Shapes: B batch, C channels, hw grid, N = h * w, O outputs, I inputs.
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.kernels.group_norm import Moments, add, last, moments, norm, spread
-from arpg.tokenizer.vq import Decoder, ResBlock, SpatialAttention, Upsample
+from arpg.tokenizer.autoencoder import Decoder, ResBlock, SpatialAttention, Upsample
 
 _OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
 
 
 class FusedDecoder(nn.Module):
-    """Images `[B, 3, H, W]` from `z`, as `Decoder` makes them."""
+    """A `Decoder` with fused group norm, SiLU and residual sums. For inference only."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FusedDecoder(nn.Module):
 
 
 class _Conv(nn.Module):
-    """Without its bias, which the next kernel adds."""
+    """A convolution without its bias, which the next kernel adds."""
 
     weight: Tensor
     bias: Tensor
@@ -83,7 +83,7 @@ class _ResBlock(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Queries, keys and values by one product. The one head is too wide for fused attention, the image small."""
+    """Queries, keys and values by one product. The one head is too wide for fused attention."""
 
     weight: Tensor
     bias: Tensor

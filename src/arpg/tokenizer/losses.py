@@ -1,4 +1,4 @@
-"""What the tokenizer is trained with: LPIPS, the patch discriminator, quantisation with gradients, code restarts.
+"""Losses of tokenizer training: LPIPS, the patch discriminator, quantisation with gradients, code restarts.
 
 Shapes: B batch, HW pixels, hw latent grid, N = h * w tokens, E codebook channels, V codes, M candidates.
 """
@@ -18,9 +18,9 @@ from arpg.errors import InputError, require
 from arpg.files import read_pickle, read_tensors
 
 VGG16_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-TAPS = (1, 3, 6, 9, 12)  # LPIPS compares what comes out of these convolutions
+TAPS = (1, 3, 6, 9, 12)  # LPIPS compares the outputs of these convolutions
 POOL_BEFORE = (2, 4, 7, 10)
-TORCHVISION = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # where the convolutions stand in vgg16().features
+TORCHVISION = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # the convolutions in vgg16().features
 NOISE = 1e-3  # keeps two codes that restart from one candidate apart
 
 
@@ -43,7 +43,7 @@ class LPIPS(nn.Module):
 
     @staticmethod
     def load(path: Path, heads: Path | None = None) -> LPIPS:
-        """From one file in our layout, or from torchvision's VGG16 and the published linear heads (`vgg.pth`)."""
+        """Load one file in our layout, or torchvision's VGG16 and the published linear heads (`vgg.pth`)."""
         state = _read(path)
         if any(key.startswith("features.") for key in state):
             if heads is None:
@@ -66,7 +66,7 @@ class LPIPS(nn.Module):
         return super().train(False)
 
     def features(self, image_B3HW: Tensor) -> list[Tensor]:
-        """The five feature maps, of unit length over channels, in float32."""
+        """Return the five feature maps, of unit length over channels, in float32."""
         x = (image_B3HW - self.shift) / self.scale
         out = []
         for i, conv in enumerate(self.vgg):
@@ -80,7 +80,7 @@ class LPIPS(nn.Module):
         return out
 
     def forward(self, a_B3HW: Tensor, b_B3HW: Tensor) -> Tensor:
-        """Distance per image `[B]`, from images in [-1, 1]."""
+        """Return the distance of each pair of images in [-1, 1], `[B]`."""
         if a_B3HW.shape != b_B3HW.shape or min(a_B3HW.shape[2:]) < 16:
             raise InputError(
                 f"images are {list(a_B3HW.shape)} and {list(b_B3HW.shape)}; LPIPS compares equal shapes of 16 pixels "
@@ -93,7 +93,7 @@ class LPIPS(nn.Module):
 
 
 class PatchDiscriminator(nn.Module):
-    """PatchGAN: a map of logits, each of which judges one patch."""
+    """PatchGAN: a map of logits, one per patch."""
 
     def __init__(self, *, channels: int = 64, num_layers: int = 3) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Quantized(NamedTuple):
 
 
 def vector_quantize(z_BEhw: Tensor, codes_VE: Tensor) -> Quantized:
-    """The nearest of the (normalised) codes on the sphere, with a straight-through gradient; always in float32."""
+    """Replace z by the nearest (normalised) code on the sphere, in float32, with a straight-through gradient."""
     with torch.autocast(z_BEhw.device.type, enabled=False):
         z = F.normalize(z_BEhw.float().flatten(2).transpose(1, 2), dim=-1)
         codes_VE = codes_VE.float()
@@ -155,10 +155,10 @@ def vector_quantize(z_BEhw: Tensor, codes_VE: Tensor) -> Quantized:
 def restart_dead_codes(
     weight_VE: Tensor, count_V: Tensor, candidates_ME: Tensor, *, generator: torch.Generator
 ) -> Tensor:
-    """Codes that were never used become encoder outputs, in place; the mask of those replaced.
+    """Replace codes that were never used by encoder outputs, in place; return the mask of the replaced codes.
 
-    The draws come from a CPU generator and do not depend on how many codes are dead, so all devices and ranks agree,
-    and nothing waits for the device. No candidate is taken twice before all have been taken once.
+    The random numbers come from a CPU generator and do not depend on how many codes are dead, so all devices and ranks
+    agree, and nothing waits for the device. No candidate is used twice before all have been used once.
     """
     num_candidates = len(candidates_ME)
     require(num_candidates >= 1, "there are 0 candidates; expected encoder outputs to restart codes from")
@@ -193,7 +193,7 @@ def _from_heads(state: dict[str, Tensor], *, where: Path) -> dict[str, Tensor]:
 
 
 def _channels(state: dict[str, Tensor], *, where: Path) -> tuple[int, ...]:
-    """The widths of the 13 convolutions, once all keys and shapes fit one another."""
+    """Check all keys and shapes, and return the widths of the 13 convolutions."""
     expected = {f"vgg.{i}.{k}" for i in range(len(VGG16_CHANNELS)) for k in ("weight", "bias")}
     _check_keys(set(state), expected | {f"lin.{i}.weight" for i in range(len(TAPS))}, where=where)
     channels = tuple(len(state[f"vgg.{i}.bias"].flatten()) for i in range(len(VGG16_CHANNELS)))

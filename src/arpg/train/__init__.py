@@ -1,1 +1,1 @@
-"""Training: recipes, the loops, optimisation, distribution, snapshots."""
+"""Training: recipes, the loop, what is trained (a model, a tokenizer), optimisation, distribution, snapshots."""

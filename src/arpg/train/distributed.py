@@ -1,4 +1,4 @@
-"""The processes that train together: one group, also around a single process, and how a model is spread over it."""
+"""Distributed training: the process group (also of a single process), and data or sharded parallelism."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from arpg.errors import InputError, require
+from arpg.train.recipe import PARALLEL
 
-STRATEGIES = ("none", "ddp", "fsdp")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that train."""
+    """This process in the process group."""
 
     rank: int
     size: int
@@ -33,8 +33,8 @@ class World:
         return self.rank == 0
 
 
-def start(device: str = "auto") -> World:
-    """Join the processes that torchrun started, or be a group of one, so that nothing after this needs to ask."""
+def init_distributed(device: str = "auto") -> World:
+    """Join the process group that torchrun started, or make a group of one, so that later code is the same for both."""
     chosen = _device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     # The gloo half on CUDA carries snapshots and barriers, which must not wait behind the device's queue.
     backend = "gloo"
@@ -48,8 +48,8 @@ def start(device: str = "auto") -> World:
     return World(dist.get_rank(), dist.get_world_size(), chosen)
 
 
-def stop() -> None:
-    """Leave the process group, if there is one. A snapshot in flight has to be finished before."""
+def shutdown_distributed() -> None:
+    """Destroy the process group, if there is one. A snapshot in flight has to be finished before."""
     if not dist.is_initialized():
         return
     several = dist.get_world_size() > 1
@@ -61,12 +61,12 @@ def stop() -> None:
 
 
 def parallelize(model: nn.Module, strategy: str, world: World, blocks: Sequence[nn.Module]) -> nn.Module:
-    """Move the model to the world's device and spread it: copies with averaged gradients, or shards of the parameters.
+    """Move `model` to the world's device, and replicate it (ddp) or shard its parameters (fsdp).
 
-    Only `forward` of the returned module takes part: under "ddp" it starts the averaging, under "fsdp" it gathers the
-    parameters. Under "fsdp" every rank must bring the same initial weights; "ddp" takes those of rank 0.
+    Call only `forward` of the returned module: under "ddp" it starts the averaging of gradients, under "fsdp" it
+    gathers the parameters. Under "fsdp" every rank must have the same initial weights; "ddp" copies those of rank 0.
     """
-    require(strategy in STRATEGIES, f"strategy {strategy!r} does not exist; expected one of {', '.join(STRATEGIES)}")
+    require(strategy in PARALLEL, f"strategy {strategy!r} does not exist; expected one of {', '.join(PARALLEL)}")
     model.to(world.device)
     if strategy == "none":
         require(world.size == 1, f"strategy 'none' trains in one process, not {world.size}; use 'ddp' or 'fsdp'")
@@ -81,14 +81,14 @@ def parallelize(model: nn.Module, strategy: str, world: World, blocks: Sequence[
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    # What stands outside the blocks: embedding, memory, head. Sharded again after every forward: by default the root
-    # stays gathered until a backward, and after one without gradients the next would still see the weights of then.
+    # What is outside the blocks: embedding, memory, head. Resharded after every forward: by default the root stays
+    # gathered until a backward, so after a forward without gradients the next one would see outdated weights.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     return model
 
 
 def mean_over_ranks(value: Tensor, world: World) -> Tensor:
-    """The mean over all processes, for logs: no gradient, and `value` stays as it is."""
+    """Return the mean over all processes, for logs: without gradient; `value` is not changed."""
     total = value.detach().clone()
     dist.all_reduce(total)
     return total / world.size

@@ -1,27 +1,30 @@
-"""The training loop: steps, logs, validation, sheets, snapshots, an orderly stop. What is trained is an argument."""
+"""The training loop: steps, logs, validation, sample sheets, snapshots, and an orderly stop on a signal."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from arpg.device import gpu_spec
 from arpg.errors import InputError, require
 from arpg.train.distributed import World, mean_over_ranks
-from arpg.train.interrupt import Interrupt
 from arpg.train.optim import learning_rate
 from arpg.train.recipe import OptimRecipe, RunRecipe
-from arpg.train.report import Report, peak_flops
+from arpg.train.report import Report
 from arpg.train.snapshot import Snapshots
 
 _NEVER = 2**62
 
 
 class Training(Protocol):
-    """A run: its parts, its state, and how they are saved and restored."""
+    """A training run: what the loop needs of it."""
 
     folder: Path
     world: World
@@ -32,24 +35,32 @@ class Training(Protocol):
     @property
     def optim(self) -> OptimRecipe: ...
     def step(self, step: int) -> dict[str, Tensor]:
-        """One optimizer step; this process's losses, still on the device. "loss" is the one that is watched."""
+        """Take one optimizer step; return this process's losses, on the device. "loss" is checked to be finite."""
 
-    def validate(self) -> dict[str, float]: ...
+    def validate(self) -> dict[str, float]:
+        """Return the validation metrics; none without validation data."""
+
     def sheet(self) -> Any:
-        """A picture of where things stand (a PIL image), or None."""
+        """Return a sheet of samples (a PIL image), or None."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return the state that a snapshot holds."""
+
     def restore(self) -> int:
-        """Continue from the newest good snapshot; the step to go on with (0: there is none)."""
+        """Load the newest intact snapshot; return the step to continue with (0 without a snapshot)."""
 
     def export(self) -> Path:
         """Write the result as a model folder."""
 
-    def describe_batch(self, step: int) -> str: ...
-    def flops_per_step(self) -> float: ...
+    def describe_batch(self, step: int) -> str:
+        """Name the images of a step's batch, for an error message."""
+
+    def flops_per_step(self) -> float:
+        """Return the floating-point operations of a step; 0 where they are unknown."""
 
 
 def run_training(training: Training, *, resume: bool) -> Path:
+    """Train to the last step of the recipe; return the folder of the exported model."""
     run, world, folder = training.run, training.world, training.folder
     done = training.snapshots.steps()
     require(
@@ -59,24 +70,24 @@ def run_training(training: Training, *, resume: bool) -> Path:
     )
     first = training.restore() if resume else 0
     report = Report(folder, num_steps=run.steps, start=first, active=world.main)
-    totals = _Totals(world)
+    losses = RunningLosses(world)
     try:
         with Interrupt(world) as interrupt:
             for step in range(first, run.steps):
-                totals.add(step, training.step(step))
+                losses.add(step, training.step(step))
                 now, last, stopping = step + 1, step + 1 == run.steps, interrupt.requested()
                 if now % run.log_every == 0 or last or stopping:
-                    totals.stop_if_bad(training)
-                    report.add(now, _metrics(training, report.rate(now), totals, step))
+                    losses.check_finite(training)
+                    report.add(now, _metrics(training, report.rate(now), losses, step))
                 with report.paused():
                     if (now % run.validate_every == 0 or last) and (metrics := training.validate()):
                         report.add(now, metrics)
                     if now % run.sample_every == 0 or last:
                         if (image := training.sheet()) is not None:
-                            report.picture(f"samples-{now:07d}", image)
-                        report.curve()
+                            report.save_image(f"samples-{now:07d}", image)
+                        report.plot()
                     if now % run.save_every == 0 or last or stopping:
-                        totals.stop_if_bad(training)
+                        losses.check_finite(training)
                         training.snapshots.save(now, training.state(), wait=last or stopping)
                 if stopping and not last:
                     raise InputError(f"stopped by a signal at step {now}; everything is saved, continue with --resume")
@@ -87,43 +98,85 @@ def run_training(training: Training, *, resume: bool) -> Path:
     return training.export()
 
 
-def _metrics(training: Training, rate: float, totals: _Totals, step: int) -> dict[str, float]:
-    metrics = totals.means()
+def _metrics(training: Training, rate: float, losses: RunningLosses, step: int) -> dict[str, float]:
+    metrics = losses.means()
     metrics["lr"] = learning_rate(training.optim, step, training.run.steps)
     metrics["steps/s"] = rate
     metrics["images/s"] = rate * training.run.batch_size
     device, flops = training.world.device, training.flops_per_step()
-    if device.type == "cuda" and flops and (peak := peak_flops(torch.cuda.get_device_name(device))):
-        metrics["mfu"] = rate * flops / (peak * training.world.size)
+    if device.type == "cuda" and flops and (spec := gpu_spec(torch.cuda.get_device_name(device))):
+        metrics["mfu"] = rate * flops / (spec.bf16_flops * training.world.size)
     return metrics
 
 
-class _Totals:
-    """Sums of losses on the device, and the first step whose loss was not finite; nothing waits until asked."""
+class RunningLosses:
+    """Sums of losses on the device, and the first step whose loss was not finite; `add` does not synchronise."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.sums: dict[str, Tensor] = {}
         self.count = 0
-        self.bad = torch.full((), _NEVER, dtype=torch.long, device=world.device)
+        self.first_bad = torch.full((), _NEVER, dtype=torch.long, device=world.device)
 
     def add(self, step: int, losses: dict[str, Tensor]) -> None:
+        """Add the losses of a step."""
         for name, value in losses.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
         self.count += 1
-        self.bad = torch.where((self.bad == _NEVER) & ~torch.isfinite(losses["loss"]), step, self.bad)
+        bad = (self.first_bad == _NEVER) & ~torch.isfinite(losses["loss"])
+        self.first_bad = torch.where(bad, step, self.first_bad)
 
     def means(self) -> dict[str, float]:
+        """Return the means over steps and processes since the last call."""
         result = {name: float(mean_over_ranks(total / self.count, self.world)) for name, total in self.sums.items()}
         self.sums, self.count = {}, 0
         return result
 
-    def stop_if_bad(self, training: Training) -> None:
-        """All processes stop if one of them met a loss that is not finite, and name the first such step."""
-        torch.distributed.all_reduce(self.bad, torch.distributed.ReduceOp.MIN)
-        step = int(self.bad)
+    def check_finite(self, training: Training) -> None:
+        """Stop all processes if the loss of one of them was not finite, and name the first such step."""
+        torch.distributed.all_reduce(self.first_bad, torch.distributed.ReduceOp.MIN)
+        step = int(self.first_bad)
         if step != _NEVER:
             raise InputError(
                 f"the loss of step {step} is not finite; its batch is {training.describe_batch(step)}; "
                 "lower optim.lr or look at those images, and continue with --resume"
             )
+
+
+class Interrupt:
+    """Records the first SIGTERM or SIGINT, so that the step can finish and be saved; a second one acts as usual."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.signalled = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signalled = True
+        self._restore()
+
+    def requested(self) -> bool:
+        """Return whether any process was signalled, so that all of them stop at the same step."""
+        if self.world.size == 1:
+            return self.signalled
+        flag = torch.tensor(int(self.signalled))
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+    def _restore(self) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+        self._old = {}

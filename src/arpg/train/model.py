@@ -1,17 +1,21 @@
-"""`arpg train`: the network learns from tokens.
+"""`arpg train`: train a model on tokens.
 
-Shapes: B local batch, N grid tokens, D width, T tokens of a caption, E width of the text states, H W pixels.
+Shapes: B local batch, N grid tokens, T tokens of a caption, E width of the text states, H W pixels.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from PIL import Image
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,76 +25,44 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
+from arpg import tasks
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ModelConfig
-from arpg.data.control_maps import ControlMaps
-from arpg.data.join import join_tokens
-from arpg.data.text_states import TextStates, open_text_states
-from arpg.data.tokens import TokenSet, open_tokens
-from arpg.decode import decode, make_plan
-from arpg.errors import require
+from arpg.data.dataset import Batch, Dataset, TokenBatches, open_dataset
+from arpg.data.tokens import NO_CLASS
+from arpg.decode import Request, decode, make_plan
+from arpg.errors import present
 from arpg.hub import resolve
-from arpg.image import to_pil
-from arpg.model import ARPG, class_condition
-from arpg.model.condition import training_condition, training_control
-from arpg.train.batches import Batch, TokenBatches
-from arpg.train.cross_entropy import linear_cross_entropy
-from arpg.train.distributed import World, mean_over_ranks, parallelize, start, stop
-from arpg.train.graphed import GraphedGradients
+from arpg.image import sheet, to_pil
+from arpg.model import ARPG, text_condition
+from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
 from arpg.train.loop import run_training
+from arpg.train.objective import GraphedGradients, Objective
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe
-from arpg.train.samples import Samples, of_captions, of_classes, of_conditions
 from arpg.train.snapshot import Snapshots
 from arpg.train.update import Update
-from arpg.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
 
-class Objective(nn.Module):
-    """The network with its loss: one module, so that distribution wraps all that touches a parameter."""
-
-    def __init__(self, model: ARPG, grid: tuple[int, int]) -> None:
-        super().__init__()
-        self.model = model
-        self.grid = grid
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Of classes, or of captions where their states are given; steered where there are condition images."""
-        ids_BN, order_BN = batch.ids_BN, batch.order_BN
-        if batch.states_BTE is None or batch.length_B is None:
-            condition = class_condition(self.model, batch.labels_B)
-        else:
-            condition = training_condition(self.model, batch.states_BTE, batch.length_B)
-        if batch.pixels_BHW is not None and batch.kind_B is not None and batch.dropped_B is not None:
-            condition = training_control(self.model, condition, batch.pixels_BHW, batch.kind_B, batch.dropped_B)
-        x_BND = self.model.hidden(ids_BN, order_BN, condition, grid=self.grid, dropout_key_B=batch.dropout_key_B)
-        targets = ids_BN.gather(1, order_BN)
-        return linear_cross_entropy(x_BND.flatten(0, 1), self.model.head.weight, targets.flatten())
-
-
 class ModelTraining:
-    """One run: its parts, its state, and how they are saved and restored."""
+    """One run of a model recipe: its parts, its state, and how they are saved and restored."""
 
     def __init__(self, recipe: ModelRecipe, folder: Path, world: World) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
         run = recipe.run
-        self.tokens = _open(recipe.data.train, recipe.model)
-        self.validation = None
+        self.dataset = open_dataset(recipe.data.train, recipe.model, world.device)
+        self.validation: Dataset | None = None
         if recipe.data.validation is not None:
-            self.validation = _open(recipe.data.validation, recipe.model)
-        both = (self.tokens, self.validation)
-        self.text, self.validation_text = (_text(recipe.model, tokens) for tokens in both)
-        self.control, self.validation_control = (_control(recipe.model, tokens, world.device) for tokens in both)
-
+            self.validation = open_dataset(recipe.data.validation, recipe.model, world.device)
         model = ARPG(recipe.model).init_weights(seed=recipe.seed)
         if recipe.init_from is not None:
             for line in warm_start(model, recipe.init_from):
                 log.info("%s", line)
         model.to(world.device).train()
-        self.objective = Objective(model, self.tokens.grid)
+        self.objective = Objective(model, self.dataset.tokens.grid)
         if run.compile and world.device.type == "cuda":
             model.compile_blocks()
         blocks = [*model.pass1, *model.pass2]
@@ -101,30 +73,23 @@ class ModelTraining:
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
         self.update = Update(self.optimizer, self.ema, one_pass=recipe.optim.one_pass)
-        self.batches = self._batches(self.tokens, recipe.label_drop, self.text, self.control)
+        self.batches = self._batches(self.dataset, recipe.label_drop)
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
-    def _batches(
-        self,
-        tokens: TokenSet,
-        label_drop: float,
-        text: TextStates | None = None,
-        control: ControlMaps | None = None,
-    ) -> TokenBatches:
+    def _batches(self, dataset: Dataset, label_drop: float) -> TokenBatches:
         recipe = self.recipe
         return TokenBatches(
-            tokens,
+            dataset,
             batch_size=recipe.run.batch_size,
             parts=self.world.size * recipe.run.accumulate,
             num_classes=recipe.model.num_classes,
             label_drop=label_drop,
             seed=recipe.seed,
             device=self.world.device,
-            text=text,
-            control=control,
         )
 
     def loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a part of a batch."""
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.run.precision == "bf16"):
             loss: Tensor = self.parallel(batch)
         return loss
@@ -138,13 +103,13 @@ class ModelTraining:
         return self.recipe.optim
 
     def step(self, step: int) -> dict[str, Tensor]:
-        """Gradients of all parts, clipped; AdamW; the moving average."""
+        """Compute and clip the gradients of all parts, then update the weights and their moving average."""
         recipe, accumulate = self.recipe, self.recipe.run.accumulate
         set_learning_rate(self.optimizer, learning_rate(recipe.optim, step, recipe.run.steps))
         total = torch.zeros((), device=self.world.device)
         for micro in range(accumulate):
             part = self.world.rank * accumulate + micro
-            # Copies need to average their gradients once, after the last part.
+            # Replicas average their gradients once, after the last part.
             parallel, last = self.parallel, micro == accumulate - 1
             batch = self.batches.batch(step, part)
             if self.graphed is not None:
@@ -162,12 +127,12 @@ class ModelTraining:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """The teacher-forced, causal loss of the averaged weights over the validation tokens; no dropout."""
+        """Return the teacher-forced, causal loss of the averaged weights on the validation tokens, without dropout."""
         if self.validation is None:
             return {}
-        batches = self._batches(self.validation, 0.0, self.validation_text, self.validation_control)
-        # As many whole batches as there are, at least one; an order and a view per image, the same every time.
-        count = max(1, self.validation.num_images // self.recipe.run.batch_size)
+        batches = self._batches(self.validation, 0.0)
+        # All complete batches, at least one; an order and a view per image, the same every time.
+        count = max(1, self.validation.tokens.num_images // self.recipe.run.batch_size)
         accumulate = self.recipe.run.accumulate
         total = torch.zeros((), device=self.world.device)
         self.objective.eval()
@@ -195,7 +160,7 @@ class ModelTraining:
         return step
 
     def averaged_weights(self) -> dict[str, Tensor]:
-        """The averaged weights, whole, on the CPU, in the network's own names (on every rank)."""
+        """Return the averaged weights, unsharded, on the CPU, by the network's own names (on every rank)."""
         with self.ema.swapped_in():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_model_state_dict(self.objective, options=options)
@@ -203,14 +168,14 @@ class ModelTraining:
             return {key.removeprefix("model."): t.clone() for key, t in state.items() if isinstance(t, Tensor)}
 
     def export(self) -> Path:
-        """`folder/model`: the averaged weights as a model folder, with the tokenizer where one is named."""
+        """Write `folder/model`: the averaged weights as a model folder, with the tokenizer where one is named."""
         recipe, target = self.recipe, self.folder / "model"
         weights = self.averaged_weights()
         if not self.world.main:
             return target
         names = None
         if recipe.model.text is None:
-            given, all_ = tuple(self.tokens.classes), numbered_classes(recipe.model.num_classes).lines
+            given, all_ = tuple(self.dataset.tokens.classes), numbered_classes(recipe.model.num_classes).lines
             names = ClassNames(given + all_[len(given) :])
         config = FolderConfig(model=recipe.model, sampling=recipe.sampling, classes=names, license=recipe.license)
         write_folder(target, config, model=weights)
@@ -220,59 +185,45 @@ class ModelTraining:
         return target
 
     @torch.no_grad()
-    def sheet(self, num_images: int = 16) -> Any:
-        """A sheet of the averaged model's images, one class each; None without a tokenizer, or off the main rank."""
+    def sheet(self, num_images: int = 16) -> Image.Image | None:
+        """Return a sheet of samples of the averaged model; None without a tokenizer, or off the main rank."""
         if self.recipe.tokenizer is None:
             return None
         weights = self.averaged_weights()
         if not self.world.main:
             return None
-        config = self.recipe.model
-        model = ARPG(config)
+        model = ARPG(self.recipe.model)
         model.load_state_dict(weights)
         model.to(self.world.device).eval()
-        samples = self._samples(model, num_images)
-        settings = self.recipe.sampling.settings()
-        request = samples.request
+        samples = make_samples(model, self.validation or self.dataset, num_images)
+        settings, request = self.recipe.sampling.settings(), samples.request
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         *_, last = decode(model, request, plan, settings)
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer), device=self.world.device, dtype=torch.float32)
         return samples.sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)))
-
-    def _samples(self, model: ARPG, num_images: int) -> Samples:
-        """Of what is not trained on, where there is some."""
-        if self.control is not None:
-            if self.validation is not None and self.validation_control is not None:
-                return of_conditions(model, self.validation, self.validation_control, num_images)
-            return of_conditions(model, self.tokens, self.control, num_images)
-        if self.text is not None:
-            if self.validation is not None and self.validation_text is not None:
-                return of_captions(model, self.validation, self.validation_text, num_images)
-            return of_captions(model, self.tokens, self.text, num_images)
-        return of_classes(model, self.tokens.grid, num_images)
 
     def describe_batch(self, step: int) -> str:
         first = self.batches.indices(step, self.world.rank * self.run.accumulate)[:8].tolist()
         return f"the images {', '.join(map(str, first))}, ... of {self.recipe.data.train}"
 
     def flops_per_step(self) -> float:
-        """Forward and backward: three times the forward pass."""
-        return 3 * forward_flops(self.recipe.model, self.tokens.grid) * self.run.batch_size
+        """Return the operations of forward and backward: three times those of the forward pass."""
+        return 3 * forward_flops(self.recipe.model, self.dataset.tokens.grid) * self.run.batch_size
 
 
 def train_model(recipe: ModelRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
-    """Run a recipe to its end; returns the folder of the finished model."""
-    world = start(device)
+    """Run a recipe to its end; return the folder of the finished model."""
+    world = init_distributed(device)
     try:
         return run_training(ModelTraining(recipe, folder, world), resume=resume)
     finally:
-        stop()
+        shutdown_distributed()
 
 
 def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
-    """Of one image in one teacher-forced pass: matrix products, and attention as if it were not causal.
+    """Count the operations of one image in one teacher-forced pass: matrix products, and attention without causality.
 
-    Prompts and condition images are not counted.
+    Text and control encoders are not counted.
     """
     tokens, width = grid[0] * grid[1], config.width
     ffn = 3 * width * config.ffn_width
@@ -283,48 +234,83 @@ def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
     return 2.0 * tokens * (pass1 + pass2 + memory + attention + width * config.vocab_size)
 
 
-def _open(names: str | tuple[str, ...], config: ModelConfig) -> TokenSet:
-    folders = (names,) if isinstance(names, str) else names
-    require(bool(folders), "data names no token folder; expected one or more")
-    opened = {folder: open_tokens(folder, vocab_size=config.vocab_size) for folder in dict.fromkeys(folders)}
-    tokens = join_tokens([opened[folder] for folder in folders])
-    _check(config, tokens)
-    return tokens
+@dataclass(frozen=True)
+class Samples:
+    """A request for samples, and what the sheet shows with them."""
+
+    request: Request
+    captions: Sequence[str] | None = None
+    conditions: Sequence[Image.Image] | None = None
+
+    def sheet(self, images: Sequence[Image.Image]) -> Image.Image:
+        """Arrange the generated images, each beside its condition image or above its caption."""
+        if self.conditions is not None:
+            pairs = zip(self.conditions, images, strict=True)
+            images = [sheet([condition, image], columns=2) for condition, image in pairs]
+        return sheet(images, captions=self.captions)
 
 
-def _control(config: ModelConfig, tokens: TokenSet | None, device: torch.device) -> ControlMaps | None:
-    """The condition images, where the model takes them and there are tokens."""
-    if config.control is None or tokens is None:
-        return None
-    require(bool(tokens.controls), f"{tokens.folder} has no condition images; make it with `arpg tokenize --control`")
-    maps = ControlMaps(tokens.controls, config.control.kinds, device)
-    high, wide = (side * config.control.patch for side in tokens.grid)
-    require(
-        maps.size == (high, wide),
-        f"the condition images are {maps.size[1]}x{maps.size[0]} pixels; model.control.patch {config.control.patch} "
-        f"and the grid need {wide}x{high}",
-    )
-    return maps
+def make_samples(model: ARPG, dataset: Dataset, num_images: int) -> Samples:
+    """Request samples: along condition maps, of captions, or of classes, whichever the model takes."""
+    tokens, text, control = dataset.tokens, dataset.text, dataset.control
+    if control is not None:  # of evenly spaced images, with their classes where they have some
+        index = np.arange(num_images) * len(tokens) // num_images
+        pixels_BHW, kind_B = control.gather(index, np.zeros_like(index))
+        pairs = zip(pixels_BHW, kind_B.tolist(), strict=True)
+        maps = [tasks.ControlMap(pixels, control.kinds[kind], 1.0) for pixels, kind in pairs]
+        labels = None
+        if model.text is None:
+            labels = [model.config.num_classes if label == NO_CLASS else int(label) for label in tokens.labels[index]]
+        ids_N = torch.zeros(tokens.grid[0] * tokens.grid[1], dtype=torch.long)
+        request = tasks.fill(
+            model, labels, range(num_images), ids_N=ids_N, known_N=ids_N.bool(), grid=tokens.grid, control=maps
+        )
+        return Samples(request, conditions=[Image.fromarray(pixels) for pixels in pixels_BHW.cpu().numpy()])
+    if text is not None:  # of the first captions
+        seeds = range(min(num_images, len(tokens)))
+        states_BTE, length_B = text.gather(np.array(seeds))
+        states = [torch.from_numpy(row[:length]).float() for row, length in zip(states_BTE, length_B, strict=True)]
+        request = Request.from_nothing(text_condition(model, states), tokens.grid, tuple(seeds))
+        return Samples(request, captions=present(tokens.captions, "no captions")[: len(seeds)])
+    labels = [i * model.config.num_classes // num_images for i in range(num_images)]
+    return Samples(tasks.generate(model, labels, list(range(num_images)), grid=tokens.grid))
 
 
-def _text(config: ModelConfig, tokens: TokenSet | None) -> TextStates | None:
-    """The states of the captions, where the model takes prompts and there are tokens."""
-    if config.text is None or tokens is None:
-        return None
-    text, ours = open_text_states(tokens), config.text
-    require(
-        text.config == ours,
-        f"{tokens.folder} has states of {text.config}; model.text is {ours}",
-    )
-    return text
+def warm_start(model: ARPG, name: str) -> list[str]:
+    """Copy the weights of model `name` that fit into `model`; return lines that say what is new.
+
+    The grid may differ, because positions are not learned. With another vocabulary or other classes, the embedding
+    rows of the same meaning are copied: codes, [MASK], the null class; classes only where there are as many.
+    """
+    other = load_model(resolve(name), dtype=torch.float32)
+    state, source = model.state_dict(), other.state_dict()
+    sizes = [(c.vocab_size, c.num_classes) for c in (model.config, other.config)]
+    lines, num_copied = [], 0
+    with torch.no_grad():
+        for key, tensor in state.items():
+            found = source.get(key)
+            by_rows = key == "embedding.weight" and sizes[0] != sizes[1]
+            if by_rows and found is not None and found.shape[1] == tensor.shape[1]:
+                for to_rows, from_rows in _matching_rows(model.config, other.config):
+                    tensor[to_rows] = found[from_rows]
+                num_copied += 1
+                if model.config.num_classes != other.config.num_classes:
+                    lines.append(f"new: the {model.config.num_classes} class rows of {key}")
+            elif found is not None and found.shape == tensor.shape:
+                tensor.copy_(found)
+                num_copied += 1
+            else:
+                lines.append(f"new: {key}" + (f" ({list(found.shape)} there)" if found is not None else ""))
+    return [f"started from {name}: {num_copied} of {len(state)} tensors", *lines]
 
 
-def _check(config: ModelConfig, tokens: TokenSet) -> None:
-    require(
-        config.text is not None or tokens.num_classes <= config.num_classes,
-        f"the tokens have {tokens.num_classes} classes; model.num_classes is {config.num_classes}",
-    )
-    require(
-        tuple(tokens.grid) == config.grid,
-        f"the tokens are on a {tokens.grid[0]}x{tokens.grid[1]} grid; model.grid is {config.grid[0]}x{config.grid[1]}",
-    )
+def _matching_rows(to: ModelConfig, source: ModelConfig) -> list[tuple[slice, slice]]:
+    """Return the embedding rows with the same meaning in both models."""
+    single = ((to.null_class_id, source.null_class_id), (to.mask_id, source.mask_id))
+    rows = [(slice(i, i + 1), slice(j, j + 1)) for i, j in single]
+    if to.vocab_size == source.vocab_size:
+        rows.append((slice(0, to.vocab_size), slice(0, to.vocab_size)))
+    if to.num_classes == source.num_classes:
+        span = [slice(c.first_class_id, c.first_class_id + c.num_classes) for c in (to, source)]
+        rows.append((span[0], span[1]))
+    return rows

@@ -1,4 +1,4 @@
-"""Optimisation: AdamW groups, the learning rate of a step, and the exponential moving average of the weights."""
+"""Optimisation: AdamW, the learning-rate schedule, gradient clipping, the exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from arpg.train.recipe import OptimRecipe
 
 
 def make_adamw(module: nn.Module, recipe: OptimRecipe) -> torch.optim.AdamW:
-    """Weight decay on every tensor of two or more dimensions (embeddings too), on nothing else."""
+    """Make an AdamW with weight decay on tensors of two or more dimensions (embeddings too) only."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": recipe.weight_decay},
@@ -24,7 +24,7 @@ def make_adamw(module: nn.Module, recipe: OptimRecipe) -> torch.optim.AdamW:
 
 
 def learning_rate(recipe: OptimRecipe, step: int, num_steps: int) -> float:
-    """Linear warm-up to `lr`, then cosine or linear to `min_lr`, or constant."""
+    """Return the learning rate of a step: linear warm-up to `lr`, then cosine or linear to `min_lr`, or constant."""
     warmup = round(recipe.warmup * num_steps)
     if step < warmup:
         return recipe.lr * (step + 1) / warmup
@@ -40,20 +40,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(optimizer: torch.optim.AdamW, most: float) -> None:
-    """`clip_grad_norm_` over all parameters; the fused AdamW scales whole tensors itself, on its way."""
+def clip_gradients(optimizer: torch.optim.AdamW, max_norm: float) -> None:
+    """Clip the norm of all gradients; where no parameter is sharded, the fused AdamW scales them in its own pass."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if any(isinstance(p, DTensor) for p in parameters):
-        nn.utils.clip_grad_norm_(parameters, most)
+        nn.utils.clip_grad_norm_(parameters, max_norm)
         return
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    optimizer.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # type: ignore[attr-defined]
+    optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
 
 
 class EMA:
-    """A moving average of a module's parameters; works on sharded parameters as on whole ones.
+    """An exponential moving average of a module's parameters, sharded or not.
 
-    Decay 0: there is none. Nothing is kept, and what is swapped in are the weights themselves.
+    With decay 0 there is no average: nothing is kept, and `swapped_in` leaves the weights as they are.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -63,17 +63,18 @@ class EMA:
         self.average = [p.detach().clone() for p in self.live]
 
     def weight(self, step: int) -> float:
-        """Of new weights. Young averages forget faster, so that the start does not linger."""
+        """Return the weight of new parameters in the average: larger at first, so that the initial weights fade."""
         return 1.0 - min(self.decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
+        """Move the average towards the module's parameters."""
         if self.live:
             torch._foreach_lerp_(self.average, [p.detach() for p in self.live], self.weight(step))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The module computes with the averaged weights inside."""
+        """Swap the averaged weights into the module, inside a `with`."""
         self._swap()
         try:
             yield
@@ -88,5 +89,5 @@ class EMA:
             average.copy_(kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages by name; the very tensors, so that loading in place works."""
+        """Return the averages by name, without copies, so that they can be loaded in place."""
         return dict(zip(self.names, self.average, strict=True))

@@ -27,9 +27,9 @@ class OptimRecipe:
     warmup: float = 0.25  # share of the run; 1.0 is a ramp over all of it
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.05  # on tensors of two or more dimensions
-    clip: float = 1.0  # norm of the whole gradient; 0 turns it off
-    ema: float = 0.9999  # decay of the moving average of the weights; 0: there is none
-    one_pass: bool = False  # AdamW and the average in our kernel, where it can be; not yet measured on a GPU
+    clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
+    ema: float = 0.9999  # decay of the moving average of the weights; 0: no average
+    one_pass: bool = False  # AdamW and the average in one kernel, where it takes all tensors
 
     def __post_init__(self) -> None:
         one_of("optim.schedule", self.schedule, SCHEDULES)
@@ -40,7 +40,7 @@ class OptimRecipe:
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """How long, how often to look, and on what."""
+    """Length, batch, precision, parallelism and intervals of a run."""
 
     steps: int
     batch_size: int  # over all processes and accumulation steps
@@ -69,7 +69,7 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Token folders, as `arpg tokenize` makes them. Several are one set; one named twice is drawn from as often."""
+    """Token folders, as `arpg tokenize` writes them. Several are joined; one that is named twice is used twice."""
 
     train: str | tuple[str, ...]
     validation: str | tuple[str, ...] | None = None
@@ -77,9 +77,7 @@ class TokenData:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """`arpg train`: an ARPG from tokens, of classes or (with `model.text`) of captions; `model.control`: steered by
-    condition images.
-    """
+    """`arpg train`: a model of classes, or (with `model.text`) of captions; `model.control`: with condition images."""
 
     model: ModelConfig
     data: TokenData
@@ -87,8 +85,8 @@ class ModelRecipe:
     run: RunRecipe
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     tokenizer: str | None = None  # a model folder: for the sample sheets, and copied into the result
-    init_from: str | None = None  # a model to start from; what fits is taken
-    label_drop: float = 0.1  # also of captions, and of condition images with them
+    init_from: str | None = None  # a model to start from; the weights that fit are copied
+    label_drop: float = 0.1  # share of samples whose class or caption is dropped, and the condition image with it
     seed: int = 0
     license: str = "unknown"
 
@@ -98,7 +96,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image folder, a zip or a path into one, and how often it is drawn from."""
+    """An image folder, a zip or a path into one, and its weight in the mix of sources."""
 
     path: str
     weight: float = 1.0
@@ -106,6 +104,8 @@ class ImageSource:
 
 @dataclass(frozen=True)
 class PixelData:
+    """Image sources of a tokenizer, and how crops are taken from them."""
+
     size: int
     sources: tuple[ImageSource, ...]
     validation: tuple[ImageSource, ...] = ()
@@ -116,7 +116,7 @@ class PixelData:
 
 @dataclass(frozen=True)
 class TokenizerLoss:
-    """Weights of the terms. The adversarial one comes in after a share of the run."""
+    """Weights of the loss terms. The adversarial term starts after a share of the run."""
 
     lpips_weights: str
     mse: float = 1.0
@@ -130,7 +130,7 @@ class TokenizerLoss:
 
 @dataclass(frozen=True)
 class TokenizerRecipe:
-    """`arpg train-tokenizer`: a VQ tokenizer from images."""
+    """`arpg train-tokenizer`: a VQ tokenizer."""
 
     tokenizer: TokenizerConfig
     data: PixelData
@@ -143,7 +143,7 @@ class TokenizerRecipe:
 
 
 def read_recipe(path: Path, cls: type[T], overrides: Sequence[str] = ()) -> T:
-    """The recipe of a file, with `a.b=value` overrides (values as in TOML; bare words are strings)."""
+    """Read a recipe, with `a.b=value` overrides (values as in TOML; bare words are strings)."""
     require(path.is_file(), f"{path} does not exist; expected a recipe (a TOML file, see recipes/)")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a progress line, metrics as JSON lines, TensorBoard, and a loss curve."""
+"""Reports of a run: a progress line, metrics as JSON lines, TensorBoard, sample sheets, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from arpg.files import write_whole
 
 log = logging.getLogger(__name__)
 
-# Dense bf16 peak in FLOP/s, by the vendor's data sheets.
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12}
-
 
 class Report:
     """`metrics.jsonl`, `tensorboard/` and `loss.png` in the run's folder. Only the main process writes."""
@@ -28,10 +25,10 @@ class Report:
         self.board = _tensorboard(folder / "tensorboard") if active else None
         if active:
             folder.mkdir(parents=True, exist_ok=True)
-            _forget_after(folder / "metrics.jsonl", start)
+            _drop_after(folder / "metrics.jsonl", start)
 
     def rate(self, step: int) -> float:
-        """Steps per second since the last call."""
+        """Return the steps per second since the last call."""
         now = time.perf_counter()
         rate = (step - self.since_step) / max(now - self.since, 1e-9)
         self.since, self.since_step = now, step
@@ -39,12 +36,13 @@ class Report:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside (validation, sheets, saving) does not count as training time."""
+        """Exclude what happens inside (validation, sheets, saving) from the training time."""
         began = time.perf_counter()
         yield
         self.since += time.perf_counter() - began
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Report the metrics of a step."""
         if not self.active:
             return
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -59,23 +57,25 @@ class Report:
             left = f"  left {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
         log.info("step %d/%d  %s%s", step, self.num_steps, shown, left)
 
-    def picture(self, name: str, image: Any) -> None:
-        """Keep a PIL image in the run's folder."""
+    def save_image(self, name: str, image: Any) -> None:
+        """Write a PIL image to the run's folder."""
         if self.active:
             write_whole(self.folder / f"{name}.png", lambda path: image.save(path, format="PNG"))
 
-    def curve(self) -> None:
+    def plot(self) -> None:
+        """Update `loss.png`."""
         if self.active:
-            draw_curve(self.folder)
+            plot_losses(self.folder)
 
     def close(self) -> None:
-        self.curve()
+        """Write the last plot and close the TensorBoard files."""
+        self.plot()
         if self.board is not None:
             self.board.close()
 
 
-def draw_curve(folder: Path) -> None:
-    """`loss.png` out of `metrics.jsonl`: every metric whose name has "loss" in it, over the steps."""
+def plot_losses(folder: Path) -> None:
+    """Plot every metric of `metrics.jsonl` with "loss" in its name over the steps, into `loss.png`."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -99,12 +99,8 @@ def draw_curve(folder: Path) -> None:
     write_whole(folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png"))
 
 
-def peak_flops(device_name: str) -> float | None:
-    return next((peak for name, peak in PEAK.items() if name in device_name), None)
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """A resumed run repeats the steps after its snapshot; what an interrupted one said of them is dropped."""
+def _drop_after(path: Path, step: int) -> None:
+    """Drop the metrics after `step`, which a resumed run will report again."""
     if path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
         text = "".join(line + "\n" for line in lines)

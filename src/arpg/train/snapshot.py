@@ -1,4 +1,4 @@
-"""Training state that is never lost: sharded, written in the background, checked before it is used."""
+"""Crash-safe snapshots of the training state: sharded, written in the background, verified before they are loaded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 class Snapshots:
-    """`folder/step-00000123/`, the newest `keep` of them. Every rank makes every call; the folder is shared by all.
+    """The newest `keep` snapshots, `folder/step-00000123/`. Every rank makes every call; all share the folder.
 
-    A snapshot has its name only once it is complete on all ranks and its manifest is written.
+    A snapshot gets its name once it is complete on all ranks and its manifest is written.
     """
 
     def __init__(self, folder: Path, world: World, *, keep: int = 2) -> None:
@@ -51,7 +51,7 @@ class Snapshots:
         A failure of the write before this one is raised here.
         """
         self.finish()
-        partial = self._place(step, PARTIAL)
+        partial = self._path(step, PARTIAL)
         # As a stager the writer copies every tensor before async_save returns, those on the CPU too.
         writer = FileSystemWriter(partial, overwrite=False)
         writing = state_dict_saver.async_save(state, storage_writer=writer, process_group=self._group)
@@ -66,22 +66,22 @@ class Snapshots:
         flight, self._flight = self._flight, None
         if flight is not None:
             wait([flight])
-            self._on_main(flight.result)  # DCP tells every rank of a failure on any, so that of rank 0 covers all
+            self._on_main(flight.result)  # DCP reports a failure of any rank to all, so rank 0 has it
 
     def steps(self) -> list[int]:
-        """The steps that are published, newest last."""
+        """Return the steps of the published snapshots, newest last."""
         if not self.folder.is_dir():
             return []
         found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     def load(self, state: dict[str, Any]) -> int | None:
-        """Load the newest good snapshot into `state`, in place, and return its step; None where there is none."""
+        """Load the newest intact snapshot into `state`, in place, and return its step; None where there is none."""
         self.finish()
-        step = self._on_main(self._newest_good)
+        step = self._on_main(self._newest_intact)
         if step is None:
             return None
-        place = self._place(step)
+        place = self._path(step)
         try:
             state_dict_loader.load(state, storage_reader=FileSystemReader(place), process_group=self._group)
         except CheckpointException as error:
@@ -89,11 +89,11 @@ class Snapshots:
             raise InputError(f"{place} does not fit this run: {reason}; resume with the recipe of its run") from error
         return step
 
-    def _place(self, step: int, suffix: str = "") -> Path:
+    def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step-{step:08d}{suffix}"
 
     def _on_main(self, act: Callable[[], T]) -> T:
-        """Run on rank 0; every rank gets its value or its exception."""
+        """Run `act` on rank 0; return its value or raise its exception on every rank."""
         outcome: list[Any] = [None, None]
         if self.world.main:
             try:
@@ -109,7 +109,7 @@ class Snapshots:
     # From here on: rank 0 only.
 
     def _tidy(self) -> None:
-        """Remove what a crash left, and put back a snapshot that was being replaced by its like."""
+        """Remove what a crash left, and restore a snapshot that was being replaced by one of the same step."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(f"step-*{REPLACED}"):
@@ -121,7 +121,7 @@ class Snapshots:
             raise InputError(f"{self.folder} cannot be used: {error.strerror}; choose another place") from error
 
     def _complete(self, step: int, writing: Future[Any]) -> None:
-        partial = self._place(step, PARTIAL)
+        partial = self._path(step, PARTIAL)
         try:
             writing.result()
             self._publish(step)
@@ -137,19 +137,19 @@ class Snapshots:
         for old in self._superseded(step):
             # Renamed first: a crash in the middle of a removal must not leave half a snapshot under its name.
             try:
-                shutil.rmtree(self._place(old).rename(self._place(old, PARTIAL)))
+                shutil.rmtree(self._path(old).rename(self._path(old, PARTIAL)))
             except OSError as error:
-                log.warning("%s could not be removed: %s", self._place(old), error.strerror)
+                log.warning("%s could not be removed: %s", self._path(old), error.strerror)
 
     def _publish(self, step: int) -> None:
-        partial, place, replaced = self._place(step, PARTIAL), self._place(step), self._place(step, REPLACED)
+        partial, place, replaced = self._path(step, PARTIAL), self._path(step), self._path(step, REPLACED)
         files = {path.name: [path.stat().st_size, _crc32(path)] for path in sorted(partial.iterdir())}
         with (partial / MANIFEST).open("w") as file:
             json.dump({"step": step, "files": files}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
-        if place.exists():  # a bad one, or the run came by here before
+        if place.exists():  # damaged, or the run reached this step before
             place.rename(replaced)
         partial.rename(place)
         _sync_folder(self.folder)
@@ -157,14 +157,14 @@ class Snapshots:
         self._bad.discard(step)
 
     def _superseded(self, step: int) -> list[int]:
-        """All but the newest `keep`, never the one just written; those known to be bad count for nothing."""
+        """Return all but the newest `keep` and the one just written; damaged snapshots do not count as kept."""
         good = [other for other in self.steps() if other not in self._bad]
         return [other for other in self.steps() if other not in good[-self.keep :] and other != step]
 
-    def _newest_good(self) -> int | None:
+    def _newest_intact(self) -> int | None:
         steps = self.steps()
         for step in reversed(steps):
-            damage = _damage(self._place(step))
+            damage = _damage(self._path(step))
             if damage is None:
                 return step
             log.warning("the snapshot of step %d is not used: %s", step, damage)
@@ -174,7 +174,7 @@ class Snapshots:
 
 
 def _damage(place: Path) -> str | None:
-    """What is wrong with a published snapshot: the file and how; None for a good one."""
+    """Return what is wrong with a published snapshot, with the file; None where it is intact."""
     path = place / MANIFEST
     try:
         files: dict[str, list[int]] = json.loads(path.read_text())["files"]
@@ -192,7 +192,7 @@ def _damage(place: Path) -> str | None:
 
 
 def _disk_failure(error: OSError | CheckpointException, partial: Path) -> OSError | None:
-    """The disk's part in a failed write. torch.save can hide it ("unexpected pos"), so the disk is asked again."""
+    """Return the disk error of a failed write. torch.save can hide it ("unexpected pos"), so a probe is written."""
     for cause in _causes(error):
         if isinstance(cause, OSError):
             return cause

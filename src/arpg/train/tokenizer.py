@@ -1,10 +1,12 @@
-"""`arpg train-tokenizer`: the VQ tokenizer learns from images.
+"""`arpg train-tokenizer`: train a VQ tokenizer on images.
 
 Shapes: B local batch, HW pixels, hw latent grid, V codes, E codebook channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
+from arpg.data.crops import CropStream, center_crops
 from arpg.data.images import open_images
-from arpg.data.pixels import PixelStream, eval_pixels
 from arpg.errors import require
 from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.hub import resolve
@@ -37,7 +39,7 @@ from arpg.tokenizer.losses import (
     restart_dead_codes,
     vector_quantize,
 )
-from arpg.train.distributed import World, parallelize, start, stop
+from arpg.train.distributed import World, init_distributed, parallelize, shutdown_distributed
 from arpg.train.loop import run_training
 from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import OptimRecipe, RunRecipe, TokenizerRecipe
@@ -45,6 +47,8 @@ from arpg.train.snapshot import Snapshots
 
 
 class Reconstruction(NamedTuple):
+    """Reconstructed images, their ids and latents, and the losses."""
+
     image_B3HW: Tensor
     ids_BN: Tensor
     z_BEhw: Tensor
@@ -54,8 +58,8 @@ class Reconstruction(NamedTuple):
     commitment: Tensor
 
 
-class Objective(nn.Module):
-    """The tokenizer with its losses, but for the adversarial one."""
+class TokenizerObjective(nn.Module):
+    """The tokenizer with its losses, without the adversarial one."""
 
     def __init__(self, tokenizer: VQTokenizer, lpips: LPIPS) -> None:
         super().__init__()
@@ -79,7 +83,7 @@ class Objective(nn.Module):
 
 
 class TokenizerTraining:
-    """One run of a tokenizer recipe."""
+    """One run of a tokenizer recipe: its parts, its state, and how they are saved and restored."""
 
     def __init__(self, recipe: TokenizerRecipe, folder: Path, world: World) -> None:
         require(
@@ -96,12 +100,12 @@ class TokenizerTraining:
             )
         else:
             tokenizer = VQTokenizer(recipe.tokenizer)
-            nn.init.normal_(tokenizer.quantize.embedding.weight)  # anywhere on the sphere
+            nn.init.normal_(tokenizer.quantize.embedding.weight)  # uniform on the sphere, once normalised
         fast = world.device.type == "cuda"
         layout = torch.channels_last if fast else torch.contiguous_format
         self.tokenizer = tokenizer.to(world.device, memory_format=layout).train()  # type: ignore[call-overload]
         self.lpips = LPIPS.load(Path(recipe.loss.lpips_weights)).to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        self.objective = Objective(self.tokenizer, self.lpips)
+        self.objective = TokenizerObjective(self.tokenizer, self.lpips)
         self.discriminator = PatchDiscriminator().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         if recipe.run.compile and fast:
             self.objective.compile()
@@ -113,7 +117,7 @@ class TokenizerTraining:
         )
         self.ema = EMA(self.objective, recipe.optim.ema)
         self.counts_V = torch.zeros(recipe.tokenizer.codebook_size, device=world.device)
-        self.stream = PixelStream(
+        self.stream = CropStream(
             [(open_images(source.path), source.weight) for source in recipe.data.sources],
             recipe.data.size,
             seed=recipe.seed,
@@ -124,7 +128,7 @@ class TokenizerTraining:
             scale=recipe.data.scale,
         )
         self.validation = {
-            _name(source.path): eval_pixels(
+            _source_name(source.path): center_crops(
                 open_images(source.path), recipe.data.size, limit=recipe.data.validation_images
             )
             for source in recipe.data.validation
@@ -140,7 +144,7 @@ class TokenizerTraining:
         return self.recipe.optim
 
     def step(self, step: int) -> dict[str, Tensor]:
-        """The tokenizer's step, then the discriminator's once it is on, then dead codes."""
+        """Update the tokenizer, then the discriminator once it is on, then restart dead codes."""
         loss, run = self.recipe.loss, self.recipe.run
         rate = learning_rate(self.recipe.optim, step, run.steps)
         set_learning_rate(self.optimizer, rate)
@@ -166,7 +170,7 @@ class TokenizerTraining:
                 "generator": generator,
                 "discriminator": self._discriminator_step(image, out.image_B3HW.detach()),
             }
-        self._restart(step, out)
+        self._restart_codes(step, out)
         self.ema.update(step)
         return {name: value.detach() for name, value in losses.items()}
 
@@ -179,13 +183,13 @@ class TokenizerTraining:
         self.discriminator_optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _restart(self, step: int, out: Reconstruction) -> None:
-        """Now and then, codes that nothing chose since the last time start again from what the encoder says."""
+    def _restart_codes(self, step: int, out: Reconstruction) -> None:
+        """Every `restart_every` steps, replace codes that were not used since the last time by encoder outputs."""
         every = self.recipe.loss.restart_every
         if every == 0:
             return
         self.counts_V += torch.bincount(out.ids_BN.flatten(), minlength=len(self.counts_V))
-        # Not in the last quarter: what starts then does not find its place any more.
+        # Not in the last quarter: a code that restarts then does not converge any more.
         if (step + 1) % every == 0:
             if step < 0.75 * self.recipe.run.steps:
                 candidates = out.z_BEhw.float().transpose(0, 1).flatten(1).T.contiguous()
@@ -199,7 +203,7 @@ class TokenizerTraining:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """PSNR, LPIPS and codebook usage of the averaged weights, for each validation source."""
+        """Return PSNR, LPIPS and codebook usage of the averaged weights, for each validation source."""
         metrics: dict[str, float] = {}
         with self._averaged() as tokenizer:
             for name, pixels in self.validation.items():
@@ -209,7 +213,7 @@ class TokenizerTraining:
 
     @torch.no_grad()
     def sheet(self, num_images: int = 8) -> Any:
-        """Validation images over their reconstructions."""
+        """Return a sheet of validation images above their reconstructions."""
         if not self.validation:
             return None
         pixels = np.concatenate([p[:: max(1, len(p) // num_images)][:num_images] for p in self.validation.values()])
@@ -222,8 +226,14 @@ class TokenizerTraining:
             rows += shown[i : i + num_images] + to_pil(out[i : i + num_images])
         return sheet(rows, columns=num_images)
 
-    def _averaged(self) -> Any:
-        return _Averaged(self.ema, self.tokenizer)
+    @contextmanager
+    def _averaged(self) -> Iterator[VQTokenizer]:
+        """Give the tokenizer averaged weights and eval mode inside a `with`."""
+        with self.ema.swapped_in():
+            try:
+                yield self.tokenizer.eval()
+            finally:
+                self.tokenizer.train()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.run.precision == "bf16")
@@ -250,7 +260,7 @@ class TokenizerTraining:
         return step
 
     def export(self) -> Path:
-        """`folder/model`: the averaged weights as a model folder that holds the tokenizer alone."""
+        """Write `folder/model`: the averaged weights as a model folder that holds the tokenizer alone."""
         target = self.folder / "model"
         if self.world.main:
             with self._averaged() as tokenizer:
@@ -269,31 +279,16 @@ class TokenizerTraining:
         return 0.0
 
 
-class _Averaged:
-    """The tokenizer with its averaged weights, in eval mode, inside a `with`."""
-
-    def __init__(self, ema: EMA, tokenizer: VQTokenizer) -> None:
-        self.swap, self.tokenizer = ema.swapped_in(), tokenizer
-
-    def __enter__(self) -> VQTokenizer:
-        self.swap.__enter__()
-        return self.tokenizer.eval()
-
-    def __exit__(self, *error: Any) -> None:
-        self.swap.__exit__(*error)
-        self.tokenizer.train()
-
-
-def _name(path: str) -> str:
-    """What a validation source is called in the logs: the last folder that is no split."""
+def _source_name(path: str) -> str:
+    """Name a validation source in the logs by the last folder that is no split."""
     parts = [part for part in Path(path).parts if part not in ("train", "test", "val", "validation")]
     return parts[-1].removesuffix(".zip")
 
 
 def train_tokenizer(recipe: TokenizerRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
-    """Run a recipe to its end; returns the folder of the finished tokenizer."""
-    world = start(device)
+    """Run a recipe to its end; return the folder of the finished tokenizer."""
+    world = init_distributed(device)
     try:
         return run_training(TokenizerTraining(recipe, folder, world), resume=resume)
     finally:
-        stop()
+        shutdown_distributed()

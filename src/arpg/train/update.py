@@ -1,5 +1,6 @@
-"""AdamW and the moving average, in one kernel where that can be. The state is torch's own: snapshots and whatever is
-distributed know nothing of it.
+"""AdamW and the moving average of the weights in one kernel, where it takes all tensors.
+
+The optimizer state is torch's own, so snapshots and distributed training do not depend on it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ ALIGNMENT = 16  # bytes that the kernel reads at once
 
 
 class Update:
-    """Gradients are in their parameters and, if clipped, their scale is in the optimizer (`clip_gradients`)."""
+    """One step of AdamW and of the moving average, from the parameters' gradients and the scale of `clip_gradients`."""
 
     def __init__(self, optimizer: torch.optim.AdamW, ema: EMA, *, one_pass: bool) -> None:
-        """`one_pass`: in one kernel, if it takes all tensors."""
+        """`one_pass`: run both in one kernel, if it takes all tensors."""
         self.optimizer, self.ema, self.one_pass = optimizer, ema, one_pass
         self._tensors: list[Any] = []  # of each group, once the kernel has taken it
         self._average: dict[Tensor, Tensor] = dict(zip(ema.live, ema.average, strict=True))
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
-        """One step. The first is torch's, which makes the state."""
+        """Take one step. The first is torch's, which creates the optimizer state."""
         columns = [self._columns(group["params"]) for group in self.optimizer.param_groups if self.one_pass]
         if not columns or not all(map(_takes, columns)):
             self.optimizer.step()
@@ -45,7 +46,7 @@ class Update:
             tensors.update(of, corrections, scale, rates)
 
     def _columns(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """Parameters, gradients, both moments, the average; shorter columns where one has none."""
+        """Return parameters, gradients, both moments and the average; a column is shorter where some are missing."""
         state = [self.optimizer.state[p] for p in parameters if p in self.optimizer.state]
         columns = [parameters, [p.grad for p in parameters if p.grad is not None]]
         columns += [[of[name] for of in state] for name in ("exp_avg", "exp_avg_sq")]
@@ -54,8 +55,7 @@ class Update:
         return columns
 
     def _corrections(self, group: dict[str, Any]) -> Tensor:
-        """Counts the step, and makes `[2, T]`: what the moments are multiplied by, so that their zeros at first do not
-        count."""
+        """Count the step, and return the bias corrections `[2, T]` of the moments."""
         steps = [self.optimizer.state[p]["step"] for p in group["params"]]
         torch._foreach_add_(steps, 1)
         step_T = torch.stack(steps).double()
@@ -64,7 +64,7 @@ class Update:
 
 
 def _takes(columns: list[list[Tensor]]) -> bool:
-    """Whether the kernel takes these tensors: none is missing, and all are whole, dense and in float32 on a GPU."""
+    """Return whether the kernel takes these tensors: all present, unsharded, dense and in float32 on a GPU."""
     return all(len(column) == len(columns[0]) for column in columns) and all(
         can_fuse(x)
         and x.dtype == torch.float32

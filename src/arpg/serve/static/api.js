@@ -1,4 +1,4 @@
-// The server: what it offers, and drawing jobs as a stream of events.
+// The server's API: what the model offers, and jobs as streams of events.
 
 import { readEvents } from "./event_stream.js";
 
@@ -50,7 +50,7 @@ async function call(path, { body, signal } = {}) {
 export const info = async () => (await call("/v1/arpg/info")).json();
 export const classes = async () => (await call("/v1/arpg/classes")).json();
 
-/** What a picture shows of a kind: {png, kind, width, height}. */
+/** What an image shows of a kind: {png, kind, width, height}. */
 export const condition = async (body) => (await call("/v1/arpg/condition", { body })).json();
 
 /** Fetched with the key, which an image element could not send. */
@@ -79,5 +79,5 @@ export async function* run(task, body, signal) {
     if (!(error instanceof TypeError)) throw error;
     if (!done) throw new Gone("The connection to the server broke off.");
   }
-  if (!done) throw new Gone("The server ended before the picture was done.");
+  if (!done) throw new Gone("The server ended before the image was done.");
 }

@@ -1,4 +1,4 @@
-// The page's start: fetches what the model offers, puts the parts together and runs the jobs.
+// The page's entry point: fetches /info, builds the parts and runs the jobs.
 
 import * as api from "./api.js";
 import { ClassPicker } from "./class_picker.js";
@@ -7,9 +7,9 @@ import { byId, radio } from "./dom.js";
 import { Form } from "./form.js";
 import { History } from "./history.js";
 import * as notices from "./notices.js";
-import { onIncoming, Picture, save, toBlob } from "./picture.js";
-import { check, makeBody, NotYet, takesPicture } from "./request.js";
-import { howLong, NAMES, Settings } from "./settings.js";
+import { LoadedImage, onIncoming, save, toBlob } from "./loaded_image.js";
+import { check, makeBody, NotYet, takesImage } from "./request.js";
+import { howLong, Settings } from "./settings.js";
 import { Sketch } from "./sketch.js";
 import { SNIPPETS } from "./snippets.js";
 import { Stage } from "./stage.js";
@@ -41,7 +41,7 @@ async function boot() {
     change: update,
   });
   compare = new Compare();
-  sketch = new Sketch(info, { change: () => (form?.fit(), update()), fail: (error) => fail(error), picture: () => stage.picture });
+  sketch = new Sketch(info, { change: () => (form?.fit(), update()), fail: (error) => fail(error), image: () => stage.image });
   form = new Form(info, sketch, changed);
   history = new History(restore);
   if (SMALL.matches) byId("settings").open = byId("box-field").open = byId("control-field").open = false;
@@ -55,13 +55,13 @@ async function boot() {
 function listen() {
   byId("controls").addEventListener("submit", (event) => {
     event.preventDefault();
-    draw();
+    generate();
   });
   byId("cancel").addEventListener("click", () => job?.abort());
   addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
-      draw();
+      generate();
     } else if (event.key === "Escape") job?.abort();
   });
   byId("box-fill").addEventListener("click", () => {
@@ -77,15 +77,15 @@ function listen() {
   onIncoming(openFile, byId("drop"));
   document.querySelectorAll("input[name=snippet]").forEach((input) => input.addEventListener("change", update));
   byId("snippet-copy").addEventListener("click", copySnippet);
-  byId("save-picture").addEventListener("click", () => {
-    const picture = stage.source || stage.picture;
-    if (picture) save(toBlob(picture.base64), "picture.png");
+  byId("save-image").addEventListener("click", () => {
+    const image = stage.source || stage.image;
+    if (image) save(toBlob(image.base64), "image.png");
   });
   byId("save-mask").addEventListener("click", () => stage.mask && stage.saveMask());
   byId("save-control").addEventListener("click", async () => save(toBlob(await sketch.toBase64()), "condition.png"));
 }
 
-// What the page says now.
+// The current state of the form.
 
 function read(variant = settings.current) {
   const subject = info.takes === "text" ? byId("prompt").value.trim() : picker.value;
@@ -102,28 +102,28 @@ function changed(what) {
 
 function update() {
   if (!form) return;
-  const picture = form.task === "expand" && form.from === "picture" && (stage.source || stage.picture);
-  form.setBase(picture ? [picture.width, picture.height] : info.image_size);
+  const image = form.task === "expand" && form.from === "image" && (stage.source || stage.image);
+  form.setBase(image ? [image.width, image.height] : info.image_size);
   if (info.control) sketch.resize(covered());
   const now = read();
-  byId("single").hidden = settings.comparing && !takesPicture(now);
+  byId("single").hidden = settings.comparing && !takesImage(now);
   byId("compare").hidden = !settings.comparing;
   byId("mask-undo").disabled = !stage.mask?.undone.length;
   const make = SNIPPETS[radio("snippet")];
   const body = makeBody(now);
-  byId("snippet").textContent = make({ task: now.task, body, model: info.model, origin: location.origin, key: api.hasKey() });
-  byId("snippet-files").hidden = !takesPicture(now) && !now.control;
-  byId("snippet-picture").hidden = !takesPicture(now);
+  byId("snippet").textContent = make({ task: now.task, body, model: info.model, names: settings.names, origin: location.origin, key: api.hasKey() });
+  byId("snippet-files").hidden = !takesImage(now) && !now.control;
+  byId("snippet-image").hidden = !takesImage(now);
   byId("snippet-mask").hidden = now.task !== "inpaint";
   byId("snippet-control").hidden = !now.control;
 }
 
-/** What a condition image covers: the picture with its new sides, or what is drawn from nothing. */
+/** What a condition image covers: the image with its new sides, or a new image. */
 function covered() {
-  const picture = takesPicture(form.read()) && form.task !== "expand" && (stage.source || stage.picture);
-  if (!picture) return info.image_size;
+  const image = takesImage(form.read()) && form.task !== "expand" && (stage.source || stage.image);
+  if (!image) return info.image_size;
   const { left, top, right, bottom } = form.task === "outpaint" ? form.sides : { left: 0, top: 0, right: 0, bottom: 0 };
-  return [picture.width + left + right, picture.height + top + bottom];
+  return [image.width + left + right, image.height + top + bottom];
 }
 
 async function copySnippet() {
@@ -138,9 +138,9 @@ async function copySnippet() {
   setTimeout(() => (label.textContent = "Copy"), 2000);
 }
 
-// Drawing.
+// Running jobs.
 
-async function draw() {
+async function generate() {
   if (job) return;
   if (!form) return boot();
   notices.clear();
@@ -148,21 +148,21 @@ async function draw() {
   update();
   const now = read();
   try {
-    check(now, { hasPicture: Boolean(stage.picture), maskShare: stage.mask?.share });
+    check(now, { hasImage: Boolean(stage.image), maskShare: stage.mask?.share });
   } catch (error) {
     return fail(error);
   }
-  if (takesPicture(now) && !stage.source) stage.setSource(stage.picture);
+  if (takesImage(now) && !stage.source) stage.setSource(stage.image);
   job = new AbortController();
   running(true);
   const { signal } = job;
   if (SMALL.matches) byId("stage").scrollIntoView({ block: "start" });
   try {
-    if (settings.comparing) await drawTwo(now, signal);
-    else await drawOne(now, signal);
+    if (settings.comparing) await runBoth(now, signal);
+    else await runOne(now, signal);
   } catch (error) {
     if (!settings.comparing) stage.cancelled();
-    if (error.name !== "AbortError") fail(error, draw);
+    if (error.name !== "AbortError") fail(error, generate);
   } finally {
     job = null;
     running(false);
@@ -177,7 +177,7 @@ function running(yes) {
   else if (document.activeElement === document.body) byId("go").focus({ preventScroll: true });
 }
 
-/** The body with its pictures. */
+/** The body with its images. */
 async function whole(now) {
   const body = makeBody(now);
   if ("image" in body) body.image = stage.source.base64;
@@ -186,7 +186,7 @@ async function whole(now) {
   return body;
 }
 
-/** Run one job to its end; a busy server is asked again when it said so. */
+/** Run one job to its end; a busy server is called again after the time it asks for. */
 async function follow(task, body, signal, { queued, step }) {
   while (true) {
     try {
@@ -207,14 +207,14 @@ async function follow(task, body, signal, { queued, step }) {
 }
 
 const titleOf = (now, body) => body.class ?? body.prompt ?? stage.source?.name ?? now.task;
-const fileName = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40) || "picture";
+const fileName = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40) || "image";
 
 function aboutOf(body, answer) {
   const { width, height, seed } = answer.images[0];
   return `seed ${seed} · ${howLong({ ...info.defaults, ...answer.settings, ...body })} · ${width} × ${height}`;
 }
 
-async function drawOne(now, signal) {
+async function runOne(now, signal) {
   const body = await whole(now);
   const title = String(titleOf(now, body));
   stage.start(title);
@@ -228,11 +228,11 @@ async function drawOne(now, signal) {
   remember({ label: title, about, task: now.task, body, answer, last });
 }
 
-async function drawTwo(now, signal) {
+async function runBoth(now, signal) {
   compare.start(info.grid, [settings.resolved(0), settings.resolved(1)]);
   byId("stage-title").textContent = String(titleOf(now, makeBody(now)));
   byId("stage-about").textContent = `two settings, seed ${now.seed}`;
-  byId("live").textContent = "Drawing with both settings";
+  byId("live").textContent = "Generating with both settings";
   await Promise.all(
     compare.sides.map(async (side, variant) => {
       const body = await whole({ ...read(variant), num: 1 });
@@ -246,7 +246,7 @@ async function drawTwo(now, signal) {
   byId("live").textContent = "Both are done";
 }
 
-// Past runs and pictures that say how they were made.
+// Past runs and images that say how they were made.
 
 function remember({ last, ...entry }) {
   const map = last && { grid: last.grid, decoded_at: last.decoded_at, steps: last.steps, step: last.step };
@@ -256,7 +256,7 @@ function remember({ last, ...entry }) {
 async function restore({ task, body, answer, map, label, about }) {
   if (job) return;
   notices.clear();
-  const source = body.image ? await Picture.fromBase64(body.image) : null;
+  const source = body.image ? await LoadedImage.fromBase64(body.image) : null;
   settings.restore(body);
   setSubject(body);
   stage.state = "empty"; // what is shown now is not carried over
@@ -287,13 +287,13 @@ async function openFile(file, target = null) {
   if (target?.closest?.("#control-field")) return sketch.open(file);
   let opened;
   try {
-    opened = await Picture.fromFile(file, info.limits);
+    opened = await LoadedImage.fromFile(file, info.limits);
   } catch (error) {
     return notices.show("error", error.message);
   }
   notices.clear();
-  const { picture, about, scaled } = opened;
-  const size = `${picture.width} × ${picture.height}`;
+  const { image, about, scaled } = opened;
+  const size = `${image.width} × ${image.height}`;
   let made = null;
   try {
     made = about && JSON.parse(about);
@@ -301,17 +301,17 @@ async function openFile(file, target = null) {
     made = null; // a text of another program under our name
   }
   if (made) {
-    settings.restore({ ...made.settings, ...Object.fromEntries(NAMES.map((name) => [name, made.settings?.[name] ?? made[name]])) });
+    settings.restore({ ...made.settings, ...Object.fromEntries(settings.names.map((name) => [name, made.settings?.[name] ?? made[name]])) });
     setSubject(made);
     if (info.control && made.control) sketch.restore(null, made.control);
     if (Number.isInteger(made.seed)) form.setSeed(made.seed, true);
-    notices.show("info", `The picture says how it was made: its ${info.takes === "text" ? "prompt" : "class"}, seed and settings are set.`);
+    notices.show("info", `The image says how it was made: its ${info.takes === "text" ? "prompt" : "class"}, seed and settings are set.`);
   } else if (scaled) {
-    notices.show("info", `The picture was scaled from ${scaled.join(" × ")} to ${size}, the most this server takes.`);
+    notices.show("info", `The image was scaled from ${scaled.join(" × ")} to ${size}, the most this server takes.`);
   }
-  stage.setSource(picture, size);
+  stage.setSource(image, size);
   if (!made && form.task === "generate") form.task = "inpaint";
-  if (form.task === "expand") document.querySelector("input[name=from][value=picture]").click();
+  if (form.task === "expand") document.querySelector("input[name=from][value=image]").click();
   update();
 }
 
@@ -326,7 +326,7 @@ function fail(error, again = () => {}) {
   }
   if (error.status === 401) return notices.askKey(error.message, again);
   if (error.status === 503) return notices.gone("The server is starting or about to stop.", again);
-  const nearest = (error.nearest || []).map((name) => [name, () => (picker.choose(name), draw())]);
+  const nearest = (error.nearest || []).map((name) => [name, () => (picker.choose(name), generate())]);
   const retry = error.status >= 500 ? [["Try again", again]] : [];
   notices.show("error", error.message, [...nearest, ...retry]);
   const field = byId(error instanceof NotYet ? error.field : FIELDS[error.param] || `set-${error.param}`);

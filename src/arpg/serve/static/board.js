@@ -1,11 +1,11 @@
-// The board: the canvas with the picture, on which one paints a mask, draws a box or pulls the edges out.
+// The board: the canvas with the image, on which one paints a mask, draws a box or pulls the edges out.
 
-const PAD = 0.5; // how much room there is around the picture for pulling, in pictures
+const PAD = 0.5; // how much room there is around the image for pulling, in images
 
 export class Board {
   /** Modes: view, paint, box, edges. `on` has stroke(), box() and sides(), called after the user changed them. */
   constructor(canvas, on) {
-    Object.assign(this, { canvas, on, picture: null, mode: "view", mask: null, box: null, erase: false, brush: 18 });
+    Object.assign(this, { canvas, on, image: null, mode: "view", mask: null, box: null, erase: false, brush: 18 });
     this.sides = { left: 0, top: 0, right: 0, bottom: 0 };
     this.context = canvas.getContext("2d");
     this.pointer = null;
@@ -20,8 +20,8 @@ export class Board {
     for (const handle of this.handles) this.#pull(handle);
   }
 
-  show(picture, label) {
-    this.picture = picture;
+  show(image, label) {
+    this.image = image;
     this.canvas.setAttribute("aria-label", label);
     this.draw();
   }
@@ -36,11 +36,11 @@ export class Board {
   room(side) {
     const across = side === "left" || side === "right";
     const other = { left: "right", right: "left", top: "bottom", bottom: "top" }[side];
-    return Math.max(0, this.most - (across ? this.picture.width : this.picture.height) - this.sides[other]);
+    return Math.max(0, this.most - (across ? this.image.width : this.image.height) - this.sides[other]);
   }
 
   draw() {
-    const { canvas, context, picture } = this;
+    const { canvas, context, image } = this;
     const { width, height } = canvas.parentElement.getBoundingClientRect();
     const dense = window.devicePixelRatio || 1;
     const size = [Math.round(width * dense), Math.round(height * dense)];
@@ -48,11 +48,11 @@ export class Board {
     if (canvas.height !== size[1]) canvas.height = size[1];
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, ...size);
-    if (!picture) return this.#placeHandles(null);
+    if (!image) return this.#placeHandles(null);
     const view = (this.view = this.held || this.#fit(width, height));
     context.setTransform(dense * view.scale, 0, 0, dense * view.scale, dense * view.x, dense * view.y);
     context.imageSmoothingQuality = "high";
-    context.drawImage(picture, 0, 0);
+    context.drawImage(image, 0, 0);
     const line = 1 / view.scale;
     if (this.mode === "paint") this.#drawMask(line);
     if (this.mode === "box" && this.box) this.#drawBox(line);
@@ -60,16 +60,16 @@ export class Board {
     this.#placeHandles(this.mode === "edges" ? view : null);
   }
 
-  /** The frame around the picture and what is added to it. */
+  /** The frame around the image and what is added to it. */
   #outer() {
-    const { picture, sides } = this;
+    const { image, sides } = this;
     const around = this.mode === "edges" ? sides : { left: 0, top: 0, right: 0, bottom: 0 };
-    return [-around.left, -around.top, picture.width + around.right, picture.height + around.bottom];
+    return [-around.left, -around.top, image.width + around.right, image.height + around.bottom];
   }
 
   #fit(width, height) {
     const [left, top, right, bottom] = this.#outer();
-    const pad = this.mode === "edges" ? PAD * Math.max(this.picture.width, this.picture.height) : 0;
+    const pad = this.mode === "edges" ? PAD * Math.max(this.image.width, this.image.height) : 0;
     const scale = Math.min(width / (right - left + 2 * pad), height / (bottom - top + 2 * pad));
     return { scale, x: (width - (right + left) * scale) / 2, y: (height - (bottom + top) * scale) / 2 };
   }
@@ -89,24 +89,24 @@ export class Board {
   }
 
   #drawBox(line) {
-    const { context, picture } = this;
+    const { context, image } = this;
     const [left, top, right, bottom] = this.box;
     context.fillStyle = "rgb(15 10 25 / 45%)";
     context.beginPath();
-    context.rect(0, 0, picture.width, picture.height);
+    context.rect(0, 0, image.width, image.height);
     context.rect(left, top, right - left, bottom - top);
     context.fill("evenodd");
     this.#frame(left, top, right, bottom, line);
   }
 
   #drawEdges(line) {
-    const { context, picture } = this;
+    const { context, image } = this;
     const [left, top, right, bottom] = this.#outer();
     const style = getComputedStyle(this.canvas);
     context.fillStyle = style.getPropertyValue("--added");
     context.beginPath();
     context.rect(left, top, right - left, bottom - top);
-    context.rect(0, 0, picture.width, picture.height);
+    context.rect(0, 0, image.width, image.height);
     context.fill("evenodd");
     this.#frame(left, top, right, bottom, line);
   }
@@ -131,8 +131,8 @@ export class Board {
   }
 
   #down(event) {
-    if (!this.picture || event.button !== 0) return;
-    this.on.press?.(); // a result that is painted on becomes the picture to work on
+    if (!this.image || event.button !== 0) return;
+    this.on.press?.(); // a result that is painted on becomes the image to work on
     if (this.mode !== "paint" && this.mode !== "box") return;
     event.preventDefault();
     this.canvas.setPointerCapture(event.pointerId);
@@ -143,7 +143,7 @@ export class Board {
   }
 
   #move(event) {
-    if (!this.picture || !this.view) return;
+    if (!this.image || !this.view) return;
     const point = this.#at(event);
     if (this.start && this.mode === "paint") {
       // A fast pen reports more points than there are frames.
@@ -151,8 +151,8 @@ export class Board {
       for (const one of between.length ? between : [event]) this.#stroke(this.#at(one));
     } else if (this.start && this.mode === "box") {
       const clamp = (value, most) => Math.min(Math.max(Math.round(value), 0), most);
-      const xs = [this.start[0], point[0]].map((x) => clamp(x, this.picture.width)).sort((a, b) => a - b);
-      const ys = [this.start[1], point[1]].map((y) => clamp(y, this.picture.height)).sort((a, b) => a - b);
+      const xs = [this.start[0], point[0]].map((x) => clamp(x, this.image.width)).sort((a, b) => a - b);
+      const ys = [this.start[1], point[1]].map((y) => clamp(y, this.image.height)).sort((a, b) => a - b);
       if (xs[1] > xs[0] && ys[1] > ys[0]) this.box = [xs[0], ys[0], xs[1], ys[1]];
     }
     this.#hover(event.pointerType === "touch" && !this.start ? null : point);

@@ -1,8 +1,8 @@
-// Two settings side by side: each with its picture, its order map and what is different about it.
+// Two settings side by side: each with its image, its order map and what is different about it.
 
 import { byId, make } from "./dom.js";
 import { drawEmptyMap, drawOrderMap, stepText } from "./order_map.js";
-import { toBlob } from "./picture.js";
+import { toBlob } from "./loaded_image.js";
 
 export class Compare {
   constructor() {
@@ -23,13 +23,13 @@ const describe = (values, names) =>
 class Side {
   constructor(name) {
     this.name = name;
-    this.picture = make("canvas", { className: "compare-picture", role: "img", "aria-label": `${name}: no picture yet`, width: 96, height: 96 });
+    this.image = make("canvas", { className: "compare-image", role: "img", "aria-label": `${name}: no image yet`, width: 96, height: 96 });
     this.map = make("canvas", { className: "order-map", role: "img", "aria-label": `${name}: no tokens yet` });
     this.about = make("p", { className: "compare-about" });
     this.state = make("p", { className: "muted" });
     this.link = make("a", { className: "button quiet", hidden: true }, "Download");
     const caption = make("figcaption", {}, make("h3", {}, name), this.about, this.state, this.link);
-    this.element = make("figure", {}, this.picture, make("div", { className: "compare-side" }, this.map, caption));
+    this.element = make("figure", {}, this.image, make("div", { className: "compare-side" }, this.map, caption));
     this.turn = 0;
   }
 
@@ -38,7 +38,7 @@ class Side {
     this.state.textContent = "waiting";
     this.link.hidden = true;
     this.turn += 1;
-    this.picture.getContext("2d").clearRect(0, 0, this.picture.width, this.picture.height);
+    this.image.getContext("2d").clearRect(0, 0, this.image.width, this.image.height);
     drawEmptyMap(this.map, grid);
   }
 
@@ -62,11 +62,11 @@ class Side {
     if (turn !== this.turn) return;
     const side = Math.max(bitmap.width, bitmap.height);
     const sharp = Math.max(1, Math.round(640 / side)); // enough pixels for the canvas to stay smooth when enlarged
-    this.picture.width = bitmap.width * sharp;
-    this.picture.height = bitmap.height * sharp;
-    const context = this.picture.getContext("2d");
+    this.image.width = bitmap.width * sharp;
+    this.image.height = bitmap.height * sharp;
+    const context = this.image.getContext("2d");
     context.imageSmoothingQuality = "high";
-    context.drawImage(bitmap, 0, 0, this.picture.width, this.picture.height);
-    this.picture.setAttribute("aria-label", label);
+    context.drawImage(bitmap, 0, 0, this.image.width, this.image.height);
+    this.image.setAttribute("aria-label", label);
   }
 }

@@ -4,18 +4,18 @@ import { byId, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
 import { canFit } from "./request.js";
 
 const TASKS = {
-  generate: ["Generate", "Draw a new picture."],
-  inpaint: ["Fill", "Paint over what should be drawn anew. Everything else stays as it is."],
-  edit: ["Replace", "Draw a box on the picture and put something else there."],
-  outpaint: ["Extend", "Pull the edges: the picture is continued into the new space."],
-  expand: ["Enlarge", "Draw at a larger size than the model was trained for."],
+  generate: ["Generate", "Generate a new image."],
+  inpaint: ["Fill", "Brush over the part to fill. Everything else stays as it is."],
+  edit: ["Replace", "Draw a box on the image and put something else there."],
+  outpaint: ["Extend", "Pull the edges: the image is continued into the new space."],
+  expand: ["Enlarge", "Make an image larger than the model was trained for."],
 };
 const SIDES = ["left", "top", "right", "bottom"];
 const CORNERS = ["l", "t", "r", "b"];
 const number = (id) => Math.max(0, Math.round(Number(byId(id).value) || 0));
 
 export class Form {
-  /** `onchange(what)` tells what was changed by the user: task, box, sides, or anything else. */
+  /** `onchange(what)` reports what the user changed: task, box, sides, or anything else. */
   constructor(info, sketch, onchange) {
     Object.assign(this, { info, sketch, onchange, locked: false });
     this.#number("num", 1, info.limits.images);
@@ -39,7 +39,7 @@ export class Form {
     return radio("task");
   }
 
-  /** What was asked for in the past; nothing is an empty field. */
+  /** The texts of a past request; none is an empty field. */
   set texts({ prompt, negative }) {
     byId("prompt").value = prompt ?? "";
     byId("negative").value = negative ?? "";
@@ -95,7 +95,7 @@ export class Form {
       box: this.box,
       sides: this.sides,
       size: [number("size-w"), number("size-h")],
-      way: byId("way").value,
+      method: byId("method").value,
       control: this.sketch.read(),
     };
   }
@@ -110,8 +110,8 @@ export class Form {
     byId("fits").checked = (task !== "generate" || Boolean(body.control)) && task !== "edit" && (body.class ?? body.prompt ?? null) === null;
     if (body.box) this.box = body.box;
     if (task === "outpaint") this.sides = body;
-    if (task === "expand") setRadio("from", body.image ? "picture" : "class");
-    byId("way").value = body.way || "";
+    if (task === "expand") setRadio("from", body.image ? "image" : "class");
+    byId("method").value = body.method ?? body.way ?? ""; // entries of the history may have the old name
     this.#task();
   }
 
@@ -169,14 +169,14 @@ export class Form {
       });
       this.#number(id, 1, most);
     }
-    const ways = [{ name: "", about: "The model's own choice." }, ...(this.info.choices.way || [])];
-    byId("way").replaceChildren(...ways.map((way) => make("option", { value: way.name }, way.name || "default")));
-    const tell = () => (byId("way-about").textContent = ways.find((way) => way.name === byId("way").value)?.about || "");
-    byId("way").addEventListener("change", () => {
-      tell();
-      this.onchange("way");
+    const methods = [{ name: "", about: "The server's default." }, ...this.info.choices.method];
+    byId("method").replaceChildren(...methods.map(({ name }) => make("option", { value: name }, name || "default")));
+    const describe = () => (byId("method-about").textContent = methods.find(({ name }) => name === byId("method").value)?.about || "");
+    byId("method").addEventListener("change", () => {
+      describe();
+      this.onchange("method");
     });
-    tell();
+    describe();
   }
 
   #task() {
@@ -228,14 +228,14 @@ export class Form {
 
   #slider(id, text, call) {
     const input = byId(id);
-    const tell = () => {
+    const show = () => {
       byId(`${id}-out`).textContent = text(input.value);
       paintSlider(input);
     };
     input.addEventListener("input", () => {
-      tell();
+      show();
       call();
     });
-    tell();
+    show();
   }
 }

@@ -1,7 +1,7 @@
-// The history: past runs with pictures and settings, kept in the browser's own database.
+// The history: past runs with images and settings, kept in the browser's own database.
 
 import { byId, make } from "./dom.js";
-import { toBlob } from "./picture.js";
+import { toBlob } from "./loaded_image.js";
 
 const MOST = 60;
 
@@ -38,7 +38,7 @@ export class History {
   async clear() {
     await this.#write((store) => store.clear());
     for (const item of [...this.list.children]) this.#drop(item);
-    this.#tell();
+    this.#showEmpty();
   }
 
   /** A full or broken database must not stop anybody from drawing: then the page remembers alone. */
@@ -66,7 +66,7 @@ export class History {
     const item = make("li", {}, button);
     item.dataset.id = entry.id;
     this.list.prepend(item);
-    this.#tell();
+    this.#showEmpty();
   }
 
   #drop(item) {
@@ -74,7 +74,7 @@ export class History {
     item.remove();
   }
 
-  #tell() {
+  #showEmpty() {
     const some = this.list.children.length > 0;
     byId("history-empty").hidden = some;
     byId("history-clear").hidden = !some;

@@ -1,8 +1,8 @@
-// The mask: which pixels of a picture are to be filled; strokes, boxes, undo, and the PNG for the server.
+// The mask: which pixels of an image are to be filled; strokes, boxes, undo, and the PNG for the server.
 
-import { canvasBase64 } from "./picture.js";
+import { canvasBase64 } from "./loaded_image.js";
 
-const COLOUR = "#e5387d"; // how the mask is tinted over the picture; the server gets white
+const COLOUR = "#e5387d"; // how the mask is tinted over the image; the server gets white
 const MOST_UNDO = 40;
 
 export class Mask {

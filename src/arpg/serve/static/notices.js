@@ -37,7 +37,7 @@ export function busy(message, seconds, signal) {
   busy.now = new Promise((resolve, reject) => {
     let left = Math.max(1, Math.ceil(seconds));
     const clock = make("strong", { "aria-hidden": "true" });
-    const tell = () => (clock.textContent = `Trying again in ${left} s`);
+    const showClock = () => (clock.textContent = `Trying again in ${left} s`);
     const end = (call, value) => () => {
       clearInterval(timer);
       signal.removeEventListener("abort", abort);
@@ -50,12 +50,12 @@ export function busy(message, seconds, signal) {
     };
     const timer = setInterval(() => {
       left -= 1;
-      tell();
+      showClock();
       if (left <= 0) clear();
     }, 1000);
     const away = ["Cancel", () => byId("cancel").click()];
     show("busy", `${message} It will be tried again by itself.`, [["Try now", () => {}]], { more: [clock], away });
-    tell();
+    showClock();
     stopped = end(resolve);
     signal.addEventListener("abort", abort);
   });

@@ -1,6 +1,6 @@
 // The order map: in which step each token was decoded, from dark (first) to light (last).
 
-// The stops of the ramp, as in src/arpg/grid_picture.py; stage.css has them again for the legend.
+// The stops of the ramp, as in src/arpg/figures.py; stage.css has them again for the legend.
 const RAMP = [[38, 22, 74], [104, 37, 119], [178, 54, 95], [232, 103, 62], [251, 178, 76], [252, 244, 190]];
 const NOT_YET = -1;
 
@@ -31,10 +31,10 @@ export function drawOrderMap(canvas, { grid, decodedAt, steps }) {
   });
   const open = decodedAt.filter((step) => step === NOT_YET).length;
   const known = decodedAt.filter((step) => step < NOT_YET).length;
-  const drawn = decodedAt.length - open - known;
-  const label = `${drawn} of ${decodedAt.length - known} tokens drawn${known ? `, ${known} were known` : ""}`;
+  const decoded = decodedAt.length - open - known;
+  const label = `${decoded} of ${decodedAt.length - known} tokens decoded${known ? `, ${known} were known` : ""}`;
   canvas.setAttribute("aria-label", `Order map: ${label}`);
-  return { drawn, total: decodedAt.length - known, known };
+  return { decoded, total: decodedAt.length - known, known };
 }
 
 /** Exact decoding does not know beforehand how many steps there will be. */
@@ -43,8 +43,8 @@ export const stepText = ({ step, steps }) => (steps ? `step ${step} of ${steps}`
 /** How much of a window is done: by steps, or where these are unknown or fewer than said by tokens. */
 export function shareOf({ step, steps, decoded_at }) {
   const wanted = decoded_at[0].filter((at) => at > -2);
-  const drawn = wanted.filter((at) => at >= 0).length / Math.max(1, wanted.length);
-  return Math.max(drawn, steps ? step / steps : 0);
+  const decoded = wanted.filter((at) => at >= 0).length / Math.max(1, wanted.length);
+  return Math.max(decoded, steps ? step / steps : 0);
 }
 
 /** An empty map for a model's grid. */

@@ -1,4 +1,4 @@
-// Text inside PNG files: what made the picture, written by the server and the command line.
+// Text inside PNG files: what made the image, written by the server and the command line.
 
 const SIGNATURE = [137, 80, 78, 71, 13, 10, 26, 10];
 

@@ -2,7 +2,7 @@
 
 import { byId, paintSlider, setIcon } from "./dom.js";
 import { stepText } from "./order_map.js";
-import { toBlob } from "./picture.js";
+import { toBlob } from "./loaded_image.js";
 
 const MOST_FRAMES = 160; // of a long run every second one is dropped, then every second of those
 const PACE = 90; // milliseconds per frame
@@ -31,7 +31,7 @@ export class Replay {
 
   /** A step event; shown at once. */
   add(frame) {
-    if (!frame.previews.length) return this.show(null, frame, this.image); // we read too slowly for pictures
+    if (!frame.previews.length) return this.show(null, frame, this.image); // we read too slowly for images
     if (this.seen++ % this.every === 0) this.frames.push(frame);
     if (this.frames.length > MOST_FRAMES) {
       this.frames = this.frames.filter((_, i) => i % 2 === 0);
@@ -40,7 +40,7 @@ export class Replay {
     return this.#draw(frame);
   }
 
-  /** The run is over: its last frame is the finished picture. */
+  /** The run is over: its last frame is the finished image. */
   finish(last) {
     this.frames.push(last);
     this.slider.max = this.frames.length - 1;

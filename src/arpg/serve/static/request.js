@@ -1,4 +1,4 @@
-// From what the page shows to what the server is asked: the body of a job, checked for what only the page can know.
+// From the form to the body of a request, checked for what only the page can know.
 
 /** Something has to be done on the page first; `field` is the id of what to look at. */
 export class NotYet extends Error {
@@ -8,16 +8,16 @@ export class NotYet extends Error {
   }
 }
 
-/** The body without pictures; `image`, `mask` and `control.image` are there as "" where the job has them. */
+/** The body without images; `image`, `mask` and `control.image` are there as "" where the job has them. */
 export function makeBody(form) {
   const { task, takes, settings } = form;
   const subject = form.fits && canFit(form) ? null : form.subject;
   const body = {};
-  if (takesPicture(form)) body.image = "";
+  if (takesImage(form)) body.image = "";
   if (task === "inpaint") body.mask = "";
   if (task === "edit") body.box = form.box;
   if (task === "outpaint") Object.assign(body, form.sides);
-  if (task === "expand") Object.assign(body, { size: form.size, ...(form.way ? { way: form.way } : {}) });
+  if (task === "expand") Object.assign(body, { size: form.size, ...(form.method ? { method: form.method } : {}) });
   body[takes === "text" ? "prompt" : "class"] = subject;
   if (takes === "text" && subject !== null && form.negative) body.negative = form.negative;
   if (form.control) body.control = { ...form.control };
@@ -27,23 +27,23 @@ export function makeBody(form) {
   return { ...body, ...given, num: form.num, seed: form.seed };
 }
 
-export const takesPicture = ({ task, from }) =>
-  task === "inpaint" || task === "edit" || task === "outpaint" || (task === "expand" && from === "picture");
+export const takesImage = ({ task, from }) =>
+  task === "inpaint" || task === "edit" || task === "outpaint" || (task === "expand" && from === "image");
 
-/** Where the picture or a condition image may decide what fits, no class is needed. */
+/** Where the image or a condition image may decide what fits, no class is needed. */
 export const canFit = ({ task, from, control }) =>
-  task === "inpaint" || task === "outpaint" || (task === "expand" && from === "picture") || (task === "generate" && Boolean(control));
+  task === "inpaint" || task === "outpaint" || (task === "expand" && from === "image") || (task === "generate" && Boolean(control));
 
-export function check(form, { hasPicture, maskShare }) {
-  if (takesPicture(form) && !hasPicture) throw new NotYet("There is no picture yet: generate one, or open one of yours.", "file");
+export function check(form, { hasImage, maskShare }) {
+  if (takesImage(form) && !hasImage) throw new NotYet("There is no image yet: generate one, or open one of yours.", "file");
   if (!form.subject && !(form.fits && canFit(form))) {
     if (form.takes === "text") throw new NotYet("Write a prompt first.", "prompt");
     throw new NotYet("Choose a class first.", "class-input");
   }
-  if (form.task === "inpaint" && !maskShare) throw new NotYet("Paint over the part that should be drawn anew first.", "board");
-  if (form.task === "edit" && !form.box) throw new NotYet("Draw a box on the picture first.", "box-l");
+  if (form.task === "inpaint" && !maskShare) throw new NotYet("Brush over the part to fill first.", "board");
+  if (form.task === "edit" && !form.box) throw new NotYet("Draw a box on the image first.", "box-l");
   if (form.task === "outpaint" && !Object.values(form.sides).some(Boolean)) {
-    throw new NotYet("Pull an edge of the picture outwards first.", "side-right");
+    throw new NotYet("Pull an edge of the image outwards first.", "side-right");
   }
-  if (form.task === "expand" && !form.size.every((side) => side >= 1)) throw new NotYet("Say how large it should be first.", "size-w");
+  if (form.task === "expand" && !form.size.every((side) => side >= 1)) throw new NotYet("Enter the new size first.", "size-w");
 }

@@ -1,29 +1,13 @@
-// The settings: sliders and selects built from what the model offers, in two variants for comparing.
+// The settings: sliders and selects built from the `settings` of /v1/arpg/info, in two variants for comparing.
 
 import { byId, icon, make, paintSlider, radio, setRadio } from "./dom.js";
-
-const NUMBERS = [
-  ["steps", "Steps", "Rounds of drawing. Fewer is faster: each then fills more tokens at once."],
-  ["guidance", "Guidance", "How closely what was asked for is followed. 1 turns it off."],
-  ["temperature", "Temperature", "How freely tokens are drawn. 0 always takes the likeliest."],
-  ["order", "Order", ""],
-  ["schedule", "Schedule", ""],
-  ["guidance_schedule", "Guidance schedule", ""],
-  ["attention", "Attention", ""],
-  ["decode", "Decoding", ""],
-  ["draft", "Draft size", "Tokens guessed ahead in each round."],
-  ["top_k", "Top-k", "Only the k likeliest codes; 0 is all of them."],
-  ["top_p", "Top-p", "Only the likeliest codes that reach this share."],
-  ["best_of", "Best of", "Draws this many and keeps the likeliest."],
-];
-const RARE = new Set(["top_k", "top_p", "best_of"]);
-export const NAMES = NUMBERS.map(([name]) => name);
 
 export class Settings {
   /** `onchange` is called whenever a value, the variant or comparing changes. */
   constructor(info, onchange) {
     this.info = info;
     this.onchange = onchange;
+    this.names = info.settings.map(({ name }) => name);
     this.variants = [{}, {}]; // only what differs from the model's own recommendation
     this.current = 0;
     this.rows = new Map();
@@ -35,13 +19,12 @@ export class Settings {
     return byId("comparing").checked;
   }
 
-  /** What the model does when nothing is said; guidance follows the number of steps. */
+  /** The model's recommendation; guidance follows the number of steps. A setting that is off by default shows 0. */
   defaultOf(name, values) {
-    if (name === "best_of") return 1;
-    if (name === "top_k") return this.info.defaults.top_k ?? 0;
-    if (name === "guidance") return guidanceFor(this.info, inSteps(values) ? (values.steps ?? this.info.defaults.steps) : Infinity);
+    const steps = values.steps ?? this.info.defaults.steps;
+    if (name === "guidance") return guidanceFor(this.info, inSteps(values) ? steps : Infinity);
     if (name === "attention" && !inSteps(values)) return "causal";
-    return this.info.defaults[name];
+    return this.info.settings.find((setting) => setting.name === name).default ?? 0;
   }
 
   /** The values of a variant that differ from the defaults and matter: what a request has to say. */
@@ -54,7 +37,7 @@ export class Settings {
   resolved(variant = this.current) {
     const values = this.variants[variant];
     const unused = new Set(inSteps(values) ? ["draft"] : ["steps", "schedule"]);
-    const names = NAMES.filter((name) => !unused.has(name));
+    const names = this.names.filter((name) => !unused.has(name));
     const given = this.given(variant);
     return Object.fromEntries(names.map((name) => [name, given[name] ?? this.defaultOf(name, values)]));
   }
@@ -67,12 +50,12 @@ export class Settings {
     this.onchange();
   }
 
-  /** Take over what a picture or a past request says, into the first variant. Unknown names are left out. */
+  /** Take over what an image or a past request says, into the first variant. Unknown names are left out. */
   restore(values) {
     byId("comparing").checked = false;
     this.current = 0;
     this.variants[0] = {};
-    for (const name of ["decode", "steps", ...NAMES]) {
+    for (const name of ["decode", "steps", ...this.names]) {
       const value = values[name];
       if (value === undefined || value === null) continue;
       if (JSON.stringify(value) !== JSON.stringify(this.defaultOf(name, this.variants[0]))) this.variants[0][name] = value;
@@ -97,10 +80,10 @@ export class Settings {
   #build() {
     const rows = byId("settings-rows");
     const more = make("details", { className: "more" }, make("summary", {}, "More"));
-    for (const [name, label, about] of NUMBERS) {
-      const row = this.info.choices[name] ? this.#select(name, label) : this.#number(name, label, about);
-      this.rows.set(name, row);
-      (RARE.has(name) ? more : rows).append(row.element);
+    for (const setting of this.info.settings) {
+      const row = setting.choices ? this.#select(setting) : this.#number(setting);
+      this.rows.set(setting.name, row);
+      (setting.advanced ? more : rows).append(row.element);
     }
     rows.append(more);
     byId("settings-reset").addEventListener("click", () => {
@@ -121,20 +104,6 @@ export class Settings {
     });
   }
 
-  #range(name) {
-    const { limits, grid } = this.info;
-    const tokens = grid[0] * grid[1];
-    return {
-      steps: [1, Math.min(limits.steps, tokens), 1],
-      guidance: [0, 12, 0.1],
-      temperature: [0, 2, 0.05],
-      draft: [2, Math.min(64, tokens), 1],
-      top_k: [0, 2000, 1],
-      top_p: [0.05, 1, 0.05],
-      best_of: [1, limits.best_of, 1],
-    }[name];
-  }
-
   #reset(name, label) {
     const call = () => {
       delete this.variants[this.current][name];
@@ -145,16 +114,19 @@ export class Settings {
     return make("button", { type: "button", className: "reset", "aria-label": title, title, on: { click: call } }, icon("reset"));
   }
 
-  #number(name, label, about) {
-    const [min, max, step] = this.#range(name);
+  #number({ name, type, help, maximum, slider: [min, high, step], default: recommended }) {
+    const label = labelOf(name);
+    const tokens = this.info.grid[0] * this.info.grid[1];
+    const max = Math.min(high, maximum, ["steps", "draft"].includes(name) ? tokens : Infinity);
     const slider = make("input", { type: "range", id: `set-${name}`, min, max, step, "aria-describedby": `about-${name}` });
-    const exact = make("input", { type: "number", min, max, step: "any", "aria-label": `${label}, exact value` });
+    const exact = make("input", { type: "number", min, max: maximum, step: "any", "aria-label": `${label}, exact value` });
     const reset = this.#reset(name, label);
     const take = (text) => {
       if (text === "" || !Number.isFinite(Number(text))) return this.refresh();
-      const whole = Number.isInteger(step) ? Math.round(Number(text)) : Number(text);
-      this.set(name, Math.min(Math.max(whole, min), name === "steps" ? this.info.limits.steps : Math.max(max, whole)));
+      const value = type === "int" ? Math.round(Number(text)) : Number(text);
+      this.set(name, Math.min(Math.max(value, min), maximum));
     };
+    const about = recommended === null ? `${help} 0 turns it off.` : help;
     slider.addEventListener("input", () => take(slider.value));
     exact.addEventListener("change", () => take(exact.value));
     const element = make(
@@ -175,9 +147,9 @@ export class Settings {
     return { element, show };
   }
 
-  #select(name, label) {
+  #select({ name, choices }) {
+    const label = labelOf(name);
     const select = make("select", { id: `set-${name}`, "aria-describedby": `about-${name}` });
-    const choices = this.info.choices[name];
     select.append(...choices.map((choice) => make("option", { value: choice.name }, choice.name)));
     const about = make("p", { className: "about", id: `about-${name}` });
     const reset = this.#reset(name, label);
@@ -193,6 +165,9 @@ export class Settings {
     return { element, show };
   }
 }
+
+/** "guidance_schedule" as "Guidance schedule". */
+const labelOf = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
 
 /** Exact and speculative decoding find their own steps, and are causal. */
 const inSteps = ({ decode }) => (decode ?? "steps") === "steps";

@@ -1,14 +1,13 @@
-// The sketch: a condition image that is drawn by hand, opened, or taken from a picture; what is seen is what is sent.
+// The sketch: a condition image that is drawn by hand, opened, or extracted from an image; what is shown is what is sent.
 
 import * as api from "./api.js";
 import { byId, make, paintSlider, radio } from "./dom.js";
-import { canvasBase64, fromBytes, toBlob } from "./picture.js";
+import { canvasBase64, fromBytes, toBlob } from "./loaded_image.js";
 
 const MOST_UNDO = 40;
-const LINES = ["canny"]; // kinds of white lines and nothing between
 
 export class Sketch {
-  /** `on` has change(), called after the user changed something, fail(error), and picture(): what the stage shows. */
+  /** `on` has change(), called after the user changed something, fail(error), and image(): what the stage shows. */
   constructor(info, on) {
     Object.assign(this, { info, on, empty: true, undone: [], last: null, down: false });
     this.kinds = info.control?.kinds ?? [];
@@ -32,6 +31,11 @@ export class Sketch {
     return byId("control-kind").value;
   }
 
+  /** Whether the kind is white lines on black and nothing between. */
+  get isBinary() {
+    return this.info.control.binary_kinds.includes(this.kind);
+  }
+
   get strength() {
     return Number(byId("control-strength").value);
   }
@@ -47,7 +51,7 @@ export class Sketch {
     return canvasBase64(copy);
   }
 
-  /** It covers what is drawn: the model's size, the picture, or the picture with its new sides. */
+  /** It covers what is drawn: the model's size, the image, or the image with its new sides. */
   resize([width, height]) {
     if (this.canvas.width === width && this.canvas.height === height && this.ready) return;
     const before = this.ready && !this.empty ? this.context.getImageData(0, 0, this.canvas.width, this.canvas.height) : null;
@@ -59,7 +63,7 @@ export class Sketch {
     const old = new OffscreenCanvas(before.width, before.height);
     old.getContext("2d").putImageData(before, 0, 0);
     this.context.drawImage(old, 0, 0, width, height);
-    if (LINES.includes(this.kind)) this.#sharpen(40); // lines that shrink have faded
+    if (this.isBinary) this.#sharpen(40); // lines that shrink have faded
   }
 
   /** From a past request. */
@@ -86,7 +90,7 @@ export class Sketch {
     this.#changed();
   }
 
-  /** A file: a condition image as it is, or a picture whose edges or depth are taken by the server. */
+  /** A file: a condition image as it is, or an image whose edges or depth the server extracts. */
   async open(file) {
     try {
       if (!byId("control-extract").checked) return this.show(await createImageBitmap(file));
@@ -98,12 +102,12 @@ export class Sketch {
 
   async extract(image) {
     const { width, height } = this.canvas;
-    byId("control-busy").textContent = `Taking ${this.kind} from the picture…`;
+    byId("control-busy").textContent = `Extracting ${this.kind} from the image…`;
     try {
       const made = await api.condition({ image, kind: this.kind, size: [width, height] });
       this.show(await createImageBitmap(toBlob(made.png)));
     } finally {
-      this.#tell();
+      this.#showState();
     }
   }
 
@@ -127,20 +131,20 @@ export class Sketch {
   }
 
   #changed() {
-    if (LINES.includes(this.kind)) this.#sharpen();
+    if (this.isBinary) this.#sharpen();
     byId("sketch-undo").disabled = !this.undone.length;
     byId("control-clear").disabled = this.empty;
-    this.#tell();
+    this.#showState();
     this.on.change();
   }
 
-  #tell() {
-    byId("control-busy").textContent = this.empty ? "Nothing is drawn, so nothing is followed." : `The picture follows this ${this.kind} image.`;
+  #showState() {
+    byId("control-busy").textContent = this.empty ? "Nothing is drawn, so it has no effect." : `The result follows this ${this.kind} image.`;
   }
 
   #line(from, to) {
     const erase = radio("sketch-tool") === "eraser";
-    const grey = LINES.includes(this.kind) ? 255 : Number(byId("sketch-shade").value);
+    const grey = this.isBinary ? 255 : Number(byId("sketch-shade").value);
     const lineWidth = Number(byId("sketch-size").value) * (erase ? 3 : 1);
     Object.assign(this.context, { strokeStyle: erase ? "black" : `rgb(${grey} ${grey} ${grey})`, lineWidth, lineCap: "round" });
     this.context.beginPath();
@@ -178,9 +182,9 @@ export class Sketch {
       byId("control-file").value = "";
     });
     byId("control-seen").addEventListener("click", () => {
-      const picture = this.on.picture();
-      if (!picture) return this.on.fail(new Error("There is no picture yet: generate one, or open one of yours."));
-      this.extract(picture.base64).catch((error) => this.on.fail(error));
+      const image = this.on.image();
+      if (!image) return this.on.fail(new Error("There is no image yet: generate one, or open one of yours."));
+      this.extract(image.base64).catch((error) => this.on.fail(error));
     });
     this.#strength();
   }
@@ -192,11 +196,11 @@ export class Sketch {
 
   #kind() {
     byId("control-kind-about").textContent = this.kinds.find(({ name }) => name === this.kind)?.about ?? "";
-    byId("shade-field").hidden = LINES.includes(this.kind);
+    byId("shade-field").hidden = this.isBinary;
     const can = this.info.control.extracts.includes(this.kind);
     byId("control-extract-field").hidden = byId("control-seen").hidden = !can;
     byId("control-extract").checked = can;
-    this.#tell();
+    this.#showState();
   }
 
   #at(event) {

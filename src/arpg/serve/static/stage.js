@@ -1,17 +1,17 @@
-// The stage: the picture being worked on, the run being watched, and its results.
+// The stage: the image being worked on, the run being watched, and its results.
 
 import { Board } from "./board.js";
 import { byId, make, paintSlider, radio } from "./dom.js";
 import { Mask } from "./mask.js";
 import { drawEmptyMap, drawOrderMap, shareOf, stepText } from "./order_map.js";
-import { Picture, save, toBlob } from "./picture.js";
+import { LoadedImage, save, toBlob } from "./loaded_image.js";
 import { Replay } from "./replay.js";
 
 const MODES = { inpaint: "paint", edit: "box", outpaint: "edges" };
 const NO_SIDES = { left: 0, top: 0, right: 0, bottom: 0 };
 
 export class Stage {
-  /** `on` has box(box), sides(sides) and change(), called after the user changed something on the picture. */
+  /** `on` has box(box), sides(sides) and change(), called after the user changed something on the image. */
   constructor(info, on) {
     Object.assign(this, { info, on, task: "generate", source: null, mask: null, results: [], selected: 0 });
     this.state = "empty"; // empty, source (being worked on), running, result
@@ -30,7 +30,7 @@ export class Stage {
     drawEmptyMap(byId("order-map"), info.grid);
   }
 
-  get picture() {
+  get image() {
     return this.state === "result" ? this.results[this.selected] : this.source;
   }
 
@@ -42,14 +42,14 @@ export class Stage {
     else if (this.state === "source") this.#edit();
   }
 
-  setSource(picture, about = "") {
-    this.source = picture;
-    this.mask = new Mask(picture.width, picture.height);
+  setSource(image, about = "") {
+    this.source = image;
+    this.mask = new Mask(image.width, image.height);
     this.mask.onchange = () => this.board.draw();
-    const [w, h] = [picture.width, picture.height];
+    const [w, h] = [image.width, image.height];
     this.board.box = [w / 4, h / 4, (3 * w) / 4, (3 * h) / 4].map(Math.round);
     this.board.sides = { ...NO_SIDES };
-    if (about) this.#title(picture.name, about);
+    if (about) this.#title(image.name, about);
     this.#edit();
     this.on.box(this.board.box);
     this.on.sides(this.board.sides);
@@ -57,12 +57,12 @@ export class Stage {
     paintSlider(byId("brush-size"));
   }
 
-  /** The result becomes the picture to work on. */
+  /** The result becomes the image to work on. */
   adopt() {
     this.setSource(this.results[this.selected]);
   }
 
-  /** Back to the picture as it was before the run, with its mask, box or edges. */
+  /** Back to the image as it was before the run, with its mask, box or edges. */
   back() {
     if (this.source) this.#edit();
   }
@@ -87,7 +87,7 @@ export class Stage {
     byId("progress").firstElementChild.style.inlineSize = "0%";
     byId("fact-step").textContent = byId("fact-tokens").textContent = byId("fact-time").textContent = "–";
     this.began = performance.now();
-    this.told = -1;
+    this.announced = -1;
     this.last = null;
   }
 
@@ -102,8 +102,8 @@ export class Stage {
     byId("progress").firstElementChild.style.inlineSize = `${percent}%`;
     const where = event.windows > 1 ? `, window ${event.window + 1} of ${event.windows}` : "";
     byId("stage-about").textContent = `${stepText(event)}${where}`;
-    if (Math.floor(4 * share) > this.told) {
-      this.told = Math.floor(4 * share); // a voice needs quarters, not every step
+    if (Math.floor(4 * share) > this.announced) {
+      this.announced = Math.floor(4 * share); // a voice needs quarters, not every step
       byId("live").textContent = `${stepText(event)}${where}`;
     }
     this.replay.add(event);
@@ -111,7 +111,7 @@ export class Stage {
   }
 
   async done(answer, { title, about, name, source = null }) {
-    this.results = await Promise.all(answer.images.map((image) => Picture.fromBase64(image.png, name)));
+    this.results = await Promise.all(answer.images.map((image) => LoadedImage.fromBase64(image.png, name)));
     if (source) this.source = source;
     this.selected = 0;
     this.#title(title, about);
@@ -153,7 +153,7 @@ export class Stage {
     } else if (this.source) this.#edit();
     else {
       this.#state("empty");
-      this.board.show(null, "No picture yet");
+      this.board.show(null, "No image yet");
     }
   }
 
@@ -177,9 +177,9 @@ export class Stage {
 
   #showResult() {
     const before = byId("before").checked && this.source;
-    const picture = before ? this.source : this.results[this.selected];
+    const image = before ? this.source : this.results[this.selected];
     this.board.setMode("view");
-    this.board.show(picture.bitmap, before ? "The original" : byId("stage-title").textContent);
+    this.board.show(image.bitmap, before ? "The original" : byId("stage-title").textContent);
     this.board.canvas.dataset.paint = this.task === "inpaint" || this.task === "edit";
   }
 
@@ -195,12 +195,12 @@ export class Stage {
   #frame(bitmap, frame, image) {
     const at = Math.min(image, frame.decoded_at.length - 1);
     this.lastMap = { grid: frame.grid, decodedAt: frame.decoded_at[at], steps: frame.steps };
-    const { drawn, total } = drawOrderMap(byId("order-map"), this.lastMap);
+    const { decoded, total } = drawOrderMap(byId("order-map"), this.lastMap);
     byId("fact-step").textContent = frame.steps ? `${frame.step} / ${frame.steps}` : frame.step;
-    byId("fact-tokens").textContent = `${drawn} / ${total}`;
+    byId("fact-tokens").textContent = `${decoded} / ${total}`;
     if (this.state === "running") byId("fact-time").textContent = `${((performance.now() - this.began) / 1000).toFixed(1)} s`;
     if (bitmap && (this.state === "running" || !byId("before").checked)) {
-      this.board.show(bitmap, `The picture after ${stepText(frame)}`);
+      this.board.show(bitmap, `The image after ${stepText(frame)}`);
     }
   }
 

@@ -18,8 +18,8 @@
     button.setAttribute("aria-label", `Theme: ${theme}`);
   };
   apply();
-  const tell = () => document.dispatchEvent(new Event("themechange")); // for what is drawn on canvases
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
+  const announce = () => document.dispatchEvent(new Event("themechange")); // for what is drawn on canvases
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", announce);
   document.addEventListener("DOMContentLoaded", () => {
     apply();
     document.getElementById("theme").addEventListener("click", () => {
@@ -30,7 +30,7 @@
         // as above
       }
       apply();
-      tell();
+      announce();
     });
   });
 })();

@@ -1,0 +1,1 @@
+"""What makes and measures the bundled models; not part of the package."""

@@ -1,0 +1,295 @@
+"""`garden-control` from nothing to its score: scenes with depth, tokens with edges, scorers, training, storage.
+
+    python -m experiments.garden control-model --data data --work runs/control --out runs/control/results
+
+Call it until it logs "done": it continues where it stopped, and training is stopped in time and resumed. `--stages`
+selects stages, for machines that have only a part of the data: compose and depth-net need fruits.zip, emoji.zip and the
+tokenizer of `garden`, the others also flowers.zip and its network. The results: `garden-control` (differences from
+`garden`), its validation losses as trained and as stored, the scorers, the score, and sheets of generated images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from arpg import ARPG, ControlInput, Pipeline
+from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
+from arpg.data.crops import center_crops
+from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
+from arpg.data.tokenize import tokenize
+from arpg.data.tokens import NO_CLASS, open_tokens
+from arpg.device import choose_device
+from arpg.evaluation.classifier import Classifier
+from arpg.hub import resolve
+from arpg.image import save, sheet
+from arpg.train.objective import Objective
+from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.garden.control_score import SCENE_SEED, EdgeScorers, control_report, image_side
+from experiments.garden.depth_net import DepthNet, compose_depth_scenes, train_and_save
+from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
+from experiments.garden.scene_sets import Sets, compose_tokens
+from experiments.garden.staged_run import run_stages, train_until
+
+log = logging.getLogger("garden")
+FORMS = ("int6", "int4")  # the first is the bundled one
+EDGE_WEIGHT = 4  # how much more often training samples photographs with edges than scenes with depth
+TRAINING_SCENES = 5000  # among which the nearest is looked for, as `evaluate-control` does
+STAGES = ("compose", "depth-net", "tokenize", "classifier", "train", "finish", "score")
+# Seconds on a GPU, of stages that cannot be interrupted.
+SECONDS = {"depth-net": 120.0, "classifier": 90.0, "finish": 60.0, "score": 180.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make garden-control."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    run = argparse.ArgumentParser(
+        prog="experiments.garden control-model", description=__doc__, formatter_class=formatter
+    )
+    run.add_argument("--data", type=Path, default=Path("data"), help="fruits.zip, flowers.zip and emoji.zip.")
+    run.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
+    run.add_argument("--recipe", type=Path, default=Path("recipes/garden-control.toml"))
+    run.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
+    run.add_argument("--work", type=Path, required=True, help="Tokens and snapshots; kept between calls.")
+    run.add_argument("--out", type=Path, required=True, help="The results: model, numbers, sheets.")
+    run.add_argument("--pieces", type=Path, help="Also write the results here, as pieces of 15 MB of one zip.")
+    run.add_argument("--scenes", type=int, default=100_000)
+    run.add_argument("--one-crop", action="store_true", help="One view of each photograph, not ten (a trial run).")
+    run.add_argument("--depth-scenes", type=int, default=30_000, help="Training scenes of the depth network.")
+    run.add_argument("--depth-steps", type=int, default=3000, help="Training steps of the depth network.")
+    run.add_argument("--classifier-steps", type=int, default=2500)
+    run.add_argument("--num", type=int, default=500, help="Test images, and test scenes, of the score.")
+    run.add_argument("--shown", type=int, default=24, help="Condition images on each sheet.")
+    run.add_argument("--minutes", type=float, default=9.0, help="Time of this call.")
+    run.add_argument("--device", default="auto")
+    ControlRun(run.parse_args(arguments)).run()
+
+
+class ControlRun:
+    """One call: runs the stages that are not finished, until its time is over."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.work, self.results = options, options.work, options.out
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.device = choose_device(options.device)
+        self.processes = len(os.sched_getaffinity(0))
+        folders = {split: [str(self.work / kind / split) for kind in ("canny", "depth")] for split in ("train", "test")}
+        train = [folders["train"][0]] * EDGE_WEIGHT + folders["train"][1:]
+        own = [f"data.train={json.dumps(train)}", f"data.validation={json.dumps(folders['test'])}"]
+        self.recipe = read_recipe(options.recipe, ModelRecipe, [*own, *options.set])
+        self.test = folders["test"]
+
+    def run(self) -> None:
+        stages = {name: getattr(self, name.replace("-", "_")) for name in STAGES if name in self.options.stages}
+        run_stages(stages, self.deadline, self.results, self.options.pieces)
+
+    def too_late(self, stage: str) -> bool:
+        return time.monotonic() + SECONDS[stage] > self.deadline
+
+    def sets(self, split: str) -> Sets:
+        """Return the sets that scenes are composed of."""
+        return f"{self.options.data}/fruits.zip/fruits/{split}", f"{self.options.data}/emoji.zip/emoji"
+
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
+
+    def tokenize(self) -> bool:
+        """Encode ten views of each training photograph and one of each test photograph, with the edges of each view."""
+        tokenizer = self._tokenizer()
+        for split in ("train", "test"):
+            images = open_photos(self.options.data, split)
+            ten = split == "train" and not self.options.one_crop
+            folder = self.work / "canny" / split
+            tokenize(
+                tokenizer,
+                images,
+                folder,
+                size=SIZE,
+                ten_crops=ten,
+                batch_size=1280 if self.device.type == "cuda" else 40,
+                shard_size=8192,
+                control="canny",
+            )
+        return True
+
+    def compose(self) -> bool:
+        """Encode composed scenes with their exact depth."""
+        tokenizer, num = self._tokenizer(), self.options.scenes
+        for split, count, seed in (("train", num, 0), ("test", max(32, min(2048, num // 40)), 10**9)):
+            processes = self.processes if count > 2000 else 0
+            compose_tokens(
+                tokenizer,
+                self.sets(split),
+                self.work / "depth" / split,
+                num=count,
+                seed=seed,
+                size=SIZE,
+                processes=processes,
+                shard_size=8192,
+                depth=True,
+            )
+        return True
+
+    def depth_net(self) -> bool:
+        options, folder = self.options, self.results / "depth-net"
+        if not (folder / "depth.json").exists():
+            if self.too_late("depth-net"):
+                return False
+            train_and_save(
+                self.sets("train"),
+                folder,
+                num=options.depth_scenes,
+                steps=options.depth_steps,
+                device=self.device,
+                fresh=max(8, min(1000, options.depth_scenes // 30)),
+                batch_size=self.batch_size(256),
+                processes=self.processes if options.depth_scenes > 4000 else 0,
+            )
+        return True
+
+    def classifier(self) -> bool:
+        folder = self.results / "classifier"
+        if not (folder / "classifier.json").exists():
+            if self.too_late("classifier"):
+                return False
+            names = read_folder(resolve("garden")).classes
+            assert names is not None
+            train, test = (open_photos(self.options.data, split) for split in ("train", "test"))
+            load_or_train_classifier(
+                folder,
+                lambda: (center_crops(train, SIZE), class_ids(train, names)),
+                num_classes=len(names),
+                steps=self.options.classifier_steps,
+                device=self.device,
+                batch_size=self.batch_size(256),
+                test=(center_crops(test, SIZE), class_ids(test, names)),
+            )
+        return True
+
+    def batch_size(self, on_gpu: int) -> int:
+        return on_gpu if self.device.type == "cuda" else 8
+
+    def score(self) -> bool:
+        """Score edges, depth and classes against all baselines; FID needs Inception, and the images are kept for it."""
+        path, num = self.results / "control-score.json", self.options.num
+        if path.exists():
+            return True
+        if self.too_late("score"):
+            return False
+        pipe, base = (
+            Pipeline.from_pretrained(model, device=self.device, dtype="float32")
+            for model in (self.results / "garden-control", "garden")
+        )
+        size, others = image_side(pipe), TRAINING_SCENES if num >= 500 else 10 * num
+        processes = self.processes if others > 1000 else 0
+        report = control_report(
+            pipe,
+            self.work / "score",
+            settings={},
+            num=num,
+            images=open_photos(self.options.data, "test"),
+            training=open_photos(self.options.data, "train"),
+            scorers=EdgeScorers(Classifier.load(self.results / "classifier", device=self.device)),
+            base=base,
+            net=DepthNet.load(self.results / "depth-net", device=self.device),
+            scenes=compose_depth_scenes(self.sets("test"), num=num, seed=SCENE_SEED, size=size),
+            training_scenes=compose_depth_scenes(self.sets("train"), num=others, size=size, processes=processes),
+            batch_size=self.batch_size(250),
+        )
+        path.write_text(json.dumps({"images": num} | report, indent=1) + "\n")
+        return True
+
+    def train(self) -> bool:
+        folder = self.work / "train"
+        return train_until(self.deadline, self.recipe, folder, self.results, device=self.options.device)
+
+    def finish(self) -> bool:
+        """Store the model in every form, and measure size and loss of each. The first form is kept."""
+        if (self.results / "control.json").exists():
+            return True
+        if self.too_late("finish"):
+            return False
+        made = self.work / "train" / "model"
+        report: dict[str, Any] = {"as trained": {"validation loss": self._losses(load_model(made, device=self.device))}}
+        for form in reversed(FORMS):
+            folder = (self.results if form == FORMS[0] else self.work) / "garden-control"
+            write_difference(made, folder, base="garden", form=form)
+            size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+            losses = self._losses(load_model(folder, device=self.device))
+            report[form] = {"MB": round(size, 2), "validation loss": losses}
+        garden = load_model(resolve("garden"), device=self.device, dtype=torch.float32)
+        report["garden"] = {"validation loss": self._losses(garden)}
+        pipe = Pipeline.from_pretrained(self.results / "garden-control", device=self.device, dtype="float32")
+        report["strength 0 is the model without control"] = self._strength_zero(pipe)
+        for kind, folder in zip(("canny", "depth"), self.test, strict=True):
+            save(self._sheet(pipe, folder, kind), self.results / f"{kind}.png")
+        (self.results / "control.json").write_text(json.dumps(report, indent=1) + "\n")
+        log.info("%s", json.dumps(report, indent=1))
+        return True
+
+    @torch.no_grad()
+    def _losses(self, model: ARPG, batch_size: int = 256) -> dict[str, float]:
+        """Return teacher-forced losses in random orders, with and without the condition image; scenes have no class."""
+        model, found = model.float().eval(), {}
+        for folder in self.test:
+            tokens = open_tokens(folder)
+            kind = tokens.controls[0].kind
+            size = min(batch_size, len(tokens))
+            for name in ("with", "without") if model.control is not None else ("without",):
+                control = None
+                if name == "with":
+                    assert model.config.control is not None
+                    control = ControlMaps(tokens.controls, model.config.control.kinds, self.device)
+                num_classes = model.config.num_classes
+                batches = TokenBatches(
+                    Dataset(tokens, control=control),
+                    batch_size=size,
+                    parts=1,
+                    num_classes=num_classes,
+                    label_drop=0.0,
+                    seed=1,
+                    device=self.device,
+                )
+                objective = Objective(model, tokens.grid)
+                losses = []
+                for i in range(len(tokens) // size):
+                    batch = batches.batch(i, 0)
+                    if not tokens.classes:
+                        batch.labels_B.fill_(num_classes)
+                    losses.append(objective(batch))
+                found[f"{kind}, {name} the image"] = round(float(torch.stack(losses).mean()), 4)
+        return found
+
+    def _strength_zero(self, pipe: Pipeline) -> bool:
+        control = ControlInput(
+            Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE), np.uint8)), "depth", 0
+        )
+        plain, controlled = (pipe.generate([0, 60, 135], control=c, seed=0) for c in (None, control))
+        pairs = zip(plain, controlled, strict=True)
+        return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+    def _sheet(self, pipe: Pipeline, folder: str, kind: str) -> Image.Image:
+        """Return test condition images, each with two results."""
+        tokens = open_tokens(folder)
+        maps = ControlMaps(tokens.controls, (kind,), torch.device("cpu"))
+        index = np.arange(self.options.shown) * len(tokens) // self.options.shown
+        pixels_BHW, _ = maps.gather(index, np.zeros_like(index))
+        shown = [Image.fromarray(pixels) for pixels in pixels_BHW.numpy()]
+        rows: list[Image.Image] = []
+        for i, image in zip(index, shown, strict=True):
+            label = int(tokens.labels[i]) if tokens.classes else NO_CLASS
+            made = pipe.control(image, None if label == NO_CLASS else label, kind=kind, num_images=2, seed=int(i))
+            rows.append(sheet([image, *made], columns=3))
+        return sheet(rows, columns=4)

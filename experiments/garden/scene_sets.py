@@ -1,0 +1,215 @@
+"""Sets of composed scenes: composed by several processes, encoded to token folders, reconstructed by a tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from arpg.checkpoint import load_tokenizer
+from arpg.data.tokenize import encode_pixels, fingerprint
+from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
+from arpg.device import choose_device
+from arpg.errors import require
+from arpg.extractors import depth_map
+from arpg.hub import resolve
+from arpg.image import Pixels, check_output, save, sheet, to_images, to_uint8
+from arpg.tokenizer import VQTokenizer
+from experiments.garden.composer import SIZE, Composer, Scene
+from experiments.garden.scene_spec import sample_spec
+
+T = TypeVar("T")
+Sets = tuple[str, str]  # the paths of the fruit set and of the emoji set
+CHUNK = 256  # scenes that a process composes before it hands them over
+SHEET = 64  # scenes on a sheet, at most
+
+log = logging.getLogger("garden")
+_composer: Composer | None = None  # of a worker process
+
+
+def compose_parts(
+    sets: Sets, make: Callable[[Composer, range], T], *, num: int, first: int = 0, size: int = SIZE, processes: int = 0
+) -> Iterator[T]:
+    """Yield `make(composer, numbers)` for scenes `first` to `num - 1` in parts of 256; 0 processes: in this one.
+
+    With processes, `make` and its results must be picklable.
+    """
+    require(num >= 1, f"the number of scenes is {num}; expected 1 or more")
+    ranges = iter([range(start, min(start + CHUNK, num)) for start in range(first, num, CHUNK)])
+    if processes == 0:
+        _start(*sets, size)
+        yield from (_run(make, part) for part in ranges)
+        return
+    # Spawned: a forked copy of a process that has used a GPU cannot use it, and threads do not survive forking.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(*sets, size)) as pool:
+        waiting = [pool.submit(_run, make, part) for part in islice(ranges, 4 * processes)]
+        while waiting:
+            yield waiting.pop(0).result()
+            waiting += [pool.submit(_run, make, part) for part in islice(ranges, 1)]
+
+
+def _start(fruits: str, emoji: str, size: int) -> None:
+    global _composer
+    _composer = Composer(fruits, emoji, size=size)
+
+
+def _run(make: Callable[[Composer, range], T], numbers: range) -> T:
+    assert _composer is not None
+    return make(_composer, numbers)
+
+
+def any_scenes(composer: Composer, numbers: range, *, seed: int) -> list[Scene]:
+    """Compose scenes of all combinations, held out or not: scorers are trained on everything."""
+    scenes = []
+    for number in numbers:
+        rng = np.random.default_rng([seed, number, 1])
+        scenes.append(composer.compose(sample_spec(rng, extra=composer.extra, everything=True), rng))
+    return scenes
+
+
+def num_processes(num_scenes: int, requested: int | None = None) -> int:
+    """Return `requested` processes, or by default one for each core; 0 (this process) for a few scenes."""
+    if requested is not None:
+        return requested
+    return len(os.sched_getaffinity(0)) if num_scenes > 2000 else 0
+
+
+def compose_tokens(
+    tokenizer: VQTokenizer,
+    sets: Sets,
+    folder: Path,
+    *,
+    num: int,
+    seed: int,
+    size: int = SIZE,
+    processes: int = 0,
+    shard_size: int = 65536,
+    progress: Callable[[int, int], None] | None = None,
+    depth: bool = False,
+) -> TokenSet:
+    """Encode scenes `seed` to `seed + num - 1` with their captions; an interrupted run continues where it stopped.
+
+    With `depth`, their exact depth is stored as condition images.
+    """
+    require(num >= 1, f"the number of scenes is {num}; expected 1 or more")
+    digest = hashlib.sha256(f"scenes {sets} {seed} {num} {size}{' depth' if depth else ''}".encode())
+    about = fingerprint(tokenizer, digest)
+    if (folder / TOKENS).exists():
+        tokens = open_tokens(folder)
+        require(
+            tokens.info.fingerprint == about,
+            f"{folder} was made with another tokenizer, other sets or settings; delete it or choose another folder",
+        )
+        return tokens
+    writer = TokenWriter(
+        folder,
+        grid=tokenizer.grid(size, size),
+        vocab_size=tokenizer.config.codebook_size,
+        classes=(),
+        views=1,
+        shard_size=shard_size,
+        fingerprint=about,
+        captioned=True,
+        control="depth" if depth else "",
+        control_size=(size, size) if depth else (0, 0),
+    )
+    done = writer.num_done
+    make = partial(_training_scenes, seed=seed)
+    parts = compose_parts(sets, make, num=num, first=done, size=size, processes=processes)
+    for pixels_BHW3, captions, maps_BHW in parts:
+        ids_BN = encode_pixels(tokenizer, pixels_BHW3)
+        maps = maps_BHW[:, None] if depth else None
+        writer.add(ids_BN[:, None], np.zeros(len(captions), np.int32), captions, maps)
+        done += len(captions)
+        if progress is not None:
+            progress(done, num)
+    writer.close()
+    return open_tokens(folder)
+
+
+def _training_scenes(composer: Composer, numbers: range, *, seed: int) -> tuple[Pixels, list[str], NDArray[np.uint8]]:
+    """Return pixels, captions and depth as condition images."""
+    scenes = [composer.scene(seed + number) for number in numbers]
+    maps = np.stack([depth_map(scene.depth_HW) for scene in scenes])
+    return np.stack([scene.pixels_HW3 for scene in scenes]), [scene.caption for scene in scenes], maps
+
+
+@torch.inference_mode()
+def reconstruct(pixels_nHW3: Pixels, tokenizer: VQTokenizer, *, batch_size: int = 256) -> Pixels:
+    """Return images as the tokenizer reconstructs them."""
+    again = np.empty_like(pixels_nHW3)
+    for start in range(0, len(again), batch_size):
+        image = to_images(pixels_nHW3[start : start + batch_size], tokenizer.device).to(tokenizer.dtype)
+        grid = tokenizer.grid(image.shape[2], image.shape[3])
+        again[start : start + batch_size] = to_uint8(tokenizer.decode(tokenizer.encode(image), grid)).cpu().numpy()
+    return again
+
+
+def reconstruct_half(pixels_nHW3: Pixels, model: str, *, device: torch.device, batch_size: int = 256) -> Pixels:
+    """Return every other image as the tokenizer of `model` reconstructs it, which is how generated images look."""
+    tokenizer = load_tokenizer(resolve(model), device=device, dtype=torch.float32)
+    pixels = pixels_nHW3.copy()
+    pixels[::2] = reconstruct(pixels[::2], tokenizer, batch_size=batch_size)
+    return pixels
+
+
+def add_set_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add --fruits and --emoji."""
+    parser.add_argument("--fruits", required=required, help="The fruit set: class folders on white.")
+    parser.add_argument("--emoji", required=required, help="The emoji set, with its captions.json.")
+
+
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add --processes and --device."""
+    parser.add_argument("--processes", type=int, help="Processes that compose; 0: this one. Default: one per core.")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0.")
+
+
+def compose(arguments: Sequence[str] | None = None) -> None:
+    """Compose captioned scenes from cut-outs, as tokens for `arpg train`; continues where it stopped."""
+    parser = argparse.ArgumentParser(prog="experiments.garden compose", description=compose.__doc__)
+    add_set_options(parser)
+    parser.add_argument("--out", "-o", type=Path, help="The token folder to write.")
+    parser.add_argument("--num", "-n", type=int, default=16, help="Number of scenes.")
+    parser.add_argument("--tokenizer", "-t", default="garden", help="A model folder with a tokenizer.")
+    parser.add_argument("--sheet", type=Path, help=f"Also write up to {SHEET} scenes with captions as one image.")
+    parser.add_argument("--seed", type=int, default=0, help="Scene i has seed SEED + i.")
+    parser.add_argument("--size", type=int, default=SIZE, help="Side of a scene in pixels.")
+    parser.add_argument("--depth", action="store_true", help="Also store their exact depth as condition images.")
+    add_process_options(parser)
+    options = parser.parse_args(arguments)
+    require(options.out or options.sheet, "neither --out nor --sheet is given; there is nothing to write")
+    if options.sheet is not None:
+        check_output(options.sheet, folder=False)
+        composer = Composer(options.fruits, options.emoji, size=options.size)
+        scenes = [composer.scene(options.seed + i) for i in range(min(options.num, SHEET))]
+        save(sheet([s.image for s in scenes], captions=[s.caption for s in scenes]), options.sheet)
+        log.info("wrote %s", options.sheet)
+    if options.out is None:
+        return
+    tokenizer = load_tokenizer(resolve(options.tokenizer), device=choose_device(options.device), dtype=torch.float32)
+    tokens = compose_tokens(
+        tokenizer,
+        (options.fruits, options.emoji),
+        options.out,
+        num=options.num,
+        seed=options.seed,
+        size=options.size,
+        depth=options.depth,
+        processes=num_processes(options.num, options.processes),
+        progress=lambda done, total: log.info("composed %d of %d", done, total),
+    )
+    log.info("%d scenes of %dx%d tokens in %s", tokens.num_images, *tokens.grid, options.out)

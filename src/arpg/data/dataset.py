@@ -1,0 +1,361 @@
+"""What a model trains on: tokens with text states and condition maps as one dataset, and its batches.
+
+The text states of a token set lie beside it, memory-mapped:
+
+    text.json                 which encoder, its width, and the most tokens of a caption
+    text-00000.npy            float16, [tokens of all captions of the shard, E]
+    text-lengths-00000.npy    int32, [n]: tokens of each caption
+
+A batch is a pure function of (seed, step), whatever the number of processes: sample number = step * batch size + index
+in the batch, and everything about a sample follows from its number.
+Shapes: n images of a shard, B local batch, N grid tokens, T most tokens of a caption, E width of the text states,
+H W pixels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arpg.config import ModelConfig, TextConfig, from_dict, to_dict
+from arpg.data.tokens import NO_CLASS, MapSet, TokenSet, open_tokens, unpack_maps
+from arpg.device import send
+from arpg.errors import present, require
+from arpg.files import read_array, read_json, write_array, write_json
+from arpg.noise import Stream, random_words, seed_keys
+
+if TYPE_CHECKING:
+    from arpg.text_encoder import TextEncoder
+
+TEXT = "text.json"
+ENCODE_CHUNK = 4096  # captions whose states are in memory together, as a list of tensors
+MAX_RESIDENT_BYTES = 24 << 30  # condition maps that may stay in the memory of an accelerator
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens, with the states of their captions and their condition maps where the model takes them."""
+
+    tokens: TokenSet
+    text: TextStates | None = None
+    control: ControlMaps | None = None
+
+
+def open_dataset(folders: str | Sequence[str], config: ModelConfig, device: torch.device) -> Dataset:
+    """Open the token folders of a recipe as one dataset, and check that it fits the model."""
+    names = (folders,) if isinstance(folders, str) else tuple(folders)
+    require(bool(names), "data names no token folder; expected one or more")
+    opened = {name: open_tokens(name, vocab_size=config.vocab_size) for name in dict.fromkeys(names)}
+    tokens = join_tokens([opened[name] for name in names])
+    require(
+        config.text is not None or tokens.num_classes <= config.num_classes,
+        f"the tokens have {tokens.num_classes} classes; model.num_classes is {config.num_classes}",
+    )
+    require(
+        tuple(tokens.grid) == config.grid,
+        f"the tokens are on a {tokens.grid[0]}x{tokens.grid[1]} grid; model.grid is {config.grid[0]}x{config.grid[1]}",
+    )
+    text = None
+    if config.text is not None:
+        text = open_text_states(tokens)
+        require(text.config == config.text, f"{tokens.folder} has states of {text.config}; model.text is {config.text}")
+    control = None
+    if config.control is not None:
+        missing = f"{tokens.folder} has no condition images; make it with `arpg tokenize --control`"
+        require(bool(tokens.controls), missing)
+        control = ControlMaps(tokens.controls, config.control.kinds, device)
+        height, width = (side * config.control.patch for side in tokens.grid)
+        require(
+            control.size == (height, width),
+            f"the condition images are {control.size[1]}x{control.size[0]} pixels; model.control.patch "
+            f"{config.control.patch} and the grid need {width}x{height}",
+        )
+    return Dataset(tokens, text, control)
+
+
+def join_tokens(sets: Sequence[TokenSet]) -> TokenSet:
+    """Join sets of one tokenizer. Where some have classes, the images of the others get the null class.
+
+    An image that is described by its condition map alone needs no class: it is learned as if its class was dropped.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    first = next((tokens for tokens in sets if tokens.classes), sets[0])
+    for tokens in sets:
+        where = f"{tokens.folder} cannot be joined with {first.folder}"
+        for name in ("grid", "vocab_size"):
+            found, expected = getattr(tokens, name), getattr(first, name)
+            require(found == expected, f"{where}: {name} is {found}, not {expected}; use the tokenizer that made them")
+        require(tokens.classes in ((), first.classes), f"{where}: it has other classes; tokenize the images together")
+        require(bool(tokens.controls) == bool(first.controls), f"{where}: only one of them has condition images")
+    info = replace(first.info, views=max(tokens.views for tokens in sets), captioned=False)
+    return TokenSet(
+        info,
+        [ids for tokens in sets for ids in tokens._ids],
+        np.concatenate(
+            [t.labels if t.classes or not first.classes else np.full(len(t), NO_CLASS, np.int32) for t in sets]
+        ),
+        folder=first.folder,
+        views_of=np.concatenate([tokens.views_of for tokens in sets]),
+        controls=[maps for tokens in sets for maps in tokens.controls],
+    )
+
+
+class TextStates:
+    """The encoder's states of every caption of a token set, by image, over all shards."""
+
+    def __init__(
+        self, config: TextConfig, states: Sequence[NDArray[np.float16]], lengths: Sequence[NDArray[np.int32]]
+    ) -> None:
+        self.config = config
+        self._states = list(states)
+        self._lengths = np.concatenate(lengths)
+        self._shard = np.repeat(np.arange(len(lengths)), [len(part) for part in lengths])
+        self._first = np.concatenate([np.cumsum(part, dtype=np.int64) - part for part in lengths])
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def gather(self, index: NDArray[np.int64]) -> tuple[NDArray[np.float16], NDArray[np.int64]]:
+        """Return states `[B, T, E]`, zero after the end of a caption, and lengths `[B]`."""
+        length_B = self._lengths[index].astype(np.int64)
+        out = np.zeros((len(index), self.config.max_tokens, self.config.width), np.float16)
+        for shard in np.unique(self._shard[index]).tolist():
+            (here,) = np.nonzero(self._shard[index] == shard)
+            row = np.repeat(here, length_B[here])
+            token = np.arange(len(row)) - np.repeat(np.cumsum(length_B[here]) - length_B[here], length_B[here])
+            out[row, token] = self._states[shard][self._first[index[row]] + token]
+        return out, length_B
+
+
+def open_text_states(tokens: TokenSet) -> TextStates:
+    """Open the text states of a token set."""
+    folder, captions = _captioned(tokens)
+    path = folder / TEXT
+    require(path.is_file(), f"{folder} has captions but no text states; run `arpg embed {folder}` first")
+    config = from_dict(TextConfig, read_json(path), where=str(path))
+    states: list[Array] = []
+    lengths: list[Array] = []
+    while all((folder / name).exists() for name in _text_names(len(states))):
+        names = _text_names(len(states))
+        states.append(read_array(folder / names[0], advice="delete it and embed again"))
+        lengths.append(read_array(folder / names[1], advice="delete it and embed again"))
+        where = f"{folder / names[0]}: embed again"
+        require(lengths[-1].ndim == 1 and lengths[-1].min(initial=1) >= 1, f"{where}, its lengths are damaged")
+        require(
+            states[-1].shape == (int(lengths[-1].sum()), config.width) and int(lengths[-1].max()) <= config.max_tokens,
+            f"{where}, it has the shape {states[-1].shape} for {int(lengths[-1].sum())} tokens of {config.width}",
+        )
+    found = sum(map(len, lengths))
+    require(
+        found == len(captions), f"{folder} has text states of {found} captions; expected {len(captions)}; embed again"
+    )
+    return TextStates(config, states, lengths)
+
+
+def write_text_states(
+    tokens: TokenSet,
+    config: TextConfig,
+    encoder: TextEncoder | None,
+    *,
+    batch_size: int = 256,
+    shard_size: int = 65536,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextStates:
+    """Encode the captions of a token set; continues where it stopped. A finished set needs no encoder."""
+    folder, captions = _captioned(tokens)
+    if (folder / TEXT).exists():
+        found = open_text_states(tokens)
+        ours, theirs = (f"{c.encoder} ({c.width} wide, {c.max_tokens} tokens)" for c in (config, found.config))
+        message = f"{folder} has text states of {theirs}, not of {ours}; delete {TEXT} and text-*.npy"
+        require(found.config == config, message)
+        return found
+    for number, start in enumerate(range(0, len(captions), shard_size)):
+        part = captions[start : start + shard_size]
+        if not (folder / _text_names(number)[1]).exists():
+            _write_text_shard(folder, number, part, present(encoder, f"{folder} is not embedded yet"), batch_size)
+        if progress is not None:
+            progress(min(start + shard_size, len(captions)), len(captions))
+    write_json(folder / TEXT, to_dict(config))
+    return open_text_states(tokens)
+
+
+def _write_text_shard(
+    folder: Path, number: int, captions: Sequence[str], encoder: TextEncoder, batch_size: int
+) -> None:
+    parts, lengths = [], []
+    for start in range(0, len(captions), ENCODE_CHUNK):
+        states = encoder.states(captions[start : start + ENCODE_CHUNK], batch_size=batch_size)
+        parts.append(np.concatenate([s.numpy().astype(np.float16) for s in states]))
+        lengths += [len(s) for s in states]
+    # The lengths are written last: they make the shard complete.
+    for name, array in zip(_text_names(number), (np.concatenate(parts), np.array(lengths, np.int32)), strict=True):
+        write_array(folder / name, array)
+
+
+def _captioned(tokens: TokenSet) -> tuple[Path, Sequence[str]]:
+    captions = present(tokens.captions, f"{tokens.folder} has no captions; tokenize images that have them")
+    assert tokens.folder is not None
+    return tokens.folder, captions
+
+
+def _text_names(number: int) -> tuple[str, str]:
+    return f"text-{number:05d}.npy", f"text-lengths-{number:05d}.npy"
+
+
+class ControlMaps:
+    """Condition maps by image and view, over one or several sets. They stay on the device where they fit."""
+
+    def __init__(self, sets: Sequence[MapSet], kinds: Sequence[str], device: torch.device) -> None:
+        """`kinds`: those of the model, in its order."""
+        self.device, self.kinds, self.size = device, tuple(kinds), sets[0].size
+        for each in sets:
+            require(
+                each.kind in kinds, f"there are condition images of kind {each.kind!r}; the model takes {list(kinds)}"
+            )
+            require(
+                each.size == self.size,
+                f"condition images are {each.size[1]}x{each.size[0]} and {self.size[1]}x{self.size[0]} pixels; "
+                "expected one size",
+            )
+        distinct = {id(each): each for each in sets}  # a set that is listed several times is stored once
+        resident = device.type != "cpu" and sum(each.nbytes for each in distinct.values()) <= MAX_RESIDENT_BYTES
+        self._stores: list[tuple[int, Tensor]] = []  # kind and maps
+        stores_of: dict[int, list[int]] = {}
+        for key, each in distinct.items():
+            tensors = [_as_tensor(shard) for shard in each.shards]
+            tensors = [torch.cat([part.to(device) for part in tensors])] if resident else tensors
+            stores_of[key] = list(range(len(self._stores), len(self._stores) + len(tensors)))
+            self._stores += [(kinds.index(each.kind), tensor) for tensor in tensors]
+        self._store = np.array([store for each in sets for store in stores_of[id(each)]])
+        self._ends = np.cumsum([len(self._stores[store][1]) for store in self._store])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def gather(self, index: NDArray[np.int64], view: Array) -> tuple[Tensor, Tensor]:
+        """Return maps `[B, H, W]` of 8 bits and the index of each one's kind `[B]`, on the device."""
+        part_B = np.searchsorted(self._ends, index, side="right")
+        store_B = self._store[part_B]
+        row_B = index - np.concatenate(([0], self._ends))[part_B]
+        found: dict[int, list[Tensor]] = {}  # stored maps by kind, which are sent together
+        members: dict[int, list[NDArray[np.int64]]] = {}
+        for s in np.unique(store_B).tolist():
+            number, stored = self._stores[s]
+            (here,) = np.nonzero(store_B == s)
+            row_column = torch.from_numpy(np.stack((row_B[here], np.asarray(view)[here])).astype(np.int64))
+            row, column = send(row_column, stored.device)
+            found.setdefault(number, []).append(stored[row, column])
+            members.setdefault(number, []).append(here)
+        maps = [unpack_maps(send(torch.cat(parts), self.device), self.kinds[k]) for k, parts in found.items()]
+        index_B = np.concatenate([np.concatenate(parts) for parts in members.values()])
+        kind_B = np.concatenate([np.full(sum(map(len, parts)), k) for k, parts in members.items()])
+        inverse_B = np.argsort(index_B)
+        both = send(torch.from_numpy(np.stack((inverse_B, kind_B[inverse_B]))), self.device)
+        return torch.cat(maps)[both[0]], both[1]
+
+
+def _as_tensor(shard: Array) -> Tensor:
+    """Wrap a read-only mapped file without a copy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not writable
+        return torch.from_numpy(np.asarray(shard))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One part of a training batch, on the device."""
+
+    ids_BN: Tensor
+    labels_B: Tensor  # the null class (num_classes) where the label is dropped
+    order_BN: Tensor
+    dropout_key_B: Tensor
+    states_BTE: Tensor | None = None  # of the captions, where the model takes prompts
+    length_B: Tensor | None = None  # tokens of each caption; 0 where it is dropped
+    pixels_BHW: Tensor | None = None  # condition maps, where the model takes them
+    kind_B: Tensor | None = None
+    dropped_B: Tensor | None = None
+
+
+class TokenBatches:
+    """Every image once per epoch, in a new permutation; each sample with one of its views, an order and label drop."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        parts: int,
+        num_classes: int,
+        label_drop: float,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`parts`: the number of equal parts of a batch (processes times accumulation)."""
+        require(
+            batch_size % parts == 0,
+            f"run.batch_size {batch_size} cannot be cut into {parts} equal parts (processes x run.accumulate)",
+        )
+        self.dataset, self.tokens = dataset, dataset.tokens
+        self.batch_size, self.part_size = batch_size, batch_size // parts
+        self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
+        self.key = seed_keys([seed])  # on the CPU: on a GPU this would be a hundred small kernels
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def indices(self, step: int, part: int) -> NDArray[np.int64]:
+        """Return the indices of the images in a part of a step's batch."""
+        numbers = self._sample_numbers(step, part)
+        result = np.empty(len(numbers), dtype=np.int64)
+        for epoch in np.unique(numbers // self.tokens.num_images):
+            chosen = numbers // self.tokens.num_images == epoch
+            result[chosen] = self._epoch_permutation(int(epoch))[numbers[chosen] % self.tokens.num_images]
+        return result
+
+    def batch(self, step: int, part: int) -> Batch:
+        """Return a part of a step's batch."""
+        index = self.indices(step, part)
+        number = torch.from_numpy(self._sample_numbers(step, part))[None]
+        view = random_words(self.key, Stream.VIEW, number, 1)[0, :, 0].numpy() % self.tokens.views_of[index]
+        ids = torch.from_numpy(self.tokens.gather(index, view))
+        labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
+        dropped = random_words(self.key, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
+        labels = torch.where(dropped | (labels == NO_CLASS), self.num_classes, labels)
+        words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
+        text, control = self.dataset.text, self.dataset.control
+        states = length = None
+        if text is not None:
+            states, length = (torch.from_numpy(array) for array in text.gather(index))
+            states, length = send(states, self.device), send(length.masked_fill(dropped, 0), self.device)
+        pixels, kind = (None, None) if control is None else control.gather(index, view)
+        return Batch(
+            ids_BN=send(ids, self.device),
+            labels_B=send(labels, self.device),
+            order_BN=send(words[:, 1:].argsort(-1), self.device),
+            dropout_key_B=send(words[:, 0].to(torch.int32), self.device),
+            states_BTE=states,
+            length_B=length,
+            pixels_BHW=pixels,
+            kind_B=kind,
+            dropped_B=None if pixels is None else send(dropped, self.device),
+        )
+
+    def _sample_numbers(self, step: int, part: int) -> NDArray[np.int64]:
+        start = step * self.batch_size + part * self.part_size
+        return np.arange(start, start + self.part_size)
+
+    def _epoch_permutation(self, epoch: int) -> NDArray[np.int64]:
+        if epoch != self._epoch:
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(self.tokens.num_images)
+            self._epoch = epoch
+        return self._permutation

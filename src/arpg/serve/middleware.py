@@ -1,0 +1,219 @@
+"""What every HTTP request passes around its route: id, host, key, size and admission; headers, log and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from arpg.serve.api_error import ApiError, internal_error
+from arpg.serve.auth import ApiKeys
+from arpg.serve.observability import Metrics
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def allowed_hosts(host: str, keys: ApiKeys) -> frozenset[str] | None:
+    """Return the accepted Host headers; None: any.
+
+    A server without keys on a loopback address accepts only its own names, which stops DNS rebinding.
+    """
+    return LOOPBACK if host in LOOPBACK and not len(keys) else None
+
+
+class ClientDisconnected(Exception):  # noqa: N818  an outcome, not a failure
+    """Nobody reads the response any more."""
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class AdmissionLimiter:
+    """Limits the calls that are waiting or running: a 429 when there are too many, a 503 while draining."""
+
+    def __init__(self, capacity: int, metrics: Metrics, *, estimate_wait: Callable[[], float]) -> None:
+        self.capacity, self.metrics, self.estimate_wait = capacity, metrics, estimate_wait
+        self.num_admitted = 0
+        self.draining = False
+        metrics.gauge("arpg_queue_depth", "HTTP requests admitted, waiting or running", lambda: self.num_admitted)
+
+    def enter(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; try again in a moment", code="draining", retry_after=5)
+        if self.num_admitted >= self.capacity:
+            self.metrics.rejected.inc()
+            raise ApiError(
+                429,
+                f"{self.num_admitted} requests are waiting or running, which is the limit; try again later",
+                code="queue_full",
+                retry_after=min(60.0, self.estimate_wait()),
+            )
+        self.num_admitted += 1
+
+    def leave(self) -> None:
+        self.num_admitted -= 1
+
+
+class RequestMiddleware:
+    """Plain ASGI, so that streams stream and disconnects are noticed.
+
+    `hosts`: accepted Host headers (None: any); `max_bytes`: of a body; `io_timeout_s`: seconds for a body to arrive, or
+    for the client to read on.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        admission: AdmissionLimiter,
+        keys: ApiKeys,
+        metrics: Metrics,
+        max_bytes: int,
+        hosts: frozenset[str] | None = None,
+        io_timeout_s: float = 30.0,
+    ) -> None:
+        self.app, self.admission, self.keys, self.metrics = app, admission, keys, metrics
+        self.max_bytes, self.hosts, self.io_timeout_s = max_bytes, hosts, io_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._handle(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+        state.setdefault("id", f"req_{secrets.token_hex(12)}")  # on Ray, the ingress has set it
+        start, response = time.monotonic(), _ResponseSender(send, state["id"], scope["path"], self.io_timeout_s)
+        admitted = False
+        try:
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+            self._check(scope, headers)
+            if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+                self.admission.enter()
+                admitted = True
+            await self.app(scope, await self._read_body(headers, receive), response.send)
+        except ClientDisconnected:
+            self.metrics.cancelled.inc()
+            response.status = response.status or 499
+        except ApiError as error:
+            await response.send_error(error)
+        except Exception:
+            log.exception("a request failed", extra={"id": response.id})
+            await response.send_error(internal_error())
+        finally:
+            if admitted:
+                self.admission.leave()
+            self._record(scope, response, time.monotonic() - start)
+
+    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+        host = headers.get("host", "")
+        if self.hosts is not None and _without_port(host) not in self.hosts:
+            raise ApiError(421, "the server does not answer to this host name", code="unknown_host")
+        origin = headers.get("origin")
+        if scope["method"] != "GET" and origin is not None and urlsplit(origin).netloc != host:
+            raise ApiError(403, "requests from pages of other sites are not accepted", code="cross_origin")
+        if scope["path"].startswith("/v1/") or scope["path"] == "/metrics":
+            self.keys.check(headers.get("authorization"))
+
+    async def _read_body(self, headers: dict[str, str], receive: Receive) -> Receive:
+        """Read the whole body, within the limits of size and time; the result replays it, then waits for disconnect."""
+        too_large = ApiError(413, f"the request is longer than {self.max_bytes} bytes; send less", code="too_large")
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self.max_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.io_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message.get("body", b"")
+                    if len(body) > self.max_bytes:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request did not arrive within {self.io_timeout_s:g} seconds; send it again"
+            ) from None
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        return replay
+
+    def _record(self, scope: Scope, response: _ResponseSender, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", None) or ("static" if scope.get("endpoint") else "other")
+        self.metrics.requests.labels(route, str(response.status)).inc()
+        self.metrics.latency.labels(route).observe(seconds)
+        extra = {"id": response.id, "method": scope["method"], "route": route, "status": response.status}
+        client = (scope.get("client") or ("",))[0]
+        log.info("request", extra={**extra, "seconds": round(seconds, 4), "client": client})
+
+
+class _ResponseSender:
+    """Adds the headers to a response, and gives up on a client that does not read it."""
+
+    def __init__(self, send: Send, id: str, path: str, io_timeout_s: float) -> None:
+        self._send, self.id, self.path, self.io_timeout_s = send, id, path, io_timeout_s
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            ours = {**SECURITY_HEADERS, "x-request-id": self.id}
+            ours["cache-control"] = "no-store" if self.path.startswith("/v1/") else "no-cache"
+            given = {name.lower() for name, _ in message.get("headers", [])}
+            more = [(k.encode(), v.encode()) for k, v in ours.items() if k.encode() not in given]
+            message = {**message, "headers": [*message.get("headers", []), *more]}
+        try:
+            async with asyncio.timeout(self.io_timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise ClientDisconnected from None
+
+    async def send_error(self, error: ApiError) -> None:
+        if self.status:  # the response has begun: it can only be cut off
+            return
+        body = error.encoded()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        try:
+            await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
+            await self.send({"type": "http.response.body", "body": body})
+        except ClientDisconnected:
+            pass
+
+
+def _without_port(host: str) -> str:
+    """Return the name in a Host header."""
+    return host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rsplit(":", 1)[0]

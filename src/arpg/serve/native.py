@@ -1,0 +1,159 @@
+"""The routes under /v1/arpg: every task with every setting, as JSON or as a stream of previews."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, Response
+
+from arpg.serve.api_error import ApiError
+from arpg.serve.responses import (
+    Event,
+    EventStream,
+    Job,
+    Preview,
+    Result,
+    SseEvent,
+    ToSse,
+    json_response,
+    to_base64,
+    to_png,
+    wait_for_result,
+)
+from arpg.serve.schemas import (
+    TASKS,
+    Classes,
+    ConditionResponse,
+    Error,
+    ExtractCondition,
+    Info,
+    StepEvent,
+    TaskParams,
+    TaskResponse,
+)
+from arpg.serve.service import ImageService, find_thumbnails
+
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS: Responses = {
+    400: {"model": Error, "description": "Something in the request is wrong; the message says what."},
+    401: {"model": Error, "description": "An API key is needed."},
+    413: {"model": Error, "description": "Too many bytes or pixels."},
+    429: {"model": Error, "description": "Too many pending requests; Retry-After says when to try again."},
+    500: {"model": Error, "description": "Generation failed on the server."},
+    503: {"model": Error, "description": "The server is loading or shutting down."},
+    504: {"model": Error, "description": "Not finished before the deadline."},
+}
+EVENTS_EXAMPLE = (
+    'event: queued\ndata: {"id": "req_0123", "position": 0}\n\n'
+    'event: step\ndata: {"step": 1, "steps": 8, "window": 0, "windows": 1, "previews": ["iVBORw0..."], "grid": [2, 2], '
+    '"decoded_at": [[0, -1, -1, 0]]}\n\n'
+    'event: done\ndata: {"id": "req_0123", "created": 0, "seconds": 0.7, "settings": {}, "images": []}\n\n'
+)
+THUMBNAILS = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
+
+
+def task_responses(model: type, description: str, events: Iterable[str], **more: Any) -> Responses:
+    """Describe a route that answers with images, or with server-sent events of these names."""
+    data = {"type": "string", "contentMediaType": "application/json"}
+    schema = {
+        "type": "object",
+        "required": ["event", "data"],
+        "properties": {"event": {"type": "string", "enum": list(events)}, "data": data},
+    }
+    content = {"text/event-stream": {"schema": schema, **more}}
+    return {200: {"model": model, "description": description, "content": content}, **ERRORS}
+
+
+def native_routes(service: ImageService) -> APIRouter:
+    router = APIRouter(prefix="/v1/arpg", tags=["arpg"])
+    reading: Responses = {status: ERRORS[status] for status in (401, 503)}
+
+    @router.get("/info", response_model=Info, responses=reading)
+    async def info() -> dict[str, Any]:
+        """The model, its defaults, the settings and their choices, and the limits."""
+        return service.info()
+
+    @router.get("/classes", response_model=Classes, responses=reading)
+    async def classes() -> dict[str, Any]:
+        """All classes by id; none where the model takes text."""
+        names = service.pipeline.classes
+        has_thumbnails = service.folder is not None and find_thumbnails(service.folder) is not None
+        entries = [{"id": i, "name": names.name(i)} for i in range(len(names))]
+        return {"classes": entries, "thumbnails": THUMBNAILS if has_thumbnails else None}
+
+    @router.get(
+        "/thumbnails.webp",
+        response_class=FileResponse,
+        responses={200: {"content": {"image/webp": {}}}, **reading, 404: {"model": Error}},
+    )
+    async def thumbnails() -> FileResponse:
+        """One small image of each class, side by side; the file is in the model's folder."""
+        file = None if service.folder is None else find_thumbnails(service.folder)
+        if file is None:
+            raise ApiError(404, "this model has no thumbnails")
+        return FileResponse(file, media_type="image/webp")
+
+    for task, schema in TASKS.items():
+        _add_task_route(router, service, task, schema)
+
+    @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
+    async def condition(body: ExtractCondition) -> Response:
+        """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
+        builder = service.builder
+        image, kind = await service.run_in_worker(lambda: builder.extract_condition(body))
+        size = {"width": image.width, "height": image.height}
+        return json_response({"png": to_base64(to_png(image)), "kind": kind, **size})
+
+    return router
+
+
+def _add_task_route(router: APIRouter, service: ImageService, task: str, schema: type[TaskParams]) -> None:
+    async def run_task(call: Request, body: TaskParams) -> Response:
+        position = service.batcher.num_waiting
+        job = service.start(call, lambda builder: builder.from_params(task, body), previews=body.stream)
+        if body.stream:
+            return EventStream(job, to_sse(job), [("queued", {"id": job.id, "position": position})])
+        return json_response(_task_response(job, await wait_for_result(job, call)))
+
+    run_task.__annotations__["body"] = schema
+    description = f"The images; with `stream`, server-sent events: queued, step ({StepEvent.__name__}), done or error."
+    events = ("queued", "step", "done", "error")
+    router.add_api_route(
+        f"/{task}",
+        run_task,
+        methods=["POST"],
+        name=task,
+        description=schema.__doc__,
+        responses=task_responses(TaskResponse, description, events, example=EVENTS_EXAMPLE),
+    )
+
+
+def _task_response(job: Job, result: Result) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "created": int(job.created),
+        "seconds": round(result.seconds, 3),
+        "settings": result.settings,
+        "images": [
+            {"png": to_base64(png), "seed": seed, "width": image.width, "height": image.height}
+            for png, image, seed in zip(result.pngs, result.images, result.seeds, strict=True)
+        ],
+    }
+
+
+def to_sse(job: Job) -> ToSse:
+    """Return a function from an event of a job to its server-sent events."""
+
+    def convert(event: Event) -> Iterable[SseEvent]:
+        if isinstance(event, Preview):
+            data = {name: getattr(event, name) for name in StepEvent.model_fields if name != "previews"}
+            yield "step", {**data, "previews": [to_base64(png) for png in event.pngs]}
+        elif isinstance(event, Result):
+            yield "done", _task_response(job, event)
+        else:
+            yield "error", event.body()
+
+    return convert

@@ -1,0 +1,282 @@
+"""The OpenAI Images API: generations, edits and models, as the official client calls them, plus our own settings."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+
+from arpg.serve.api_error import ApiError, check
+from arpg.serve.build_task import BuiltTask, TaskBuilder
+from arpg.serve.native import ERRORS, task_responses
+from arpg.serve.responses import (
+    Event,
+    EventStream,
+    Job,
+    Preview,
+    Result,
+    SseEvent,
+    ToSse,
+    json_response,
+    to_base64,
+    wait_for_result,
+)
+from arpg.serve.schemas import MAX, Error, Feather, Sampling, Seed, Text
+from arpg.serve.service import ImageService
+
+QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "standard": 1.0, "auto": 1.0, "high": 2.0, "hd": 2.0}  # of the steps
+PILLOW_FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
+
+
+class ImagesParams(Sampling):
+    """What both routes take: the fields of the API, and ours."""
+
+    prompt: Annotated[str, Field(min_length=1, max_length=32000, description="Text, or the name or id of a class.")]
+    negative: Text | None = Field(None, description="Ours: a prompt that guidance leads away from.")
+    model: Annotated[str, Field(max_length=200)] | None = Field(None, description="As in /v1/models.")
+    n: Annotated[int, Field(ge=1, le=MAX.images)] | None = None
+    size: Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] | None = Field(
+        None, description="auto (the model's own) or WIDTHxHEIGHT; a larger one is made as by /v1/arpg/expand."
+    )
+    quality: Literal[tuple(QUALITY_FACTORS)] | None = Field(None, description="low and high: half and twice the steps.")  # type: ignore[valid-type]
+    response_format: Literal["b64_json"] | None = Field(None, description="URLs are not supported.")
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(None, description="Quality of JPEG, WebP.")
+    background: Literal["auto", "opaque"] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Not used.")
+    seed: Seed | None = Field(None, description="Ours: image i has this seed + i; null: a random one.")
+    best_of: Annotated[int, Field(ge=1, le=MAX.best_of)] | None = Field(None, description="Ours.")
+
+
+class GenerationParams(ImagesParams):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "3", "n": 2, "seed": 7, "steps": 12}]})
+    moderation: Literal["auto", "low"] | None = Field(None, description="Not used.")
+    style: Literal["vivid", "natural"] | None = Field(None, description="Not used.")
+
+
+class EditParams(ImagesParams):
+    """The fields of the form besides its files."""
+
+    model_config = ConfigDict(strict=False)
+    feather: Feather = 0
+    input_fidelity: Literal["high", "low"] | None = Field(None, description="Not used: kept pixels stay as they are.")
+
+
+class ImageData(BaseModel):
+    b64_json: str
+    seed: int = Field(description="Ours.")
+
+
+class ImagesResponse(BaseModel):
+    created: int
+    data: list[ImageData]
+    output_format: str
+    size: str
+
+
+class ModelEntry(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+EVENT_NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
+IMAGES_RESPONSES = {
+    404: {"model": Error, "description": "Another model was requested."},
+    **task_responses(ImagesResponse, "The images; with `stream`, server-sent events.", (*EVENT_NAMES, "error")),
+}
+FORM_FILES = {
+    "image": {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."},
+    "mask": {
+        "type": "string",
+        "format": "binary",
+        "description": "As large as the image; its transparent pixels are edited. Without one, those of the image.",
+    },
+}
+
+
+def _form_schema() -> dict[str, Any]:
+    """Return the schema of the form, files included; a field that may be null is left out of a form instead."""
+    fields = {}
+    for name, field in EditParams.model_json_schema()["properties"].items():
+        kinds = [kind for kind in field.pop("anyOf", []) if kind != {"type": "null"}]
+        field.pop("default", None)
+        fields[name] = {**field, **(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})}
+    schema = {"type": "object", "required": ["image", "prompt"], "properties": {**FORM_FILES, **fields}}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+def openai_routes(service: ImageService) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["openai"])
+    entry = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "arpg"}
+
+    def check_model(model: str | None) -> None:
+        message = f"model {model!r} is not served here; expected {service.name!r}"
+        check(model in (None, service.name), message, param="model", code="model_not_found", status=404)
+
+    async def respond(
+        call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
+    ) -> Response:
+        check_model(params.model)
+        num_previews = (params.partial_images or 0) if params.stream else 0
+        job = service.start(call, build, previews=num_previews > 0)
+        if params.stream:
+            return EventStream(job, to_sse(job, params, kind, num_previews))
+        result = await wait_for_result(job, call)
+        files = _encode_files(result, params)
+        data = [{"b64_json": to_base64(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)]
+        return json_response({"created": int(job.created), "data": data, **_format_of(result, params)})
+
+    @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [entry]}
+
+    @router.get("/models/{model}", response_model=ModelEntry, responses={401: ERRORS[401], 404: {"model": Error}})
+    async def model(model: str) -> dict[str, Any]:
+        """The served model, by its name."""
+        check_model(model)
+        return entry
+
+    @router.post("/images/generations", responses=IMAGES_RESPONSES)
+    async def generations(call: Request, body: GenerationParams) -> Response:
+        """Images of the prompt, or of the class that it names."""
+
+        def build(builder: TaskBuilder) -> BuiltTask:
+            options, label = _options(builder, body), builder.label_of(body.prompt, body.negative)
+            size = _requested_size(body)
+            if size in (None, builder.image_size):
+                return builder.build("generate", label, **options)
+            return builder.build("expand", label, size=size, **options)
+
+        return await respond(call, body, build, "image_generation")
+
+    @router.post("/images/edits", responses=IMAGES_RESPONSES, openapi_extra=_form_schema())
+    async def edits(call: Request) -> Response:
+        """Fill the transparent part of the mask with the prompt, or the class that it names."""
+        body, files = await _read_form(call, service.limits.bytes)
+
+        def build(builder: TaskBuilder) -> BuiltTask:
+            options, label = _options(builder, body), builder.label_of(body.prompt, body.negative)
+            image = builder.read_image(files["image"], param="image", alpha=True)
+            mask = transparent_part(builder.read_image(files.get("mask", files["image"]), param="mask", alpha=True))
+            anything = mask.getextrema() != (0, 0)
+            check(anything, "mask has no transparent pixel; the transparent ones are edited", param="mask")
+            same_size = _requested_size(body) in (None, image.size)
+            check(same_size, f"size is {body.size}; an edit is as large as its image", param="size")
+            image = image.convert("RGB")
+            return builder.build("inpaint", label, image=image, mask=mask, feather=body.feather, **options)
+
+        return await respond(call, body, build, "image_edit")
+
+    return router
+
+
+def transparent_part(image: Image.Image) -> Image.Image:
+    """Return a mask that is white where an image is fully transparent: what the OpenAI API edits."""
+    return Image.fromarray(np.where(np.asarray(image.getchannel("A")) == 0, 255, 0).astype(np.uint8))
+
+
+def _options(builder: TaskBuilder, params: ImagesParams) -> dict[str, Any]:
+    """Return what all tasks take, from the names of this API."""
+    sampling: Sampling = params
+    if params.quality is not None and params.steps is None and not isinstance(params.schedule, list):
+        steps = round(builder.pipeline.sampling.steps * QUALITY_FACTORS[params.quality])
+        sampling = params.model_copy(update={"steps": max(1, min(builder.limits.steps, steps))})
+    return {"sampling": sampling, "num": params.n or 1, "seed": params.seed, "best_of": params.best_of or 1}
+
+
+def _requested_size(params: ImagesParams) -> tuple[int, int] | None:
+    """Return the requested (width, height); None: the model's (or the image's) own."""
+    match = re.fullmatch(r"(\d+)x(\d+)", params.size or "auto")
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+async def _read_form(call: Request, max_bytes: int) -> tuple[EditParams, dict[str, bytes]]:
+    """Read the fields and the files of a multipart form; each may be there once."""
+    is_form = call.headers.get("content-type", "").startswith("multipart/form-data")
+    check(is_form, "the body is not a form; send multipart/form-data with an image and a prompt")
+    fields: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    async with call.form(max_files=4, max_fields=64, max_part_size=max_bytes) as form:
+        for name, value in form.multi_items():
+            name = name.removesuffix("[]")
+            check(name not in {**fields, **files}, f"{name} is given more than once; expected one", param=name)
+            if isinstance(value, UploadFile):
+                check(name in FORM_FILES, f"unexpected file {name!r}; expected image and mask", param=name)
+                files[name] = await value.read()
+            else:
+                fields[name] = value
+    check("image" in files, "there is no image in the form; send it as a file", param="image")
+    if "schedule" in fields and re.fullmatch(r"[\d,\s\[\]]+", fields["schedule"]):
+        fields["schedule"] = json.loads(f"[{fields['schedule'].strip().strip('[]')}]")
+    try:
+        return EditParams.model_validate(fields), files
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        raise ApiError(400, f"{param}: {first['msg']}", param=param) from None
+
+
+def _encode_files(result: Result, params: ImagesParams) -> list[bytes]:
+    if params.output_format in (None, "png"):
+        return list(result.pngs)
+    return [_encode(image, params) for image in result.images]
+
+
+def _encode(image: Image.Image, params: ImagesParams) -> bytes:
+    file = io.BytesIO()
+    compression = 100 if params.output_compression is None else params.output_compression
+    image.save(file, format=PILLOW_FORMATS[params.output_format or "png"], quality=min(95, max(1, compression)))
+    return file.getvalue()
+
+
+def _format_of(result: Result, params: ImagesParams) -> dict[str, Any]:
+    image = result.images[0]
+    return {"output_format": params.output_format or "png", "size": f"{image.width}x{image.height}"}
+
+
+def to_sse(job: Job, params: ImagesParams, kind: str, num_previews: int) -> ToSse:
+    """Return a function from an event to server-sent events as the API names them.
+
+    Of the previews only `num_previews` are sent, evenly spread.
+    """
+    sent = 0
+    common = {"created_at": int(job.created), "background": "opaque", "quality": params.quality or "auto"}
+
+    def convert(event: Event) -> Iterable[SseEvent]:
+        nonlocal sent
+        if isinstance(event, Preview):
+            share = (event.window + event.step / max(1, event.steps or 1)) / event.windows
+            if sent < num_previews and share * (num_previews + 1) >= sent + 1 and share < 1:
+                data = {"b64_json": to_base64(event.pngs[0]), "partial_image_index": sent, "output_format": "png"}
+                yield f"{kind}.partial_image", {"type": f"{kind}.partial_image", "size": "auto", **data, **common}
+                sent += 1
+        elif isinstance(event, Result):
+            usage: dict[str, Any] = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+            usage |= {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
+            for file, seed in zip(_encode_files(event, params), event.seeds, strict=True):
+                data = {"b64_json": to_base64(file), "seed": seed, "usage": usage, **_format_of(event, params)}
+                yield f"{kind}.completed", {"type": f"{kind}.completed", **data, **common}
+        else:
+            yield "error", event.body()
+
+    return convert

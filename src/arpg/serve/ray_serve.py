@@ -1,0 +1,277 @@
+"""The application on Ray Serve: an ingress that admits requests, and replicas (one model each) that answer them.
+
+The ingress keeps every admitted request until it is answered. A request whose replica dies is sent to another; an image
+depends on its seed alone, so the second try generates the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from arpg.config import DEFAULT_MODEL
+from arpg.errors import require
+from arpg.serve.api_error import ApiError
+from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, read_keys
+from arpg.serve.middleware import (
+    AdmissionLimiter,
+    App,
+    ClientDisconnected,
+    Message,
+    Receive,
+    RequestMiddleware,
+    Scope,
+    Send,
+    wait_for_disconnect,
+)
+from arpg.serve.observability import Metrics, configure_logging
+from arpg.serve.schemas import TASKS
+from arpg.serve.service import ALIASES, ImageService, ServeSettings, check_engine
+
+log = logging.getLogger(__name__)
+
+APP_NAME = "arpg"
+REPLICA = "Replica"
+MAX_TRIES = 8
+ROUTES = {  # what the metrics name; all other paths are "other"
+    "/v1/arpg/condition",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/models",
+    *(f"/v1/arpg/{task}" for task in TASKS),
+}
+SCOPE_FIELDS = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
+
+
+class Replica:
+    """A whole application of its own that is called by messages instead of sockets."""
+
+    def __init__(self, model: str, settings: ServeSettings, device: str, precision: str, engine: str = "auto") -> None:
+        from arpg.serve.app import create_app
+
+        configure_logging()
+        self.service = ImageService.from_pretrained(
+            model, keys=ApiKeys(), settings=settings, device=device, precision=precision, engine=engine
+        )
+        self.service.open()
+        self.app = create_app(self.service)
+
+    def check_health(self) -> None:
+        """Raise where Ray should replace this replica."""
+        if not self.service.alive:
+            raise RuntimeError("a thread of the service has died")
+
+    async def respond(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
+        """Yield the messages of the response as they are made. Generation stops when the caller stops reading."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=16)
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        disconnected = asyncio.Event()
+
+        async def receive() -> Message:
+            if first:
+                return first.pop()
+            await disconnected.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            await self.app({**scope, "type": "http", "asgi": {"version": "3.0"}}, receive, messages.put)
+            await messages.put(None)
+
+        task = asyncio.ensure_future(run())
+        try:
+            while (message := await messages.get()) is not None:
+                yield dict(message)
+        finally:
+            disconnected.set()
+            task.cancel()
+
+
+class Ingress:
+    """An ASGI application that forwards requests to the replicas, and again if a replica dies."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._replicas: DeploymentHandle[Any] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+        elif scope["path"] == "/healthz":
+            await _send_body(send, b'{"status": "ok"}', "application/json")
+        elif scope["path"] == "/metrics":
+            await _send_body(send, self.metrics.text(), self.metrics.CONTENT_TYPE)
+        else:
+            if scope["path"] in ROUTES:
+                scope["route"] = SimpleNamespace(path=scope["path"])  # its name in the metrics
+            await self._forward(scope, receive, send)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive()).get("body", b"")
+        call_id = scope["state"]["id"]
+        forwarded = {name: scope[name] for name in SCOPE_FIELDS if name in scope} | {"state": {"id": call_id}}
+        disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
+        started = False
+        try:
+            for number in range(MAX_TRIES):
+                try:
+                    async for message in self._call_replica(forwarded, body, disconnected):
+                        if message["type"] == "http.response.start" and started:
+                            continue  # the second try goes on in the response that the first one started
+                        started = True
+                        await send(message)
+                    return
+                except RayActorError:
+                    log.warning("a replica died; trying another", extra={"id": call_id, "try": number})
+                    await asyncio.sleep(min(5.0, 0.1 * 2**number))
+            raise ApiError(503, "no replica is available; try again in a moment", code="no_replica", retry_after=5)
+        finally:
+            disconnected.cancel()
+
+    async def _call_replica(
+        self, scope: Scope, body: bytes, disconnected: asyncio.Future[None]
+    ) -> AsyncIterator[Message]:
+        if self._replicas is None:
+            self._replicas = serve.get_deployment_handle(REPLICA, app_name=APP_NAME)
+        response: Any = self._replicas.options(stream=True).respond.remote(scope, body)
+        messages = response.__aiter__()
+        try:
+            while True:
+                pending = asyncio.ensure_future(messages.__anext__())
+                watched: set[asyncio.Future[Any]] = {pending, disconnected}
+                await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+                if not pending.done():
+                    pending.cancel()
+                    raise ClientDisconnected
+                try:
+                    yield pending.result()
+                except StopAsyncIteration:
+                    return
+        except (ClientDisconnected, GeneratorExit, asyncio.CancelledError):
+            response.cancel()
+            raise
+        except TaskCancelledError:
+            raise ClientDisconnected from None
+        except RayError as error:
+            if isinstance(error, RayActorError):
+                raise
+            raise RuntimeError("a replica failed") from error
+
+
+def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | None) -> App:
+    """Build what clients connect to: the same middleware as on one machine, around the ingress."""
+    configure_logging()
+    metrics = Metrics()
+    return RequestMiddleware(
+        Ingress(metrics),
+        admission=AdmissionLimiter(settings.max_pending_requests, metrics, estimate_wait=lambda: 5.0),
+        keys=keys,
+        metrics=metrics,
+        max_bytes=settings.limits.bytes,
+        hosts=hosts,
+        io_timeout_s=settings.io_timeout_s,
+    )
+
+
+def application(
+    model: str = DEFAULT_MODEL,
+    *,
+    keys: ApiKeys,
+    settings: ServeSettings,
+    device: str = "auto",
+    precision: str = "auto",
+    engine: str = "auto",
+    replicas: int = 1,
+    max_replicas: int | None = None,
+    gpus: float = 0,
+    hosts: frozenset[str] | None = None,
+) -> serve.Application:
+    """Build the deployments. More replicas are started when those that run have more than a batch each to do."""
+    check_engine(engine)
+    require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
+    most = replicas if max_replicas is None else max_replicas
+    require(most >= replicas, f"max_replicas is {most}; expected at least replicas ({replicas})")
+    scale = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": settings.max_batch}
+    replica = serve.deployment(
+        name=REPLICA,
+        max_ongoing_requests=settings.max_pending_requests,
+        num_replicas=replicas if most == replicas else None,
+        autoscaling_config=scale if most > replicas else None,
+        ray_actor_options={"num_gpus": gpus, "num_cpus": 1 if gpus else 0.5},
+        graceful_shutdown_timeout_s=settings.deadline,
+        health_check_period_s=5,
+    )(Replica).bind(model, settings, device, precision, engine)
+    to_ingress = serve.ingress(lambda: ingress_app(settings, keys, hosts))
+
+    class IngressDeployment:
+        def __init__(self, replicas: Any) -> None:
+            """Bind the replicas to the application; the ingress finds them by name."""
+
+    return serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=10 * settings.max_pending_requests,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_timeout_s=settings.deadline,
+    )(to_ingress(IngressDeployment)).bind(replica)
+
+
+ARGUMENTS: dict[str, type] = {  # of `build`, with their types, besides those of `ServeSettings`
+    "model": str,
+    "device": str,
+    "precision": str,
+    "engine": str,
+    "replicas": int,
+    "max_replicas": int,
+    "gpus": float,
+}
+ARGUMENT_ALIASES = {"dtype": "precision", **ALIASES}  # old names
+
+
+def build(arguments: dict[str, str]) -> serve.Application:
+    """For `serve run` and KubeRay: the options of `arpg serve` as strings; keys come from the environment."""
+    given = {ARGUMENT_ALIASES.get(name, name): value for name, value in arguments.items()}
+    known = ARGUMENTS.keys() | (inspect.signature(ServeSettings).parameters.keys() - {"limits"})
+    unknown = sorted(given.keys() - known)
+    require(not unknown, f"unknown argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return application(
+        keys=read_keys(None, os.environ.get(KEYS_VARIABLE)),
+        settings=ServeSettings.from_strings(given),
+        **{name: kind(given[name]) for name, kind in ARGUMENTS.items() if name in given},
+    )
+
+
+def start(app: serve.Application, *, host: str, port: int) -> None:
+    """Deploy on the cluster of $RAY_ADDRESS, or on a new local one; return when it answers."""
+    ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True, configure_logging=False)
+    serve.start(http_options={"host": host, "port": port})
+    serve.run(app, name=APP_NAME, route_prefix="/")
+
+
+def run(app: serve.Application, *, host: str, port: int) -> None:
+    """Serve until a signal; then Ray lets the replicas finish their requests."""
+    start(app, host=host, port=port)
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    stop.wait()
+    serve.shutdown()  # type: ignore[no-untyped-call]
+    ray.shutdown()
+
+
+async def _send_body(send: Send, body: bytes, kind: str) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

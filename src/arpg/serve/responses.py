@@ -1,0 +1,214 @@
+"""Jobs and their responses: a job passes events from the worker threads to the HTTP response, as JSON or as SSE."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, PngImagePlugin
+from starlette.requests import Request
+from starlette.responses import Response
+
+from arpg.serve.api_error import ApiError, deadline_exceeded
+from arpg.serve.middleware import ClientDisconnected, Receive, Scope, Send, wait_for_disconnect
+
+KEEP_ALIVE_S = 15.0  # a stream without events sends a comment this often
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The state of a task after a step."""
+
+    step: int  # finished steps of the current window, from 1
+    steps: int | None
+    window: int
+    windows: int
+    grid: tuple[int, int]
+    pngs: Sequence[bytes]
+    decoded_at: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The images of a task, also as PNG files, and the settings that made them."""
+
+    pngs: Sequence[bytes]
+    images: Sequence[Image.Image]
+    seeds: Sequence[int]
+    settings: dict[str, Any]
+    seconds: float
+
+
+Event = Preview | Result | ApiError
+SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
+ToSse = Callable[[Event], Iterable[SseEvent]]
+
+
+class EventQueue:
+    """Events from any thread to one reader on the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    async def get(self) -> Event:
+        return await self._queue.get()
+
+    @property
+    def num_unread(self) -> int:
+        return self._queue.qsize()
+
+
+class Job:
+    """The work for one call. Created on the event loop; its last event is a `Result` or an `ApiError`."""
+
+    def __init__(self, *, id: str, deadline: float, previews: bool) -> None:
+        self.id = id
+        self.previews = previews
+        self.created = time.time()
+        self.events = EventQueue()
+        self._deadline = deadline
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._cancelled = False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline - self.seconds
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether to stop working on it: cancelled, past its deadline, or ended. Read by the threads at every step."""
+        return self._cancelled or self._ended or self.seconds_left <= 0
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def send_preview(self, preview: Preview) -> None:
+        if not self.should_stop:
+            self.events.put(preview)
+
+    def end(self, event: Result | ApiError) -> None:
+        """Send the last event; only the first call counts, whichever thread it comes from."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self.events.put(event)
+
+    def stop(self) -> None:
+        """End a job that was stopped: the deadline has passed, or nobody reads the response."""
+        self.end(deadline_exceeded(self._deadline))
+
+    async def next_event(self) -> Event:
+        try:
+            return await asyncio.wait_for(self.events.get(), max(0.0, self.seconds_left))
+        except TimeoutError:
+            self.stop()
+            return deadline_exceeded(self._deadline)
+
+
+async def follow(job: Job, receive: Receive) -> AsyncGenerator[Event | None, None]:
+    """Yield the events of a job up to its last; None after a silence. Cancel the job if the client disconnects."""
+    disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
+    pending: asyncio.Future[Event] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(job.next_event())
+            watched: set[asyncio.Future[Any]] = {disconnected, pending}
+            await asyncio.wait(watched, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if pending.done():
+                event = pending.result()
+                pending = None
+                yield event
+                if isinstance(event, Result | ApiError):
+                    return
+            elif disconnected.done():
+                raise ClientDisconnected
+            else:
+                yield None
+    finally:
+        job.cancel()  # without effect when it has ended
+        disconnected.cancel()
+        if pending is not None:
+            pending.cancel()
+
+
+async def wait_for_result(job: Job, call: Request) -> Result:
+    """Return the result of a job, or raise its error."""
+    async with aclosing(follow(job, call.receive)) as events:
+        async for event in events:
+            if isinstance(event, ApiError):
+                raise event
+            if isinstance(event, Result):
+                return event
+    raise AssertionError("a job ends with a result or an error")
+
+
+class EventStream(Response):
+    """The events of a job as server-sent events; `to_sse` makes those of each event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, job: Job, to_sse: ToSse, first: Iterable[SseEvent] = ()) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.job, self.to_sse, self.first = job, to_sse, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def write(data: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async with aclosing(follow(self.job, receive)) as events:
+            for sse in self.first:
+                await write(_sse_bytes(sse))
+            async for event in events:
+                if event is None:
+                    await write(b": keep-alive\n\n")
+                else:
+                    for sse in self.to_sse(event):
+                        await write(_sse_bytes(sse))
+        await write(b"", more=False)
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+def to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def to_png(image: Image.Image, settings: dict[str, Any] | None = None) -> bytes:
+    """Return a PNG file with `settings` as its text chunk `arpg`. Previews, which have none, are compressed less."""
+    text = PngImagePlugin.PngInfo()
+    if settings is not None:
+        text.add_text("arpg", json.dumps(settings))
+    file = io.BytesIO()
+    image.save(file, format="PNG", pnginfo=text, compress_level=6 if settings is not None else 1)
+    return file.getvalue()
+
+
+def _sse_bytes(event: SseEvent) -> bytes:
+    return f"event: {event[0]}\ndata: {json.dumps(event[1])}\n\n".encode()

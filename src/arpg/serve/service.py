@@ -1,0 +1,364 @@
+"""ImageService: the one owner of a served model: pipeline, batcher, worker threads, limits, keys and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from starlette.requests import Request
+from torch import Tensor
+
+from arpg.checkpoint import bundled_folder, read_folder
+from arpg.config import ENGINES
+from arpg.decode import Step, make_plan
+from arpg.errors import InputError, one_of, require
+from arpg.hub import resolve
+from arpg.pipeline import Pipeline, choose_device
+from arpg.serve.api_error import ApiError, bad_request, internal_error
+from arpg.serve.auth import ApiKeys
+from arpg.serve.batcher import Batcher, PendingRows
+from arpg.serve.build_task import BuiltTask, TaskBuilder
+from arpg.serve.middleware import AdmissionLimiter
+from arpg.serve.observability import Metrics
+from arpg.serve.responses import Job, Preview, Result, to_png
+from arpg.serve.schemas import Limits, model_info
+from arpg.serve.workers import TokenizerThread, WorkerPools, serving_pipeline
+from arpg.tasks.task import ImageTask
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ALIASES = {"queue": "max_pending_requests", "patience": "io_timeout_s"}  # old names of settings
+MAX_UNREAD_PREVIEWS = 8  # of a slow reader; more are left out
+MAX_PREVIEW_LAG_S = 2.0  # previews of older steps are left out
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a server behaves, apart from the model it serves."""
+
+    max_batch: int = 16  # images decoded together
+    max_wait_ms: float = 10.0  # how long an idle server waits for more requests
+    max_pending_requests: int = 64  # waiting or running; more get a 429
+    deadline: float = 120.0  # seconds for one request
+    io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
+    threads: int | None = None  # of torch; None: torch's default
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_pending_requests"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        for name in ("deadline", "io_timeout_s"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} is {value}; expected more than 0 seconds")
+        require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
+
+    @classmethod
+    def from_strings(cls, given: Mapping[str, str]) -> ServeSettings:
+        """Parse settings that are given as text, by their names or old names."""
+        kinds = {f.name: float if isinstance(f.default, float) else int for f in dataclasses.fields(cls)}
+        found = {ALIASES.get(name, name): value for name, value in given.items()}
+        parsed: dict[str, Any] = {name: kind(found[name]) for name, kind in kinds.items() if name in found}
+        return cls(**parsed)
+
+
+def check_engine(engine: str) -> None:
+    """Refuse the graph engine: rows join and leave a server's batches, so no two decodes have a shape in common."""
+    one_of("engine", engine, ENGINES)
+    require(engine != "graph", "engine is 'graph', which a server cannot replay; expected auto, eager or compiled")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What exists once the model is loaded."""
+
+    pipeline: Pipeline
+    tokenizer: TokenizerThread
+    batcher: Batcher
+    pools: WorkerPools
+    builder: TaskBuilder
+
+
+class ImageService:
+    """A served model. `load` returns its pipeline; it is called by `open`, so that a server can respond before."""
+
+    def __init__(
+        self,
+        load: Callable[[], Pipeline],
+        *,
+        name: str,
+        folder: Path | None = None,
+        keys: ApiKeys | None = None,
+        settings: ServeSettings | None = None,
+    ) -> None:
+        self.settings = settings or ServeSettings()
+        self.limits, self.name, self.folder, self.keys = self.settings.limits, name, folder, keys or ApiKeys()
+        self.metrics = Metrics()
+        self.admission = AdmissionLimiter(
+            self.settings.max_pending_requests, self.metrics, estimate_wait=lambda: self.seconds_per_image
+        )
+        self.seconds_per_image = 1.0  # a moving average, for Retry-After
+        self._load = load
+        self._state: _Loaded | None = None
+        self._closed = False
+        gauge = self.metrics.gauge
+        gauge("arpg_rows_waiting", "Images not in a batch yet", lambda: self._rows("num_waiting"))
+        gauge("arpg_rows_running", "Images being decoded", lambda: self._rows("num_running"))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        keys: ApiKeys,
+        settings: ServeSettings,
+        device: str = "auto",
+        precision: str = "auto",
+        engine: str = "auto",
+    ) -> ImageService:
+        """Serve a model by its name. Check what can be checked at once; the weights are loaded by `open`."""
+        check_engine(engine)
+        choose_device(device)
+        folder = resolve(model)
+        return cls(
+            lambda: Pipeline.from_pretrained(folder, device=device, precision=precision, engine=engine),
+            name=Path(model).name or model,
+            folder=folder,
+            keys=keys,
+            settings=settings,
+        )
+
+    def open(self) -> None:
+        """Load the model and start the threads; this takes a while."""
+        settings, loaded = self.settings, self._load()
+        size, threads = settings.max_batch, settings.threads
+        tokenizer = TokenizerThread(loaded.tokenizer, max_batch=size, threads=threads)
+        pipeline = serving_pipeline(loaded, tokenizer, self.metrics)
+        self._state = _Loaded(
+            pipeline=pipeline,
+            tokenizer=tokenizer,
+            batcher=Batcher(
+                pipeline.model,
+                max_batch=size,
+                max_wait=settings.max_wait_ms / 1000,
+                threads=threads,
+                metrics=self.metrics,
+            ),
+            pools=WorkerPools(),
+            builder=TaskBuilder(pipeline, self.name, self.limits),
+        )
+        log.info("ready", extra={"model": self.name, "device": str(pipeline.model.device)})
+
+    def close(self) -> None:
+        self._closed = True
+        if self._state is not None:
+            self._state.batcher.close()
+            self._state.pools.close()
+            self._state.tokenizer.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model is loaded and its threads run."""
+        state = self._state
+        return state is not None and not self._closed and state.batcher.alive and state.tokenizer.alive
+
+    @property
+    def ready(self) -> bool:
+        return self.alive and not self.admission.draining
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self._loaded.pipeline
+
+    @property
+    def batcher(self) -> Batcher:
+        return self._loaded.batcher
+
+    @property
+    def tokenizer(self) -> TokenizerThread:
+        return self._loaded.tokenizer
+
+    @property
+    def builder(self) -> TaskBuilder:
+        return self._loaded.builder
+
+    @property
+    def _loaded(self) -> _Loaded:
+        if self._state is None:
+            raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=5)
+        return self._state
+
+    def info(self) -> dict[str, Any]:
+        """Return the body of `/v1/arpg/info`."""
+        pipe = self.pipeline
+        return model_info(self.name, pipe.model.config, pipe.tokenizer.config, pipe.sampling, self.limits)
+
+    def start(self, call: Request, build: Callable[[TaskBuilder], BuiltTask], *, previews: bool) -> Job:
+        """Start a job for an HTTP call; `build` is called in a worker thread."""
+        builder = self.builder
+        job = Job(id=call.state.id, deadline=self.settings.deadline, previews=previews)
+        self.submit(self._loaded.pools.prepare, job, lambda: _TaskRun(self, job, *build(builder)).submit_next())
+        return job
+
+    async def run_in_worker(self, work: Callable[[], T]) -> T:
+        """Run `work`, which belongs to no job, in a worker thread."""
+        try:
+            return await asyncio.wrap_future(self._loaded.pools.prepare.submit(work))
+        except InputError as error:
+            raise bad_request(error) from None
+
+    def submit_preview(self, job: Job, work: Callable[[], None]) -> None:
+        self.submit(self._loaded.pools.preview, job, work)
+
+    def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
+        """Run a part of a job in a worker thread; an exception there is the end of the job."""
+
+        def guarded() -> None:
+            if job.should_stop:
+                job.stop()
+                return
+            try:
+                work()
+            except ApiError as error:
+                job.end(error)
+            except InputError as error:
+                job.end(bad_request(error))
+            except Exception as error:
+                self.fail(job, error)
+
+        try:
+            pool.submit(guarded)
+        except RuntimeError:  # the pool is closed
+            job.end(internal_error())
+
+    def fail(self, job: Job, error: BaseException) -> None:
+        """End a job with a 500; the log has the details."""
+        log.error("generation failed", exc_info=error, extra={"id": job.id})
+        job.end(internal_error())
+
+    def record_images(self, count: int, seconds: float) -> None:
+        self.metrics.images.inc(count)
+        self.seconds_per_image += 0.2 * (seconds / count - self.seconds_per_image)
+
+    def _rows(self, which: str) -> float:
+        return 0.0 if self._state is None else float(getattr(self._state.batcher, which))
+
+
+class _TaskRun:
+    """Runs the task of one job: submits its requests to the batcher, makes previews of its steps, and its result."""
+
+    def __init__(self, service: ImageService, job: Job, task: ImageTask, about: dict[str, Any]) -> None:
+        self.service, self.job, self.task, self.about = service, job, task, about
+        self.backlog: deque[Callable[[], None]] = deque()  # previews to make, and what follows them
+        self.working = False
+        self.lock = threading.Lock()
+        self.preview_seconds = 0.0
+
+    def submit_next(self) -> None:
+        """Submit the next request of the task to the batcher; without one, the images are finished."""
+        request = self.task.next_request()
+        if request is None:
+            self.finish()
+            return
+        settings = self.task.spec.settings
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        self.grid = request.grid
+        self.decoded_at = torch.where(request.known_BN, -2, -1)
+        job = self.job
+        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end)
+        if job.previews:
+            pending.on_step = self.on_step
+        self.service.batcher.submit(pending)
+
+    def on_step(self, pending: PendingRows) -> None:
+        """In the batching thread: copy the tokens; a worker makes the preview."""
+        step_B = torch.tensor(pending.steps_B)
+        fresh = pending.known_BN & (self.decoded_at == -1)
+        self.decoded_at = torch.where(fresh, (step_B - 1)[:, None], self.decoded_at)
+        ids, known, decoded_at = pending.ids_BN.clone(), pending.known_BN.clone(), self.decoded_at
+        counts = [len(plan.sizes) for plan in pending.plan.samples]
+        done = sum(pending.steps_B) * max(counts) // max(1, sum(counts))
+        if self.job.events.num_unread > MAX_UNREAD_PREVIEWS:
+            return
+        with self.lock:
+            most = max(1, int(MAX_PREVIEW_LAG_S / max(1e-6, self.preview_seconds)))
+            while len(self.backlog) >= most:
+                self.backlog.popleft()
+            self.backlog.append(lambda: self.preview(done, max(counts), ids, known, decoded_at))
+        self._work_off()
+
+    def on_end(self, pending: PendingRows, error: BaseException | None) -> None:
+        """In the batching thread: the request is decoded, or it failed, or the job was stopped."""
+        if error is not None:
+            self.service.fail(self.job, error)
+        elif pending.num_open == 0:
+            step = Step(max(pending.steps_B), max(pending.steps_B) + 1, pending.ids_BN, pending.known_BN)
+            with self.lock:
+                self.backlog.append(lambda: self.accept(step))
+            self._work_off()
+        else:
+            self.job.stop()
+
+    def _work_off(self) -> None:
+        """Run the backlog one by one in worker threads."""
+        with self.lock:
+            if self.working or not self.backlog:
+                return
+            self.working = True
+            work = self.backlog.popleft()
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self.lock:
+                    self.working = False
+            self._work_off()
+
+        self.service.submit_preview(self.job, run)
+
+    def accept(self, step: Step) -> None:
+        self.task.accept(step)
+        self.submit_next()
+
+    def preview(self, step: int, steps: int, ids_BN: Tensor, known_BN: Tensor, decoded_at: Tensor) -> None:
+        start = time.monotonic()
+        task, best_of = self.task, self.task.spec.best_of
+        images = task.preview(Step(step - 1, steps + 1, ids_BN, known_BN))
+        preview = Preview(
+            step=step,
+            steps=steps,
+            window=task.index,
+            windows=len(task),
+            grid=self.grid,
+            pngs=[to_png(image) for image in images[::best_of]],
+            decoded_at=decoded_at[::best_of].tolist(),
+        )
+        self.preview_seconds = time.monotonic() - start
+        self.job.send_preview(preview)
+
+    def finish(self) -> None:
+        images, seeds = self.task.images(), self.task.seeds
+        settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
+        pngs = [to_png(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
+        seconds = self.job.seconds
+        self.service.record_images(len(images), seconds)
+        self.job.end(Result(pngs, images, seeds, settings, seconds))
+
+
+def find_thumbnails(folder: Path) -> Path | None:
+    """Find the thumbnails of the classes in a model's folder, or in that of the bundled model it is based on."""
+    base = read_folder(folder).base
+    folders = [folder, *([] if base is None else [bundled_folder(base)])]
+    return next((file for each in folders if (file := each / "thumbnails.webp").is_file()), None)

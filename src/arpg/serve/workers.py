@@ -1,0 +1,171 @@
+"""Worker threads beside the batcher: one that runs the tokenizer, and pools that prepare jobs and make previews.
+
+Shapes: B images, N tokens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from arpg.pipeline import Pipeline
+from arpg.serve.observability import Metrics
+from arpg.text_encoder import PromptCache, TextEncoder
+from arpg.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class TokenizerCall:
+    """A call that a thread waits for: decode ids, or (`grid` None) encode pixels."""
+
+    value: Tensor
+    grid: tuple[int, int] | None
+    known_BN: Tensor | None
+    future: Future[Tensor]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Calls with the same key can share a batch."""
+        return (self.grid, tuple(self.value.shape[1:]))
+
+
+class TokenizerThread:
+    """A `Tokenizer` for any thread: calls run in one thread, finished images before previews.
+
+    Previews of several requests share a call of at most `max_batch` images. Finished images do not: the last bit of a
+    pixel can depend on the batch, and an image may be the input of the next stage, so a result would depend on which
+    other requests are being served.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_batch: int, threads: int | None = None) -> None:
+        self.config, self.device = tokenizer.config, tokenizer.device
+        self._tokenizer, self._max_batch, self._threads = tokenizer, max_batch, threads
+        self._calls: queue.SimpleQueue[TokenizerCall | None] = queue.SimpleQueue()  # None: close
+        self._thread = threading.Thread(target=self._run, name="arpg-tokenizer", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
+        return self._wait_for(TokenizerCall(ids_BN, grid, known_BN, Future()))
+
+    def encode(self, image_B3HW: Tensor) -> Tensor:
+        return self._wait_for(TokenizerCall(image_B3HW, None, None, Future()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._tokenizer.state_dict()
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+    def _wait_for(self, call: TokenizerCall) -> Tensor:
+        self._calls.put(call)
+        return call.future.result()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        pending: list[TokenizerCall] = []
+        while True:
+            if not pending:
+                first = self._calls.get()
+                if first is None:
+                    return
+                pending.append(first)
+            closing = False
+            while not self._calls.empty():
+                call = self._calls.get()
+                if call is None:
+                    closing = True
+                else:
+                    pending.append(call)
+            chosen = self._choose(pending)
+            pending = [call for call in pending if call not in chosen]
+            self._execute(chosen)
+            if closing:
+                self._calls.put(None)
+
+    def _choose(self, pending: list[TokenizerCall]) -> list[TokenizerCall]:
+        """Choose the oldest call for finished images; else the oldest preview and those that fit in its batch."""
+        for call in pending:
+            if call.known_BN is None:
+                return [call]
+        chosen, rows = [pending[0]], len(pending[0].value)
+        for call in pending[1:]:
+            if call.key == pending[0].key and rows + len(call.value) <= self._max_batch:
+                chosen.append(call)
+                rows += len(call.value)
+        return chosen
+
+    def _execute(self, calls: list[TokenizerCall]) -> None:
+        try:
+            value = torch.cat([call.value for call in calls])
+            if calls[0].grid is None:
+                result = self._tokenizer.encode(value)
+            else:
+                known = None if calls[0].known_BN is None else torch.cat([cast(Tensor, c.known_BN) for c in calls])
+                result = self._tokenizer.decode(value, calls[0].grid, known_BN=known)
+            parts = torch.split(result, [len(call.value) for call in calls])
+        except Exception as error:  # raised in the threads that wait; this one goes on
+            for call in calls:
+                call.future.set_exception(error)
+            return
+        for call, part in zip(calls, parts, strict=True):
+            call.future.set_result(part)
+
+
+class WorkerPools:
+    """Threads that prepare jobs (read images, encode prompts) and others that make previews and PNG files.
+
+    The pools are separate, so that previews go on while images and prompts are read.
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.prepare: Executor = ThreadPoolExecutor(size, thread_name_prefix="arpg-prepare")
+        self.preview: Executor = ThreadPoolExecutor(size, thread_name_prefix="arpg-preview")
+
+    def close(self) -> None:
+        for pool in (self.prepare, self.preview):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class TimedTextEncoder:
+    """A text encoder that records how long each call takes."""
+
+    def __init__(self, encoder: TextEncoder, metrics: Metrics) -> None:
+        self._encoder, self._metrics = encoder, metrics
+
+    def states(self, prompts: Sequence[str], *, batch_size: int = 1) -> list[Tensor]:
+        with self._metrics.prompt.time():
+            return self._encoder.states(prompts, batch_size=batch_size)
+
+
+def serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics) -> Pipeline:
+    """Return `pipeline` with the tokenizer in a thread of its own and prompts that are cached in memory only.
+
+    Clients could fill a cache on disk. The text encoder is loaded now, so that a server that is ready does not have to
+    load it at the first prompt, and one that lacks it does not start.
+    """
+    own, prompts = pipeline.prompts, None
+    if own is not None:
+        encoder = cast(TextEncoder, TimedTextEncoder(own.encoder, metrics))
+        prompts = PromptCache(own.config, load=lambda: encoder)
+    return Pipeline(
+        pipeline.model,
+        tokenizer,
+        sampling=pipeline.sampling,
+        classes=pipeline.classes,
+        license=pipeline.license,
+        prompts=prompts,
+    )

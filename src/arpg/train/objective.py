@@ -1,0 +1,192 @@
+"""The training loss of a model and its gradients: a chunked cross-entropy, and a CUDA graph that replays both passes.
+
+Shapes: B local batch, N grid tokens, M tokens, D width, V vocabulary, T tokens of a caption, E width of the text
+states, H W pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from arpg.data.dataset import Batch
+from arpg.model import ARPG, class_condition
+from arpg.model.condition import training_condition, training_control
+
+CHUNK = 16384  # tokens whose logits exist at the same time
+WARMUP = 3  # calls before the capture, which compile and autotune
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Objective(nn.Module):
+    """The network with its loss: one module, so that distribution wraps all that touches a parameter."""
+
+    def __init__(self, model: ARPG, grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.model = model
+        self.grid = grid
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the mean loss of `batch`, conditioned on its classes or captions and on its condition maps."""
+        ids_BN, order_BN = batch.ids_BN, batch.order_BN
+        if batch.states_BTE is None or batch.length_B is None:
+            condition = class_condition(self.model, batch.labels_B)
+        else:
+            condition = training_condition(self.model, batch.states_BTE, batch.length_B)
+        if batch.pixels_BHW is not None and batch.kind_B is not None and batch.dropped_B is not None:
+            condition = training_control(self.model, condition, batch.pixels_BHW, batch.kind_B, batch.dropped_B)
+        x_BND = self.model.hidden(ids_BN, order_BN, condition, grid=self.grid, dropout_key_B=batch.dropout_key_B)
+        targets = ids_BN.gather(1, order_BN)
+        return linear_cross_entropy(x_BND.flatten(0, 1), self.model.head.weight, targets.flatten())
+
+
+def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, chunk: int = CHUNK) -> Tensor:
+    """Compute and differentiate mean(cross_entropy(x @ weight.T, target)) chunk by chunk.
+
+    The gradient of the logits is softmax - onehot, so each chunk's part of both gradients is computed while its logits
+    exist; backward only scales them.
+    """
+    if torch.is_autocast_enabled(x_MD.device.type):
+        dtype = torch.get_autocast_dtype(x_MD.device.type)
+        x_MD, weight_VD = x_MD.to(dtype), weight_VD.to(dtype)
+    loss: Tensor = _LinearCrossEntropy.apply(x_MD, weight_VD, target_M, chunk)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, chunk: int) -> Tensor:
+        needs_grad = any(ctx.needs_input_grad)
+        grad_x = torch.empty_like(x_MD) if needs_grad else None
+        grad_weight = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device) if needs_grad else None
+        total = torch.zeros((), dtype=torch.float32, device=x_MD.device)
+        for start in range(0, len(x_MD), chunk):
+            part = slice(start, start + chunk)
+            loss, grad_logits = _softmax_grad(x_MD[part] @ weight_VD.T, target_M[part], len(x_MD))
+            total += loss
+            if grad_x is not None and grad_weight is not None:
+                grad_x[part] = grad_logits @ weight_VD
+                grad_weight += grad_logits.T @ x_MD[part]
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        scaled = _compiled(_scaled) if grad_x.is_cuda else _scaled
+        return scaled(grad_x, grads[0], grad_x.dtype), scaled(grad_weight, grads[0], ctx.weight_dtype), None, None
+
+
+def _softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return the chunk's part of the mean loss, and the gradient of its logits in their own type."""
+    compute = _compiled(_plain_softmax_grad) if logits_MV.is_cuda else _plain_softmax_grad
+    return compute(logits_MV, target_M, total)
+
+
+def _plain_softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    logits = logits_MV.float()
+    log_sum = torch.logsumexp(logits, -1, keepdim=True)
+    at_target = logits.gather(-1, target_M[:, None])
+    loss = (log_sum - at_target).sum() / total
+    codes = torch.arange(logits.shape[-1], device=logits.device)
+    grad = torch.exp(logits - log_sum) - (codes == target_M[:, None]).float()
+    return loss, (grad / total).to(logits_MV.dtype)
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * scale).to(dtype)
+
+
+@functools.cache
+def _compiled(function: Callable[P, T]) -> Callable[P, T]:
+    return torch.compile(function, dynamic=False)
+
+
+class GraphedGradients:
+    """Compute a loss and its gradients by replaying one CUDA graph, which leaves no work for the CPU.
+
+    The gradients replace those of the parameters; they are not added. Clipping, AdamW and the moving average stay
+    outside of the graph, because their numbers change from step to step.
+    """
+
+    def __init__(self, loss: Callable[[Batch], Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        self.loss, self.parameters = loss, list(parameters)
+        self._calls = 0
+        self._batch: Batch | None = None  # the tensors that the graph reads
+        self._replay: Callable[[], Any] = lambda: None
+        self._value = torch.empty(0)
+        self._gradients: list[Tensor | None] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the loss of `batch`, detached. A batch of another shape than the captured one runs without a graph."""
+        if self._batch is None and self._calls >= WARMUP:
+            self._capture(batch)
+        self._calls += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._batch is None or _shapes(batch) != _shapes(self._batch):
+            return self._on_side_stream(lambda: self._compute(batch))
+        for static, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            static.copy_(given)
+        self._replay()
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._value.clone()
+
+    def _capture(self, batch: Batch) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        values: list[Any] = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        copies: list[Any] = [None if value is None else value.clone() for value in values]
+        static = Batch(*copies)
+        self._replay, self._value = capture_graph(lambda: self._compute(static), self._side_stream())
+        self._gradients = [parameter.grad for parameter in self.parameters]
+        self._batch = static
+
+    def _compute(self, batch: Batch) -> Tensor:
+        loss = self.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _on_side_stream(self, work: Callable[[], Tensor]) -> Tensor:
+        """Run on the stream of the capture, which must not meet anything that another stream has begun."""
+        side = self._side_stream()
+        if side is None:
+            return work()
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            value = work()
+        main.wait_stream(side)
+        return value
+
+    def _side_stream(self) -> torch.cuda.Stream | None:
+        if self._stream is None and self.parameters[0].is_cuda:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._stream
+
+
+def capture_graph(work: Callable[[], Tensor], stream: torch.cuda.Stream | None) -> tuple[Callable[[], Any], Tensor]:
+    """Capture `work` in a CUDA graph; return how to replay it and where its value will be. Nothing is computed yet."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (snapshots, the watchdog of the process group) may call CUDA meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        value = work()
+    return graph.replay, value
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    return [value for value in values if value is not None]
+
+
+def _shapes(batch: Batch) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in _tensors(batch)]

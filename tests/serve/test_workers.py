@@ -1,0 +1,73 @@
+"""The tokenizer's thread: finished images first and alone, previews together, failures to those who asked."""
+
+import threading
+
+import pytest
+import torch
+
+from arpg.serve.workers import TokenizerThread
+from support.small import small_tokenizer
+
+
+class Held:
+    """A tokenizer that notes its calls and can be held."""
+
+    def __init__(self, inner):
+        self.inner, self.config, self.device, self.calls, self.go = (
+            inner,
+            inner.config,
+            inner.device,
+            [],
+            threading.Event(),
+        )
+        self.inside = threading.Event()
+
+    def decode(self, ids_BN, grid, *, known_BN=None):
+        self.calls.append((len(ids_BN), known_BN is not None))
+        self.inside.set()
+        assert self.go.wait(30)
+        return self.inner.decode(ids_BN, grid, known_BN=known_BN)
+
+    def encode(self, image):
+        return self.inner.encode(image)
+
+
+def test_previews_wait_and_share_a_call():
+    tokenizer = small_tokenizer()
+    held = Held(tokenizer)
+    shared = TokenizerThread(held, max_batch=4)
+    ids = [torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in (1, 1, 2, 3, 2)]
+    known = [None, *(torch.rand(x.shape) < 0.5 for x in ids[1:4]), None]
+    found = [None] * 5
+
+    def ask(i):
+        found[i] = shared.decode(ids[i], (4, 4), known_BN=known[i])
+
+    threads = []
+    for i in range(5):
+        threads.append(threading.Thread(target=ask, args=(i,)))
+        threads[-1].start()
+        if i == 0:
+            assert held.inside.wait(30)  # the thread is busy; the others have to wait
+        else:
+            while shared._calls.qsize() < i:
+                threading.Event().wait(0.001)
+    held.go.set()
+    for thread in threads:
+        thread.join(30)
+    shared.close()
+    assert held.calls == [(1, False), (2, False), (3, True), (3, True)]  # 1 + 2 previews together, then 3
+    for i in range(5):
+        with torch.no_grad():
+            expected = tokenizer.decode(ids[i], (4, 4), known_BN=known[i])
+        torch.testing.assert_close(found[i], expected)
+
+
+def test_a_failure_is_raised_in_the_caller_and_the_thread_goes_on():
+    shared = TokenizerThread(small_tokenizer(), max_batch=4)
+    with pytest.raises(Exception, match="index"):
+        shared.decode(torch.full((1, 16), 999), (4, 4))
+    assert shared.alive
+    assert shared.encode(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
+    shared.close()
+    assert not shared.alive

@@ -1,0 +1,48 @@
+"""Services around a small pipeline, and real servers on free ports: closed at the end of their scope."""
+
+import contextlib
+import socket
+import threading
+
+import uvicorn
+
+from arpg.serve.app import Server, create_app
+from arpg.serve.service import ImageService, ServeSettings
+
+
+@contextlib.contextmanager
+def services(default):
+    """A function that opens an `ImageService` around a pipeline; all of them are closed at the end."""
+    opened = []
+
+    def serve(*, keys=None, pipeline=default, **settings):
+        service = ImageService(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
+        service.open()
+        opened.append(service)
+        return service
+
+    yield serve
+    for service in opened:
+        service.close()
+
+
+@contextlib.contextmanager
+def servers(served):
+    """A function that runs a real server on a free port and returns its address and service."""
+    running = []
+
+    def run(**settings):
+        service = served(**settings)
+        bound = socket.create_server(("127.0.0.1", 0))
+        server = Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"), service)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return f"http://127.0.0.1:{bound.getsockname()[1]}", service
+
+    yield run
+    for server, _ in running:
+        server.should_exit = True
+    for _, thread in running:
+        thread.join(30)
+        assert not thread.is_alive()
