@@ -85,7 +85,7 @@ def measure(training: ModelTraining, first: int, steps: int) -> float:
 
 def profile(training: ModelTraining, step: int, most: int = 40) -> None:
     """Print the kernels of one step: milliseconds, launches, name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         training.step(step)
         torch.cuda.synchronize()
     kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]

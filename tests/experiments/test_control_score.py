@@ -213,7 +213,7 @@ def test_rmse_of_each_image():
 
 
 def test_scenes_have_their_depth(sets, scenes):
-    again = compose_depth_scenes(sets, num=40, seed=3, size=32, processes=1)
+    again = compose_depth_scenes(sets, num=40, seed=3, size=32)
     assert np.array_equal(scenes.pixels_nHW3, again.pixels_nHW3)
     assert np.array_equal(scenes.near_nHW, again.near_nHW)
     depth = scenes.depth()

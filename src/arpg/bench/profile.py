@@ -119,7 +119,7 @@ def profile_tokens(pipe: Pipeline, case: Case, *, seed: int) -> dict[str, Any]:
 
     request, plan = case.request(pipe.model, seed)
     torch.cuda.synchronize(pipe.model.device)
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _ in pipe.engine.decode(request, plan, case.settings):
             pass
         torch.cuda.synchronize(pipe.model.device)
