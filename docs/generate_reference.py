@@ -113,12 +113,12 @@ def http() -> Iterator[str]:
 
 def _schema() -> dict[str, Any]:
     from arpg.serve.app import create_app
+    from arpg.serve.service import ImageService
 
     def load() -> Any:
         raise AssertionError("the reference needs no model")
 
-    service, *_ = typing.get_type_hints(create_app).values()  # the class of its first argument
-    schema: dict[str, Any] = create_app(service(load, name="garden")).openapi()
+    schema: dict[str, Any] = create_app(ImageService(load, name="garden")).openapi()
     return schema
 
 

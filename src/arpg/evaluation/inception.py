@@ -4,8 +4,8 @@ The network has its batch norms folded into the convolutions; names are those of
 Inception of torchvision: average pools do not count their padding, the last block pools by maximum, images are enlarged
 with the corners of TensorFlow 1, and there are 1008 logits.
 
-The known files (see docs/evaluation.md) are identified by their sha256, which is compared before anything in them is
-parsed. Copies in our own format (`write_half`) are safetensors files, which cannot run code; they carry the hash of
+The known files (see docs/guides/evaluate.md) are identified by their sha256, which is compared before anything in them
+is parsed. Copies in our own format (`write_half`) are safetensors files, which cannot run code; they carry the hash of
 the file they came from and a fingerprint of their own tensors. Shapes: B batch, HW pixels, C channels.
 """
 
