@@ -13,8 +13,6 @@ from support.features import Eye
 from support.recorded import Golden
 from support.small import TEXT, noise, small_model, small_tokenizer
 
-pytest_plugins = ["support.page_browser"]
-
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
