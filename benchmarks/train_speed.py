@@ -1,10 +1,8 @@
 """Measure the full training step (forward, backward, clip, AdamW, moving average) on random tokens.
 
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --out benchmarks/results/train-arpg-l.json
-python benchmarks/train_speed.py --model arpg-l --batch-size 256 --one-pass both
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --ablate graph keys
 
-`--one-pass both` measures one run with and without the kernel that does AdamW and the moving average, in turns.
 `--no-ema` leaves out the moving average. `--ablate NAME ...` leaves out optimisations, to see what each is worth.
 `--profile` prints the kernels of a step.
 """
@@ -105,15 +103,7 @@ def main() -> None:
     listed = "; ".join(f"{name}: {text}" for name, text in ABLATIONS.items())
     parser.add_argument("--ablate", nargs="*", default=[], metavar="NAME", help=listed)
     parser.add_argument("--no-ema", action="store_true", help="without the moving average of the weights")
-    parser.add_argument(
-        "--one-pass",
-        nargs="?",
-        const="on",
-        default="off",
-        choices=("off", "on", "both"),
-        help="AdamW and the moving average in one kernel; both: with and without, in turns",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of --one-pass both")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of --steps steps; the median counts")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -132,7 +122,7 @@ def main() -> None:
         recipe = ModelRecipe(
             model=config,
             data=TokenData(train=str(tokens)),
-            optim=OptimRecipe(lr=1e-4, one_pass=options.one_pass != "off", **({"ema": 0.0} if options.no_ema else {})),
+            optim=OptimRecipe(lr=1e-4, **({"ema": 0.0} if options.no_ema else {})),
             run=RunRecipe(
                 steps=10_000,
                 batch_size=options.batch_size,
@@ -146,42 +136,33 @@ def main() -> None:
             loss = training.step(step)["loss"]
         float(loss)
         compiled = time.perf_counter() - began
-        next_step, seconds = 5, dict[str, list[float]]()
-        for _ in range(options.rounds if options.one_pass == "both" else 1):
-            for kind in ("off", "on") if options.one_pass == "both" else (options.one_pass,):
-                training.update.one_pass = kind == "on"
-                seconds.setdefault(kind, []).append(measure(training, next_step, options.steps))
-                next_step += options.steps
+        next_step = 5 + options.rounds * options.steps
+        times = [measure(training, first, options.steps) for first in range(5, next_step, options.steps)]
         loss = training.step(next_step)["loss"]
         if options.profile:
             profile(training, next_step + 1)
     name = torch.cuda.get_device_name()
-    spec, results = gpu_spec(name), []
-    for kind, times in seconds.items():
-        per_step = statistics.median(times)
-        result = {
-            "benchmark": "train_speed",
-            "model": options.model,
-            "batch_size": options.batch_size,
-            "precision": recipe.run.precision,
-            "moving average": recipe.optim.ema > 0,
-            "one pass": kind == "on",
-            "without": options.ablate,
-            "images/s": round(options.batch_size / per_step, 1),
-            "ms/step": round(1000 * per_step, 2),
-            "mfu": round(training.flops_per_step() / per_step / (spec.bf16_flops if spec else float("nan")), 4),
-            "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "first 5 steps s": round(compiled, 1),
-            "loss": round(float(loss), 4),
-            "device": name,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        if len(times) > 1:
-            result["ms/step of each round"] = [round(1000 * each, 2) for each in times]
-        results.append(result)
+    spec, per_step = gpu_spec(name), statistics.median(times)
+    result = {
+        "benchmark": "train_speed",
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "precision": recipe.run.precision,
+        "moving average": recipe.optim.ema > 0,
+        "without": options.ablate,
+        "images/s": round(options.batch_size / per_step, 1),
+        "ms/step": round(1000 * per_step, 2),
+        "ms/step of each round": [round(1000 * each, 2) for each in times],
+        "mfu": round(training.flops_per_step() / per_step / (spec.bf16_flops if spec else float("nan")), 4),
+        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first 5 steps s": round(compiled, 1),
+        "loss": round(float(loss), 4),
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     shutdown_distributed()
-    text = json.dumps(results if len(results) > 1 else results[0], indent=1)
+    text = json.dumps(result, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

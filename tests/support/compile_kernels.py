@@ -44,7 +44,6 @@ def half(*shape):
 
 def main():
     from arpg.kernels import (
-        adamw,
         attention,
         group_norm,
         int8_gemm,
@@ -128,12 +127,6 @@ def main():
     swiglu.swiglu_float8(half(16, 5632))
     residual_norm.residual_norm_float8(x, x, weight, 1e-5)
     int8_gemm.int8_gemm(half(9, 1024), torch.zeros(2048, 1024, dtype=torch.int8), torch.ones(2048))
-
-    tensors = adamw.Tensors([2048, 100], torch.device("cpu"))
-    for columns in (4, 5):
-        column = [[torch.zeros(2048), torch.zeros(100)] for _ in range(columns)]
-        rates = adamw.Rates(1e-4, (0.9, 0.95), 1e-8, 0.05, 1e-3)
-        tensors.update(column, torch.ones(2, 2), torch.ones(()), rates)
 
     image, bias = half(2, 128, 16, 16).to(memory_format=torch.channels_last), half(128)
     moments = group_norm.moments(image)

@@ -19,7 +19,7 @@ VIOLATIONS = """window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, asyncio.run does not work in this process
 def browser():
     if CHROMIUM is None:
         pytest.skip("no chromium here: apt-get install chromium")

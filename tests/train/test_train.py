@@ -16,7 +16,7 @@ import torch
 from arpg import InputError, Pipeline, load_model
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.data.tokens import TokenWriter
-from arpg.train import report, update
+from arpg.train import report
 from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.loop import run_training
 from arpg.train.model import ModelTraining, train_model
@@ -167,26 +167,6 @@ def test_without_an_average_the_weights_themselves_are_exported(recipe, tmp_path
     assert training.state()["ema"] == {}
     exported, live = load_model(tmp_path / "run" / "model").state_dict(), training.objective.model.state_dict()
     assert all(torch.equal(exported[key], live[key]) for key in exported)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off; tests/test_graphed.py does it")
-@pytest.mark.slow
-def test_a_run_through_the_kernel_of_adamw_continues_exactly(recipe, tmp_path, monkeypatch):
-    """Its losses are torch's, and its snapshots hold all that it needs."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from arpg.kernels import adamw
-
-    monkeypatch.setattr(adamw, "_BLOCK", 2**14)  # few programs: the interpreter takes them one by one
-    options = ("optim.schedule=constant", "optim.warmup=0", "run.save_every=3", "run.validate_every=99")
-    train(recipe, tmp_path / "plain", *options, "run.steps=6")
-    monkeypatch.setattr(update, "can_fuse", lambda x: True)
-    options = (*options, "optim.one_pass=true")
-    train(recipe, tmp_path / "through", *options, "run.steps=6")
-    train(recipe, tmp_path / "run", *options, "run.steps=3")
-    train(recipe, tmp_path / "run", *options, "run.steps=6", resume=True)
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "through")
-    assert metrics(tmp_path / "through") == pytest.approx(metrics(tmp_path / "plain"), rel=1e-4)
-    assert metrics(tmp_path / "through") != metrics(tmp_path / "plain")  # another rounding: it was not torch's
 
 
 def test_validation_is_causal_and_without_dropout(recipe, tmp_path):

