@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import enum
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer.main
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Append the generated part to the two reference pages, and fill in the table of settings."""
+    """Append the generated part to the two reference pages, and fill in the tables of settings."""
     if page.file.src_uri == "reference/cli.md":
         return markdown + "\n" + "\n".join(command_line())
     if page.file.src_uri == "reference/http.md":
         return markdown + "\n" + "\n".join(http())
-    return markdown.replace("<!-- settings -->", "\n".join(settings()))
+    from arpg.settings import SETTINGS, TASK_SETTINGS
+
+    for comment, table in (("<!-- settings -->", SETTINGS), ("<!-- task settings -->", TASK_SETTINGS)):
+        if comment in markdown:
+            markdown = markdown.replace(comment, "\n".join(settings(table)))
+    return markdown
 
 
-def settings() -> Iterator[str]:
-    """Yield the table of sampling settings; a page gets it in the place of `<!-- settings -->`."""
-    from arpg.settings import SETTINGS
-
-    yield "| setting | option | values | meaning |\n|---|---|---|---|"
-    for setting in SETTINGS.values():
+def settings(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of settings; a page gets it in the place of `<!-- settings -->` or `<!-- task settings -->`."""
+    yield "| setting | option | values | also accepted | meaning |\n|---|---|---|---|---|"
+    for setting in table.values():
         kind = {int: "integer", float: "number", str: "text"}[setting.kind]
         values = " ".join(f"`{name}`" for name in setting.names) or kind
-        yield f"| `{setting.name}` | `--{setting.name.replace('_', '-')}` | {values} | {_cell(setting.help)} |"
-    for setting in SETTINGS.values():
+        option = {"num_images": "-n"}.get(setting.name, "--" + setting.name.replace("_", "-"))
+        also = " ".join(f"`{name}`" for name in setting.aliases)
+        yield f"| `{setting.name}` | `{option}` | {values} | {also} | {_cell(setting.help)} |"
+    for setting in table.values():
         if setting.choices:
             yield f"\nValues of `{setting.name}`:\n"
             yield from (f"- `{name}`: {text}" for name, text in setting.choices.items())
