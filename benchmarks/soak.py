@@ -37,7 +37,8 @@ from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig,
 from arpg.serve.app import Server, create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
-from arpg.serve.service import ImageService, ServeSettings
+from arpg.serve.service import ImageService
+from arpg.serve.settings import ServeSettings
 
 KEY = "the-key-of-the-soak-test"
 TRIES = 200
@@ -113,7 +114,7 @@ class Faults:
     def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
-        tokenizer = service.tokenizer._tokenizer
+        tokenizer = service.loaded.tokenizer._tokenizer
         decode = tokenizer.decode
 
         def step(running: ContinuousBatch) -> None:
@@ -322,15 +323,15 @@ async def _run(
 async def _leftover(service: ImageService) -> dict[str, Any]:
     """What is still there when nobody asks any more."""
     for _ in range(600):
-        busy = (service.admission.num_admitted, service.batcher.num_running, service.batcher.num_waiting)
+        busy = (service.admission.num_admitted, service.loaded.batcher.num_running, service.loaded.batcher.num_waiting)
         if busy == (0, 0, 0):
             break
         await asyncio.sleep(0.05)
     gc.collect()
     return {
         "inside": service.admission.num_admitted,
-        "rows_running": service.batcher.num_running,
-        "rows_waiting": service.batcher.num_waiting,
+        "rows_running": service.loaded.batcher.num_running,
+        "rows_waiting": service.loaded.batcher.num_waiting,
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
         "tensors": sum(type(thing) is torch.Tensor for thing in gc.get_objects()),

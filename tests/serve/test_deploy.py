@@ -1,5 +1,6 @@
 """What is in deploy/: files that are copied exist, options and arguments are real, probes and times fit together."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -11,7 +12,7 @@ from typer.main import get_command
 
 from arpg import cli
 from arpg.errors import InputError
-from arpg.serve.service import ServeSettings
+from arpg.serve.settings import ServeSettings
 from support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -92,13 +93,13 @@ def test_the_ray_service_names_what_exists(monkeypatch):
     arguments = application["args"]
     assert all(isinstance(value, str) for value in arguments.values())
     getattr(ray_serve, name)(arguments)
-    for key in ("model", "device", "replicas", "max_replicas", "gpus"):
+    for key in ("model", "replicas", "max_replicas", "gpus"):
         assert str(given[key]).removesuffix(".0") == arguments[key]
-    settings = ServeSettings(max_batch=32, max_pending_requests=256, deadline=120.0)
+    settings = ServeSettings(device=arguments["device"], max_batch=32, max_pending_requests=256, deadline=120.0)
     assert given["settings"] == settings
     renamed = {"max_pending_requests": "queue"}  # what manifests said before
     getattr(ray_serve, name)({renamed.get(key, key): value for key, value in arguments.items()} | {"dtype": "float32"})
-    assert (given["settings"], given["precision"]) == (settings, "float32")
+    assert given["settings"] == dataclasses.replace(settings, precision="float32")
     with pytest.raises(InputError, match="unknown argument"):
         getattr(ray_serve, name)({"painters": "2"})
     cluster = service["spec"]["rayClusterConfig"]

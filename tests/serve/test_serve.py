@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.middleware import SECURITY_HEADERS
-from arpg.serve.schemas import Limits
+from arpg.serve.settings import Limits
 from arpg.settings import SETTINGS, TASK_SETTINGS
 from support.http import b64, error, events, image_of, pixels, post
 from support.small import noise
@@ -347,7 +347,7 @@ def test_an_internal_error_reveals_nothing(service, monkeypatch, caplog):
         raise ZeroDivisionError("a secret detail")
 
     caplog.set_level("CRITICAL")
-    monkeypatch.setattr(service.builder, "from_params", broken)
+    monkeypatch.setattr(service.loaded.builder, "from_params", broken)
     found = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(found, 500)["type"] == "server_error"
     assert "secret" not in found.text

@@ -82,11 +82,11 @@ def test_a_disconnect_frees_its_rows_within_a_step(live, brake, stream):
     address, service = live()
     connection = send(address, {"class": 1, "steps": 16, "num": 4, "stream": stream})
     brake.reached()
-    assert (service.batcher.num_running, service.admission.num_admitted) == (4, 1)
+    assert (service.loaded.batcher.num_running, service.admission.num_admitted) == (4, 1)
     connection.close()
     assert until(lambda: service.admission.num_admitted == 0)
     brake.release(1)  # the step that it was in, and no other
-    assert until(lambda: (service.batcher.num_running, service.batcher.num_waiting) == (0, 0))
+    assert until(lambda: (service.loaded.batcher.num_running, service.loaded.batcher.num_waiting) == (0, 0))
     brake.release(1000)
     assert ask(address, {"class": 1, "steps": 2})[0] == 200
     assert service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1
@@ -110,7 +110,7 @@ def test_a_client_that_does_not_read_is_given_up(live, monkeypatch):
     monkeypatch.setattr(native, "to_base64", lambda png: "x" * 10_000_000)  # more than any buffer holds
     connection = send(address, {"class": 1, "steps": 16, "stream": True})
     assert until(lambda: service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
-    assert until(lambda: (service.admission.num_admitted, service.batcher.num_running) == (0, 0))
+    assert until(lambda: (service.admission.num_admitted, service.loaded.batcher.num_running) == (0, 0))
     connection.close()
 
 
@@ -145,10 +145,10 @@ def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, cap
 def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
     address, service = live()
     caplog.set_level("CRITICAL")
-    inner, broken = service.tokenizer._tokenizer, object()
-    service.tokenizer._tokenizer = broken
+    inner, broken = service.loaded.tokenizer._tokenizer, object()
+    service.loaded.tokenizer._tokenizer = broken
     assert ask(address, {"class": 1, "steps": 2})[0] == 500
-    service.tokenizer._tokenizer = inner
+    service.loaded.tokenizer._tokenizer = inner
     assert ask(address, {"class": 1, "steps": 2})[0] == 200
 
 

@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 
 from arpg import Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
 from arpg.serve.app import create_app
-from arpg.serve.schemas import Edit, Expand, Generate, Inpaint, Limits, Outpaint
+from arpg.serve.schemas import Edit, Expand, Generate, Inpaint, Outpaint
+from arpg.serve.settings import Limits
 
 SETTINGS = hypothesis.settings(
     max_examples=6,

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from arpg import Pipeline
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
-from arpg.serve.schemas import Limits
+from arpg.serve.settings import Limits
 from arpg.settings import SamplingSettings
 from arpg.text_encoder import PromptCache
 from support.http import b64, error, events, image_of, pixels, post
@@ -316,12 +316,12 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     """What Ray Serve runs on each machine, asked by messages: the model comes from its folder, encoder and all."""
     pytest.importorskip("ray", reason="needs the extra ray")
     from arpg.serve.ray_serve import Replica
-    from arpg.serve.service import ServeSettings
+    from arpg.serve.settings import ServeSettings
 
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
-    replica = Replica(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
+    replica = Replica(str(tmp_path / "small"), ServeSettings(device="cpu", precision="float32"))
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
     body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}

@@ -15,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from PIL import Image, PngImagePlugin
 
 from arpg.checkpoint import bundled_folder, read_folder
-from arpg.serve.schemas import Info, Limits, model_info
+from arpg.serve.schemas import Info, model_info
+from arpg.serve.settings import Limits
 from arpg.settings import SamplingDefaults
 from support.paths import ROOT
 

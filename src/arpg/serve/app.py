@@ -68,10 +68,8 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
         RequestMiddleware,
         admission=service.admission,
         keys=service.keys,
-        metrics=service.metrics,
-        max_bytes=service.limits.bytes,
+        settings=service.settings,
         hosts=hosts,
-        io_timeout_s=service.settings.io_timeout_s,
     )
     if len(service.keys):
         _document_keys(app)
@@ -104,8 +102,6 @@ def _add_health_routes(app: FastAPI, service: ImageService) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    if not (STATIC / "index.html").is_file():
-        return
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/", include_in_schema=False)
@@ -127,7 +123,7 @@ def _document_keys(app: FastAPI) -> None:
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Response(error.encoded(), error.status, headers=error.headers(), media_type="application/json")
+    return error.response()
 
 
 async def _on_invalid(call: Request, error: Exception) -> Response:
@@ -194,10 +190,12 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start to drain at the first signal; exit at the second."""
         admission = self.service.admission
         if admission.draining or self._loop is None:
             super().handle_exit(signal.SIGINT, frame)

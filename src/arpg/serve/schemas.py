@@ -8,37 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
 import arpg
 from arpg.config import ModelConfig, TokenizerConfig
-from arpg.errors import require
 from arpg.extractors import can_extract
+from arpg.serve.settings import Limits
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, SETTINGS, TASK_SETTINGS, SamplingDefaults, Setting
 from arpg.tasks.control_input import BINARY_KINDS
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most that one request may ask for."""
-
-    images: int = 16
-    best_of: int = 8
-    candidates: int = 32  # images times best_of
-    steps: int = int(SETTINGS["steps"].maximum or 0)
-    side: int = 768  # pixels of a result, along its longer side
-    prompt: int = 2000  # characters
-    strength: int = 10  # of a condition image
-    pixels: int = 1 << 22  # of an image that is sent
-    bytes: int = 1 << 24  # of a request
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value >= 1, f"limit {name} is {value}; expected 1 or more")
-
 
 MAX = Limits()  # what the schema promises; a server may be configured to accept less
 TINY_PNG = (  # a grey square, so that the examples are requests that work
