@@ -110,6 +110,7 @@ class Batcher:
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -123,6 +124,7 @@ class Batcher:
         return sum(len(batch.rows) for batch in list(self._batches))
 
     def submit(self, pending: PendingRows) -> None:
+        """Queue the rows of a request."""
         with self._wake:
             self._arrived.append(pending)
             self._wake.notify()

@@ -25,7 +25,7 @@ from arpg.tasks.task import ImageTask
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # Pillow reads many more, which would only be a larger surface to attack
 
-BuiltTask = tuple[ImageTask, dict[str, Any]]  # and what the response and the PNG files say besides the settings
+BuiltTask = tuple[ImageTask, dict[str, Any]]  # and what else than settings its response and PNG files list
 
 
 class TaskBuilder:
@@ -160,17 +160,12 @@ class TaskBuilder:
     def _options(self, params: TaskParams) -> dict[str, Any]:
         """Return the options of all tasks; numbers and settings are checked here, before any work."""
         limits, num, best_of = self.limits, params.num, params.best_of
-        check(num <= limits.images, f"num is {num}; at most {limits.images} images per request", param="num")
-        check(
-            best_of <= limits.best_of,
-            f"best_of is {best_of}; at most {limits.best_of} candidates per image",
-            param="best_of",
-        )
-        check(
-            num * best_of <= limits.candidates,
-            f"num * best_of is {num * best_of}; at most {limits.candidates} candidates per request",
-            param="best_of",
-        )
+        for name, value, most, what in (
+            ("num", num, limits.images, "images per request"),
+            ("best_of", best_of, limits.best_of, "candidates per image"),
+            ("num * best_of", num * best_of, limits.candidates, "candidates per request"),
+        ):
+            check(value <= most, f"{name} is {value}; at most {most} {what}", param=name.split()[-1])
         given = params.given()
         steps = self.pipeline.sampling.settings(**given).steps
         check(steps <= limits.steps, f"steps is {steps}; at most {limits.steps} are accepted", param="steps")

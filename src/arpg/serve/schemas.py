@@ -37,7 +37,7 @@ StepSizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown fields and text where a number is meant, so that no misspelt setting is ignored."""
+    """Refuses unknown fields and text where a number is expected, so that no misspelt setting is ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=False, allow_inf_nan=False)
 
@@ -58,7 +58,7 @@ _SettingFields = create_model("_SettingFields", __base__=StrictModel, **_fields)
 
 
 class Sampling(_SettingFields):  # type: ignore[valid-type,misc]
-    """The sampling settings. What is not given (or null) is the model's own recommendation."""
+    """The sampling settings. A setting that is missing or null has the value that the model recommends."""
 
     def given(self) -> dict[str, Any]:
         """Return the settings that are not left to the model."""
@@ -76,7 +76,7 @@ class ControlImage(StrictModel):
 
 
 class TaskParams(Sampling):
-    """What all tasks take."""
+    """The parameters of all tasks."""
 
     class_: ClassName | None = Field(None, alias="class", description="Name or id of a class; names ignore case.")
     prompt: Text | None = Field(None, description="Instead of a class, for models that take text.")
@@ -155,6 +155,8 @@ class ExtractCondition(StrictModel):
 
 
 class ConditionResponse(BaseModel):
+    """A condition image that was extracted from an image."""
+
     png: str = Field(description="Base64; grey.")
     kind: str
     width: int
@@ -162,6 +164,8 @@ class ConditionResponse(BaseModel):
 
 
 class ImageEntry(BaseModel):
+    """One image of a result."""
+
     png: str = Field(description="Base64; its text chunk `arpg` holds the settings.")
     seed: int
     width: int
@@ -169,6 +173,8 @@ class ImageEntry(BaseModel):
 
 
 class TaskResponse(BaseModel):
+    """The result of a task."""
+
     id: str
     created: int = Field(description="Seconds since 1970.")
     seconds: float = Field(description="From the request to the last image.")
@@ -189,6 +195,8 @@ class StepEvent(BaseModel):
 
 
 class Choice(BaseModel):
+    """A named value of a setting, and one line about it."""
+
     name: str
     about: str
 
@@ -208,28 +216,38 @@ class SettingInfo(BaseModel):
 
 
 class Thumbnails(BaseModel):
+    """One image with a square thumbnail of each class, row by row in the order of their ids."""
+
     url: str
     size: int
     columns: int
 
 
 class ClassEntry(BaseModel):
+    """A class of the model."""
+
     id: int
     name: str
 
 
 class Classes(BaseModel):
+    """All classes of the model."""
+
     classes: list[ClassEntry]
     thumbnails: Thumbnails | None
 
 
 class ControlInfo(BaseModel):
+    """The condition images that a model takes."""
+
     kinds: list[Choice]
     extracts: list[str] = Field(description="The kinds that this server can extract from an image.")
     binary_kinds: list[str] = Field(description="The kinds that are white lines on black and nothing between.")
 
 
 class Info(BaseModel):
+    """The model, the settings with their defaults and choices, and the limits of the server."""
+
     model: str
     version: str
     classes: int
@@ -247,6 +265,8 @@ class Info(BaseModel):
 
 
 class ErrorDetail(BaseModel):
+    """What is wrong, and with which parameter of the request."""
+
     message: str
     type: str
     param: str | None = None
@@ -255,6 +275,8 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
+    """An error, in the form of the OpenAI API."""
+
     error: ErrorDetail
 
 
