@@ -132,7 +132,8 @@ def test_info_and_classes(client, pipeline):
     assert all(choice["about"] for choices in info["choices"].values() for choice in choices)
     assert info["limits"]["images"] == 16
     assert [setting["name"] for setting in info["settings"]] == [*SETTINGS, "best_of"]
-    for setting in info["settings"]:
+    assert [setting["name"] for setting in info["task_settings"]] == ["feather", "strength"]
+    for setting in [*info["settings"], *info["task_settings"]]:
         expected = {**SETTINGS, **TASK_SETTINGS}[setting["name"]]
         assert (setting["help"], setting["type"], setting["minimum"]) == (
             expected.help,

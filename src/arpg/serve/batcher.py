@@ -250,14 +250,12 @@ class Batcher:
         """Copy the tokens of finished and watched rows to their `PendingRows`; finished rows leave."""
         states = batch.decode.rows
         shown = [i for i, ref in enumerate(batch.rows) if states[i].finished or ref.pending.on_step]
-        ids_BN, known_BN = batch.decode.tokens(shown) if shown else (torch.empty(0), torch.empty(0))
-        updated: dict[PendingRows, None] = {}
-        for j, i in enumerate(shown):
+        if not shown:
+            return
+        for i, ids_N, known_N in zip(shown, *batch.decode.tokens(shown), strict=True):
             pending, row = batch.rows[i]
-            pending.ids_BN[row], pending.known_BN[row] = ids_BN[j], known_BN[j]
-            pending.steps_B[row] = states[i].done
-            updated[pending] = None
-        for pending in updated:
+            pending.ids_BN[row], pending.known_BN[row], pending.steps_B[row] = ids_N, known_N, states[i].done
+        for pending in dict.fromkeys(batch.rows[i].pending for i in shown):
             if pending.on_step is not None and not pending.ended:
                 pending.on_step(pending)
         finished = [ref for i, ref in enumerate(batch.rows) if states[i].finished]

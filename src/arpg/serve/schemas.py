@@ -30,7 +30,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 ClassName = Annotated[str, Field(max_length=200)] | int
 Text = Annotated[str, Field(max_length=MAX.prompt)]
 Base64 = Annotated[str, Field(min_length=1, max_length=MAX.bytes, description="A PNG, JPEG or WebP file in base64.")]
-Feather = Annotated[int, Field(ge=0, le=256, description=TASK_SETTINGS["feather"].help)]
+Feather = Annotated[int, Field(ge=0, le=TASK_SETTINGS["feather"].maximum, description=TASK_SETTINGS["feather"].help)]
 Side = Annotated[int, Field(ge=0, le=MAX.side, description="Pixels to add on this side.")]
 Size = Annotated[list[Annotated[int, Field(ge=1, le=MAX.side)]], Field(min_length=2, max_length=2)]
 StepSizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX.steps)]
@@ -260,6 +260,7 @@ class Info(BaseModel):
     defaults: dict[str, Any]
     guidance_by_steps: list[tuple[int, float]]
     settings: list[SettingInfo]
+    task_settings: list[SettingInfo] = Field(description="Numbers that only some tasks take: feather and strength.")
     choices: dict[str, list[Choice]]
     limits: dict[str, int]
 
@@ -285,7 +286,8 @@ def model_info(
 ) -> dict[str, Any]:
     """Return the body of `/v1/arpg/info`: the model, its defaults, all settings and choices, and the limits."""
     defaults = dataclasses.asdict(sampling.settings())
-    method, kinds, best_of = TASK_SETTINGS["method"], TASK_SETTINGS["kind"].choices, TASK_SETTINGS["best_of"]
+    method, kinds = TASK_SETTINGS["method"], TASK_SETTINGS["kind"].choices
+    best_of, feather, strength = (TASK_SETTINGS[name] for name in ("best_of", "feather", "strength"))
     control = model.control
     return {
         "model": name,
@@ -309,6 +311,7 @@ def model_info(
             *(_setting_info(setting, limits, defaults[setting.name]) for setting in SETTINGS.values()),
             _setting_info(best_of, limits, best_of.default),
         ],
+        "task_settings": [_setting_info(each, limits, each.default) for each in (feather, strength)],
         "choices": {
             **{setting.name: _choices(setting.choices) for setting in SETTINGS.values() if setting.choices},
             **{name: _choices(method.choices) for name in (method.name, *method.aliases)},

@@ -1,6 +1,6 @@
 // The form: task, seed, number of images, and the numbers of each task, kept in step with the board.
 
-import { byId, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
+import { byId, describeSlider, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
 import { canFit } from "./request.js";
 
 const TASKS = {
@@ -28,6 +28,7 @@ export class Form {
       byId(`side-${side}`).step = info.stride;
       byId(`side-${side}`).addEventListener("input", () => onchange("sides"));
     }
+    describeSlider("feather", info, "feather");
     this.#slider("feather", (value) => `${value} px`, () => onchange("feather"));
     this.#seed();
     this.#expand();

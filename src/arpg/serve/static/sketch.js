@@ -1,7 +1,7 @@
 // The sketch: a condition image that is drawn by hand, opened, or extracted from an image; what is shown is what is sent.
 
 import * as api from "./api.js";
-import { byId, make, paintSlider, radio } from "./dom.js";
+import { byId, describeSlider, make, paintSlider, radio } from "./dom.js";
 import { canvasBase64, fromBytes, toBlob } from "./loaded_image.js";
 
 const MOST_UNDO = 40;
@@ -160,6 +160,7 @@ export class Sketch {
       this.#kind();
       this.#changed();
     });
+    describeSlider("control-strength", this.info, "strength");
     byId("control-strength").addEventListener("input", () => {
       this.#strength();
       this.on.change();
