@@ -1,4 +1,4 @@
-"""ApiError: what a client gets when a call fails, as a status and a one-line message in the form of the OpenAI API."""
+"""ApiError: an error response, a status and a one-line message in the form of the OpenAI API."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
         version=arpg.__version__,
         summary="Images from classes or prompts, decoded in any order and many tokens at a time.",
         lifespan=lifespan,
-        docs_url=None,  # Swagger's page would load scripts from elsewhere; the schema is at /openapi.json
+        docs_url=None,  # Swagger's page would load scripts from another host; the schema is at /openapi.json
         redoc_url=None,
         servers=[{"url": "/"}],
     )
@@ -78,7 +78,7 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
 def _open_or_exit(service: ImageService) -> None:
     try:
         service.open()
-    except Exception:  # a server without a model is of no use: end the process, with the reason in its log
+    except Exception:  # a server without a model is useless: log the reason and exit
         log.exception("the model could not be loaded")
         os._exit(1)
 
@@ -164,7 +164,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(service: ImageService, bound: socket.socket) -> None:
-    """Serve until a signal; then finish the admitted requests, answer new ones with 503, and exit."""
+    """Serve until a signal; then finish the admitted requests, respond to new ones with 503, and exit."""
     configure_logging()
     hosts = allowed_hosts(bound.getsockname()[0], service.keys)
     config = uvicorn.Config(

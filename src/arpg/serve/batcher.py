@@ -145,7 +145,7 @@ class Batcher:
             try:
                 self._admit()
                 self._step()
-            except Exception as error:  # a bug here: these requests are lost, the next ones need not be
+            except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
                 log.exception("the batcher failed")
                 self._fail_all(error)
         self._fail_all(RuntimeError("the server is closed"))
@@ -180,7 +180,7 @@ class Batcher:
             weight = self._weight(rows[0].pending)
             alone = not self._batches and not admitted
             if not alone and room < weight and time.monotonic() - rows[0].pending.since > MAX_BYPASS_S:
-                break  # nobody enters until there is room for this large row
+                break  # no row is admitted before there is room for this large one
             if not alone and (room < weight or (owner in busy and room - weight < reserved)):
                 self._waiting.move_to_end(owner)
                 skipped += 1
@@ -228,7 +228,7 @@ class Batcher:
         self._batches.appendleft(batch)
 
     def _step(self) -> None:
-        """Let the batch whose turn it is take a step."""
+        """Take one step of the first batch, then move it to the end."""
         if not self._batches:
             return
         batch = self._batches[0]
@@ -237,7 +237,7 @@ class Batcher:
         try:
             batch.decode.step()
             self._deliver(batch)
-        except Exception as error:  # also out of memory: this batch is lost, the server goes on
+        except Exception as error:  # also out of memory: this batch fails, the server continues
             self._batches.remove(batch)
             self._fail(batch.rows, error)
             return

@@ -1,4 +1,4 @@
-"""What every HTTP request passes around its route: id, host, key, size and admission; headers, log and metrics."""
+"""Middleware of all routes: id, host, key, size and admission of a request; headers, log and metrics of its response."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class RequestMiddleware:
 
 
 class _ResponseSender:
-    """Adds the headers to a response, and gives up on a client that does not read it."""
+    """Adds the headers to a response; raises `ClientDisconnected` where the client does not read it in time."""
 
     def __init__(self, send: Send, scope: Scope, io_timeout_s: float) -> None:
         self._send, self.scope, self.io_timeout_s = send, scope, io_timeout_s
@@ -200,7 +200,7 @@ class _ResponseSender:
             raise ClientDisconnected from None
 
     async def send_error(self, error: ApiError, receive: Receive) -> None:
-        if self.status:  # the response has begun: it can only be cut off
+        if self.status:  # the response has begun: the connection can only be closed
             return
         with contextlib.suppress(ClientDisconnected):
             await error.response()(self.scope, receive, self.send)

@@ -26,7 +26,7 @@ from arpg.serve.service import ImageService
 Responses = dict[int | str, dict[str, Any]]
 
 ERRORS: Responses = {
-    400: {"model": Error, "description": "Something in the request is wrong; the message says what."},
+    400: {"model": Error, "description": "The request is not valid; the message names the parameter and the reason."},
     401: {"model": Error, "description": "An API key is needed."},
     413: {"model": Error, "description": "Too many bytes or pixels."},
     429: {"model": Error, "description": "Too many pending requests; Retry-After says when to try again."},
@@ -44,7 +44,7 @@ THUMBNAILS = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
 
 
 def task_responses(model: type, description: str, events: Iterable[str], **more: Any) -> Responses:
-    """Describe a route that answers with images, or with server-sent events of these names."""
+    """Describe the responses of a route: images, or server-sent events of these names."""
     data = {"type": "string", "contentMediaType": "application/json"}
     schema = {
         "type": "object",

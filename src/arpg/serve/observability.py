@@ -16,7 +16,7 @@ _RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "
 
 
 class Metrics:
-    """The metrics of one service, in a registry of its own so that several services can live in one process."""
+    """The metrics of one service, in a registry of its own so that one process can have several services."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

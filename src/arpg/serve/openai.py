@@ -81,7 +81,7 @@ class ImagesResponse(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """A model that is served."""
+    """The served model."""
 
     id: str
     object: Literal["model"]

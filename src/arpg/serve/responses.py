@@ -83,7 +83,7 @@ class Job:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to stop working on it: cancelled, past its deadline, or ended. Read by the threads at every step."""
+        """Whether it is cancelled, past its deadline, or ended. The threads read this at every step."""
         return self._cancelled or self._ended or self.seconds_left <= 0
 
     @property
@@ -126,7 +126,7 @@ class Job:
 
 
 async def follow(job: Job, receive: Receive) -> AsyncGenerator[Event | None, None]:
-    """Yield the events of a job up to its last; None after a silence. Cancel the job if the client disconnects."""
+    """Yield the events of a job up to its last; None after `KEEP_ALIVE_S` without one. Cancel it if the client disconnects."""
     disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
     pending: asyncio.Future[Event] | None = None
     try:

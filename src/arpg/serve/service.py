@@ -1,4 +1,4 @@
-"""ImageService: the one owner of a served model: pipeline, batcher, worker threads, limits, keys and metrics."""
+"""ImageService: a served model with its pipeline, batcher, worker threads, limits, keys and metrics."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ImageService:
             raise bad_request(error) from None
 
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
-        """Run a part of a job in a worker thread; an exception there is the end of the job."""
+        """Run a part of a job in a worker thread; an exception ends the job."""
 
         def guarded() -> None:
             if job.should_stop:

@@ -116,7 +116,7 @@ class TokenizerThread:
                 known = [call.known_BN for call in calls if call.known_BN is not None]
                 result = self._tokenizer.decode(value, calls[0].grid, known_BN=torch.cat(known) if known else None)
             parts = torch.split(result, [len(call.value) for call in calls])
-        except Exception as error:  # raised in the threads that wait; this one goes on
+        except Exception as error:  # raised in the waiting threads; this one continues
             for call in calls:
                 call.future.set_exception(error)
             return
