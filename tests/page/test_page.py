@@ -305,7 +305,7 @@ def test_own_images_are_scaled_to_the_limits(page):
     assert opened(body["image"]).size == opened(body["mask"]).size == (768, 384)
     upload(page, b"no image", "letter.png")
     page.wait_for_selector("#notice.error")
-    assert "letter.png is no image" in page.inner_text("#notice")
+    assert "letter.png is not an image" in page.inner_text("#notice")
 
 
 def test_a_downloaded_image_restores_its_settings(page):

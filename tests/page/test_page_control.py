@@ -77,9 +77,7 @@ def test_the_sliders_of_tasks_follow_the_info(page, info):
     sliders = {"feather": "#feather", "strength": "#control-strength"}
     for setting in info["task_settings"]:
         slider = page.locator(sliders[setting["name"]])
-        shown = [
-            float(slider.get_attribute(name) or slider.evaluate(f"e => e.{name}")) for name in ("min", "max", "step")
-        ]
+        shown = [float(slider.get_attribute(name)) for name in ("min", "max", "step")]
         assert shown == setting["slider"]
         assert float(slider.input_value()) == setting["default"]
         assert page.locator(f"{sliders[setting['name']]}-about").text_content() == setting["help"]

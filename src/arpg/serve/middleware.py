@@ -1,4 +1,4 @@
-"""Middleware of all routes: id, host, key, size and admission of a request; headers, log and metrics of its response."""
+"""The middleware of all routes: id, host, key, size and admission of requests; headers, log and metrics."""
 
 from __future__ import annotations
 

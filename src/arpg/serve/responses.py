@@ -126,7 +126,7 @@ class Job:
 
 
 async def follow(job: Job, receive: Receive) -> AsyncGenerator[Event | None, None]:
-    """Yield the events of a job up to its last; None after `KEEP_ALIVE_S` without one. Cancel it if the client disconnects."""
+    """Yield the events of a job up to its last, and None where a keep-alive is due; a disconnect cancels the job."""
     disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
     pending: asyncio.Future[Event] | None = None
     try:
