@@ -1,8 +1,8 @@
-"""Throughput and latency of the server: one client, then many at once, each asking for one image after the other.
+"""Throughput and latency of the server: one client, then many at once, each requesting one image after the other.
 
 python benchmarks/serve.py --model garden --clients 1 16 --seconds 30 --out benchmarks/results/serve-cpu.json
 
-Starts `arpg serve` as its own process on a free port and speaks to it over HTTP. Every client has classes and seeds
+Starts `arpg serve` as its own process on a free port and calls it over HTTP. Every client has classes and seeds
 of its own. The first images after the start are not counted.
 """
 
@@ -23,10 +23,10 @@ from typing import Any
 import httpx
 
 
-async def ask(
+async def request_image(
     client: httpx.AsyncClient, address: str, *, number: int, seen: dict[int, set[str]] | None = None
 ) -> float:
-    """One image; `seen` collects the answers by number."""
+    """Request one image and return its latency; `seen` collects the images by number."""
     began = time.perf_counter()
     body = {"class": number % 5, "seed": number}
     while True:
@@ -41,7 +41,7 @@ async def ask(
 
 
 def cpu_seconds(process: int) -> float:
-    """What a process has used of all cores, from Linux's books; 0 elsewhere."""
+    """CPU seconds that a process has used, from /proc; 0 where there is none."""
     stat = Path(f"/proc/{process}/stat")
     if not stat.exists():
         return 0.0
@@ -58,14 +58,14 @@ def cpu_name() -> str:
 async def measure(
     address: str, *, clients: int, seconds: float, process: int, seen: dict[int, set[str]]
 ) -> dict[str, Any]:
-    """So many clients, each with one request at a time, for so long."""
+    """Throughput and latency of `clients` clients with one request at a time, for `seconds`."""
     latencies: list[float] = []
 
     async def work(number: int) -> None:
         async with httpx.AsyncClient(timeout=600) as client:
             i = 0
             while time.perf_counter() < until:
-                latencies.append(await ask(client, address, number=1000 * number + i, seen=seen))
+                latencies.append(await request_image(client, address, number=1000 * number + i, seen=seen))
                 i += 1
 
     used = cpu_seconds(process)
@@ -91,8 +91,8 @@ async def run(address: str, options: argparse.Namespace, process: int) -> tuple[
             except httpx.TransportError:
                 pass
             await asyncio.sleep(0.2)
-        await asyncio.gather(*(ask(client, address, number=i) for i in range(max(options.clients))))
-        await ask(client, address, number=0)
+        await asyncio.gather(*(request_image(client, address, number=i) for i in range(max(options.clients))))
+        await request_image(client, address, number=0)
     rows = []
     for _ in range(options.repeats):
         for clients in options.clients:
@@ -101,7 +101,7 @@ async def run(address: str, options: argparse.Namespace, process: int) -> tuple[
     chosen = sorted(seen)[:: max(1, len(seen) // 16)][:16]
     async with httpx.AsyncClient(timeout=600) as client:
         for number in chosen:
-            await ask(client, address, number=number, seen=seen)
+            await request_image(client, address, number=number, seen=seen)
     return rows, sum(len(seen[number]) == 1 for number in chosen)
 
 

@@ -37,7 +37,8 @@ from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig,
 from arpg.serve.app import Server, create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
-from arpg.serve.service import ImageService, ServeSettings
+from arpg.serve.service import ImageService
+from arpg.serve.settings import ServeSettings
 
 KEY = "the-key-of-the-soak-test"
 TRIES = 200
@@ -113,7 +114,7 @@ class Faults:
     def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
-        tokenizer = service.tokenizer._tokenizer
+        tokenizer = service.loaded.tokenizer._tokenizer
         decode = tokenizer.decode
 
         def step(running: ContinuousBatch) -> None:
@@ -128,10 +129,10 @@ class Faults:
         tokenizer.decode = decode_or_fail  # type: ignore[method-assign]
 
     def _maybe(self) -> None:
-        draw = self.random.random()
-        if draw < self.share:
+        value = self.random.random()
+        if value < self.share:
             self.count += 1
-            raise (torch.OutOfMemoryError if draw < self.share / 2 else RuntimeError)("injected")
+            raise (torch.OutOfMemoryError if value < self.share / 2 else RuntimeError)("injected")
 
     def stop(self) -> None:
         ContinuousBatch.step = self._step  # type: ignore[method-assign]
@@ -147,7 +148,7 @@ class Soak:
         self.seconds: list[float] = []
 
     async def learn(self, client: httpx.AsyncClient) -> None:
-        """What each good request is answered alone, on a quiet server."""
+        """Record the response to each good request alone, on an idle server."""
         for i, (route, body) in enumerate(self.good):
             answer = await client.post(f"{self.address}/v1/arpg/{route}", json=body)
             assert answer.status_code == 200, answer.text
@@ -180,7 +181,7 @@ class Soak:
             answer = await client.post(f"{self.address}/v1/arpg/{route}", json=body)
             if answer.status_code == 200:
                 self.seconds.append(time.monotonic() - began)
-                assert _digest(answer.json()) == self.expected[i], f"{route} {i} is not what it is alone"
+                assert _digest(answer.json()) == self.expected[i], f"{route} {i} differs from its response alone"
                 return
             await self._again(answer.status_code)
         raise AssertionError(f"{route} was never answered")
@@ -200,7 +201,7 @@ class Soak:
                         last = json.loads(line.removeprefix("data: "))
                     await asyncio.sleep(pause)
             if "images" in last:
-                assert _digest(last) == self.expected[i], f"stream of {route} {i} is not what it is alone"
+                assert _digest(last) == self.expected[i], f"stream of {route} {i} differs from its response alone"
                 return
             assert "error" in last, "a stream ended without a last event"
             self.done["sent again"] += 1
@@ -238,7 +239,7 @@ class Soak:
         assert "Traceback" not in answer.text
 
     async def _drop(self, client: httpx.AsyncClient) -> None:
-        """Goes away: in the middle of the request, while it waits, or in the middle of the stream."""
+        """Disconnect in the middle of the request, while it waits, or in the middle of the stream."""
         route, body = self.random.choice(self.good)
         stage = self.random.choice(("request", "waiting", "stream"))
         content = json.dumps({**body, "stream": stage == "stream"}).encode()
@@ -262,13 +263,13 @@ class Soak:
     async def _again(self, status: int) -> None:
         assert status in (429, 500), f"a good request got {status}"
         self.done["sent again"] += 1
-        if status == 429:  # Retry-After is a second or more; being less polite keeps the queue full
+        if status == 429:  # Retry-After is a second or more; a shorter pause keeps the queue full
             await asyncio.sleep(0.1 + 0.2 * self.random.random())
 
 
 def soak(*, requests: int, clients: int, seed: int, share: float = 0.01) -> dict[str, Any]:
-    """Run it; the report says what was sent and what is left over."""
-    logging.getLogger("arpg").setLevel(logging.CRITICAL)  # the injected failures, with their tracebacks
+    """Run the test; the report counts the requests by kind and the resources left after each quarter."""
+    logging.getLogger("arpg").setLevel(logging.CRITICAL)  # without the injected failures and their tracebacks
     pipeline = tiny_pipeline()
     settings = ServeSettings(max_batch=8, max_pending_requests=16, io_timeout_s=5.0, max_wait_ms=2.0)
     service = ImageService(lambda: pipeline, name="tiny", keys=ApiKeys([KEY]), settings=settings)
@@ -320,17 +321,17 @@ async def _run(
 
 
 async def _leftover(service: ImageService) -> dict[str, Any]:
-    """What is still there when nobody asks any more."""
+    """Count requests, rows, threads, files and tensors when all clients are done."""
     for _ in range(600):
-        busy = (service.admission.num_admitted, service.batcher.num_running, service.batcher.num_waiting)
+        busy = (service.admission.num_admitted, service.loaded.batcher.num_running, service.loaded.batcher.num_waiting)
         if busy == (0, 0, 0):
             break
         await asyncio.sleep(0.05)
     gc.collect()
     return {
         "inside": service.admission.num_admitted,
-        "rows_running": service.batcher.num_running,
-        "rows_waiting": service.batcher.num_waiting,
+        "rows_running": service.loaded.batcher.num_running,
+        "rows_waiting": service.loaded.batcher.num_waiting,
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
         "tensors": sum(type(thing) is torch.Tensor for thing in gc.get_objects()),
@@ -346,7 +347,7 @@ def _memory() -> float | None:
 
 
 def _digest(answer: dict[str, Any]) -> str:
-    """Of the pixels: the files also hold the settings."""
+    """Digest the pixels; the files also contain the settings."""
     digest = hashlib.sha256()
     for entry in answer["images"]:
         digest.update(Image.open(io.BytesIO(base64.b64decode(entry["png"]))).tobytes())

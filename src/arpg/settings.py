@@ -198,7 +198,14 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
     ),
     Setting("batch_size", int, 32, "Images decoded together; does not change them.", minimum=1),
     Setting(
-        "feather", int, 0, "Blend this many pixels inside the mask with the original image.", minimum=0, hint=" pixels"
+        "feather",
+        int,
+        0,
+        "Blend this many pixels inside the mask with the original image.",
+        minimum=0,
+        maximum=256,
+        hint=" pixels",
+        slider=(0, 16, 1),
     ),
     _choice(
         "method",
@@ -226,6 +233,7 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
         "Weight of the condition image: 0 ignores it, 1 is as trained.",
         minimum=0,
         hint=" (0 ignores the condition image, 1 is as trained)",
+        slider=(0, 2, 0.05),
     ),
 )
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,14 @@ T5_NAMES = {f"flan-t5-{size}": f"google/flan-t5-{size}" for size in ("small", "b
 MAX_CACHE_BYTES = 1 << 28  # states that a PromptCache keeps in memory
 
 _log = logging.getLogger(__name__)
+
+
+class PromptEncoder(Protocol):
+    """What a `PromptCache` needs of an encoder."""
+
+    def states(self, prompts: Sequence[str]) -> list[Tensor]:
+        """Return the states `[T, E]` of each prompt, on the CPU, in float32."""
+        ...
 
 
 class TextEncoder:
@@ -158,18 +166,18 @@ class PromptCache:
         *,
         folder: Path | None = None,
         device: torch.device | str = "cpu",
-        load: Callable[[], TextEncoder] | None = None,
+        load: Callable[[], PromptEncoder] | None = None,
     ) -> None:
         """`load` replaces `open_encoder(config)`."""
         self.config, self.folder = config, folder
         self._load = load or (lambda: open_encoder(config, device=device))
-        self._encoder: TextEncoder | None = None
+        self._encoder: PromptEncoder | None = None
         self._cached: OrderedDict[str, Tensor] = OrderedDict()  # least recently used first
         self._bytes = 0
         self._cache_lock, self._encode_lock = threading.Lock(), threading.Lock()
 
     @property
-    def encoder(self) -> TextEncoder:
+    def encoder(self) -> PromptEncoder:
         """The encoder, loaded at the first use."""
         if self._encoder is None:
             self._encoder = self._load()

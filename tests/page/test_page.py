@@ -1,4 +1,4 @@
-"""The page in a real browser: every task, watching, settings, history, by mouse and by keyboard."""
+"""The page in a real browser: every task, previews, settings and history, by mouse and by keyboard."""
 
 import base64
 import io
@@ -11,16 +11,16 @@ from PIL import Image, ImageChops, PngImagePlugin
 from arpg.figures import ramp
 from arpg.settings import SamplingDefaults
 from support.page_browser import (
-    PATIENCE,
+    TIMEOUT_MS,
     choose,
     close_to,
     drag,
-    draw,
     encoded,
     on_board,
     opened,
     result,
     shown,
+    submit,
     task,
     upload,
 )
@@ -30,7 +30,7 @@ from support.page_server import INFO, NAMES, SPRITE, Handler
 def test_generates_what_is_chosen_and_shows_it(page):
     choose(page, "Kiwi")
     page.fill("#seed", "7")
-    body = draw(page)
+    body = submit(page)
     assert body == {"class": "Kiwi", "num": 1, "seed": 7, "stream": True}  # nothing but what was said
     assert page.inner_text("#stage-title") == "Kiwi"
     assert "seed 7" in page.inner_text("#stage-about")
@@ -50,7 +50,7 @@ def test_the_tokens_appear_step_by_step(page, fake):
     )
     page.fill("#set-steps", "12")
     page.fill("#seed", "3")
-    draw(page)
+    submit(page)
     counts = [int(text.split(" / ")[0]) for text in page.evaluate("seen") if "/" in text]
     assert len(set(counts)) >= 4
     assert counts == sorted(counts)
@@ -66,8 +66,8 @@ def test_the_tokens_appear_step_by_step(page, fake):
 def test_the_order_map_has_the_colours_of_the_command_line(visit, fake):
     page = visit(fake.url)
     page.fill("#set-steps", "9")
-    told = [data for event, data in Handler.job(None, "generate", draw(page)) if event == "step"]
-    decoded = np.array(told[-1]["decoded_at"][0])
+    reported = [data for event, data in Handler.job(None, "generate", submit(page)) if event == "step"]
+    decoded = np.array(reported[-1]["decoded_at"][0])
     page.wait_for_timeout(100)
     pixels = page.evaluate(
         """() => {
@@ -90,11 +90,11 @@ def test_settings_are_sent_and_guidance_follows_the_steps(page, info):
     assert page.inner_text("#about-order") == abouts["halton"]
     page.click("#settings-rows summary")
     page.fill("#set-top_p", "0.9")
-    body = draw(page)
+    body = submit(page)
     named = {"steps": 90, "temperature": 0.5, "order": "halton", "top_p": 0.9}
     assert {name: body[name] for name in INFO["defaults"] if name in body} == named
     page.click("#settings-reset")
-    assert not set(draw(page)) & set(INFO["defaults"])
+    assert not set(submit(page)) & set(INFO["defaults"])
 
 
 def test_exact_decoding_leaves_out_what_it_does_not_take(page):
@@ -104,27 +104,27 @@ def test_exact_decoding_leaves_out_what_it_does_not_take(page):
     assert not page.is_visible("#set-steps")  # it finds its own steps, and is guided as for the most of them
     assert page.get_by_label("Guidance, exact value").input_value() == "3"
     page.fill("#set-draft", "12")
-    body = draw(page)
+    body = submit(page)
     assert {name: body[name] for name in INFO["defaults"] if name in body} == {"decode": "exact", "draft": 12}
     assert "exact decoding" in page.inner_text("#stage-about")
     page.select_option("#set-decode", "steps")  # what was set before is still there
-    body = draw(page)
+    body = submit(page)
     assert {name: body[name] for name in INFO["defaults"] if name in body} == {"steps": 8, "attention": "causal"}
 
 
 def test_the_seed_is_new_each_time_unless_it_is_kept(page):
-    seeds = [draw(page)["seed"] for _ in range(3)]
+    seeds = [submit(page)["seed"] for _ in range(3)]
     assert len(set(seeds)) == 3
     page.click("#seed-lock")
-    assert [draw(page)["seed"] for _ in range(2)] == [seeds[-1]] * 2
+    assert [submit(page)["seed"] for _ in range(2)] == [seeds[-1]] * 2
     page.click("#seed-roll")
-    assert draw(page)["seed"] != seeds[-1]
+    assert submit(page)["seed"] != seeds[-1]
 
 
 def test_several_images(page):
     page.fill("#num", "3")
     page.fill("#seed", "0")
-    draw(page)
+    submit(page)
     assert page.locator("#results button").count() == 3
     page.locator("#results button").nth(2).click()
     page.wait_for_timeout(100)
@@ -150,7 +150,7 @@ def test_by_keyboard_alone(page):
     with page.expect_request("**/v1/arpg/generate") as caught:
         page.keyboard.press("Control+Enter")
     assert caught.value.post_data_json["class"] == "Lemon Meyer"
-    page.wait_for_selector("#actions", state="visible", timeout=PATIENCE)
+    page.wait_for_selector("#actions", state="visible", timeout=TIMEOUT_MS)
     assert page.inner_text("#live").startswith("Done")
 
 
@@ -168,16 +168,16 @@ def test_the_picker_shows_thumbnails_and_ranks(page):
     assert close_to(shot.resize((24, 24)).crop((3, 3, 21, 21)), cell.resize((24, 24)).crop((3, 3, 21, 21)), most=14)
 
 
-def test_inpaints_what_was_painted(page):
+def test_inpaints_what_was_masked(page):
     choose(page, "Apple Red 1")
-    draw(page)
+    submit(page)
     before = result(page)
     task(page, "inpaint")
     page.click("#go")
     assert "Brush over" in page.inner_text("#notice")
     drag(page, on_board(page, (0.25, 0.5), (0.75, 0.5)))
     choose(page, "Kiwi")
-    body = draw(page, "inpaint")
+    body = submit(page, "inpaint")
     assert base64.b64decode(body["image"]) == before  # the very file, not a copy
     assert opened(body["mask"]).size == (96, 96)
     grey = np.asarray(opened(body["mask"]).convert("L"))
@@ -191,12 +191,12 @@ def test_inpaints_what_was_painted(page):
     changed = np.asarray(ImageChops.difference(made, opened(body["image"]).convert("RGB"))).any(-1)
     assert changed.any()
     assert not changed[grey == 0].any()
-    tokens = (grey.reshape(12, 8, 12, 8) > 0).any((1, 3)).sum()  # those that the mask touches are drawn anew
+    tokens = (grey.reshape(12, 8, 12, 8) > 0).any((1, 3)).sum()  # those that the mask touches are sampled again
     assert page.inner_text("#fact-tokens") == f"{tokens} / {tokens}"
     # Painting on the result goes on from it; without a class the image decides.
     drag(page, on_board(page, (0.5, 0.1), (0.5, 0.15)))
     page.check("#fits")
-    again = draw(page, "inpaint")
+    again = submit(page, "inpaint")
     assert again["class"] is None
     assert again["image"] != body["image"]
     assert not np.asarray(opened(again["mask"]).convert("L"))[40:].any()
@@ -234,22 +234,22 @@ def test_the_mask_can_be_erased_undone_inverted_and_boxed(page):
 
 def test_edits_a_box(page):
     choose(page, "Apple Red 1")
-    draw(page)
+    submit(page)
     task(page, "edit")
     drag(page, on_board(page, (0.25, 0.125), (0.5, 0.75)))
     choose(page, "Lemon")
     page.fill("#feather", "3")
-    body = draw(page, "edit")
+    body = submit(page, "edit")
     assert body["box"] == pytest.approx([24, 12, 48, 72], abs=1)
     assert (body["class"], body["feather"]) == ("Lemon", 3)
     page.click("#back")
     page.fill("#box-r", "90")
-    assert draw(page, "edit")["box"][2] == 90
+    assert submit(page, "edit")["box"][2] == 90
 
 
 def test_outpaints_by_pulling_an_edge(page):
     choose(page, "daisy")
-    draw(page)
+    submit(page)
     task(page, "outpaint")
     handle = page.locator(".handle.right").bounding_box()
     x, y = handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2
@@ -262,7 +262,7 @@ def test_outpaints_by_pulling_an_edge(page):
     page.keyboard.press("ArrowUp")
     page.fill("#side-left", "5")
     assert page.get_attribute(".handle.left", "aria-valuenow") == "5"
-    body = draw(page, "outpaint")
+    body = submit(page, "outpaint")
     assert {side: body[side] for side in ("left", "top", "right", "bottom")} == {
         "left": 5, "top": 16, "right": pulled, "bottom": 0
     }  # fmt: skip
@@ -272,20 +272,20 @@ def test_outpaints_by_pulling_an_edge(page):
     page.focus(".handle.right")
     for _ in range(3):
         page.keyboard.press("ArrowRight")
-    assert opened(draw(page, "outpaint")["image"]).size == (101 + pulled, 112)
+    assert opened(submit(page, "outpaint")["image"]).size == (101 + pulled, 112)
 
 
 def test_expands_a_class_or_an_image(page):
     task(page, "expand")
     page.click("text=2 ×")
     page.select_option("#method", "positions")
-    body = draw(page, "expand")
+    body = submit(page, "expand")
     assert (body["size"], body["method"], body["class"]) == ([192, 192], "positions", "Banana")
     assert "image" not in body
     page.locator("#from-image").check(force=True)
     page.fill("#size-w", "256")
     page.check("#fits")
-    body = draw(page, "expand")
+    body = submit(page, "expand")
     assert opened(body["image"]).size == (192, 192)
     assert (body["size"], body["class"]) == ([256, 256], None)
     upload(page, encoded(Image.new("RGB", (120, 60), "white")))  # another shape, which is kept
@@ -301,18 +301,18 @@ def test_own_images_are_scaled_to_the_limits(page):
     page.wait_for_selector("#notice", state="visible")
     assert "1600 × 800 to 768 × 384" in page.inner_text("#notice")
     page.click("#mask-invert")
-    body = draw(page, "inpaint")
+    body = submit(page, "inpaint")
     assert opened(body["image"]).size == opened(body["mask"]).size == (768, 384)
     upload(page, b"no image", "letter.png")
     page.wait_for_selector("#notice.error")
-    assert "letter.png is no image" in page.inner_text("#notice")
+    assert "letter.png is not an image" in page.inner_text("#notice")
 
 
 def test_a_downloaded_image_restores_its_settings(page):
     choose(page, "Mango Red")
     page.fill("#set-steps", "6")
     page.select_option("#set-order", "raster")
-    body = draw(page)
+    body = submit(page)
     data = result(page)
     assert json.loads(Image.open(io.BytesIO(data)).text["arpg"])["steps"] == 6
     page.click("#settings-reset")
@@ -329,7 +329,7 @@ def test_a_downloaded_image_restores_its_settings(page):
     )
     page.wait_for_selector("#notice", state="visible")
     assert page.input_value("#class-input") == "Mango Red"
-    again = draw(page)
+    again = submit(page)
     assert again == body
 
 
@@ -350,12 +350,12 @@ def test_compares_two_settings(page):
     page.fill("#set-steps", "10")
     page.check("#comparing")
     page.fill("#set-steps", "4")
-    asked = []
-    page.on("request", lambda request: request.method == "POST" and asked.append(request.post_data_json))
+    bodies = []
+    page.on("request", lambda request: request.method == "POST" and bodies.append(request.post_data_json))
     page.click("#go")
-    page.wait_for_selector("#compare a:visible >> nth=1", timeout=PATIENCE)
-    assert sorted(body["steps"] for body in asked) == [4, 10]
-    assert len({body["seed"] for body in asked}) == 1
+    page.wait_for_selector("#compare a:visible >> nth=1", timeout=TIMEOUT_MS)
+    assert sorted(body["steps"] for body in bodies) == [4, 10]
+    assert len({body["seed"] for body in bodies}) == 1
     captions = page.locator("#compare .compare-about").all_inner_texts()
     assert captions == ["steps 10", "steps 4"]  # what differs, and nothing else (guidance is the same for both)
     page.locator("input[name=variant][value='0']").check(force=True)
@@ -365,11 +365,11 @@ def test_compares_two_settings(page):
 def test_history_restores_image_and_settings_after_a_reload(page):
     choose(page, "Kiwi")
     page.fill("#set-steps", "5")
-    first = draw(page)
+    first = submit(page)
     kept = shown(page)
     choose(page, "Lemon")
     page.fill("#set-steps", "7")
-    draw(page)
+    submit(page)
     page.wait_for_selector("#history li >> nth=1")
     page.reload()
     page.wait_for_selector("#history li >> nth=1")
@@ -378,7 +378,7 @@ def test_history_restores_image_and_settings_after_a_reload(page):
     page.wait_for_selector("#actions", state="visible")
     page.wait_for_timeout(100)
     assert close_to(shown(page), kept, most=2)
-    assert draw(page) == first
+    assert submit(page) == first
     page.wait_for_selector("#history li >> nth=2")
     page.click("#history-clear")
     page.wait_for_selector("#history-empty", state="visible")
@@ -392,11 +392,11 @@ def test_history_brings_a_mask_back(page):
     upload(page, encoded(Image.new("RGB", (96, 96), "white")))
     page.locator("#stage-title", has_text="own").wait_for()
     page.click("#box-fill")
-    first = draw(page, "inpaint")
+    first = submit(page, "inpaint")
     task(page, "generate")
-    draw(page)
+    submit(page)
     page.locator("#history button").nth(1).click()
     page.wait_for_selector("#keep", state="visible")
-    again = draw(page, "inpaint")
+    again = submit(page, "inpaint")
     assert again["image"] == first["image"]
     assert (np.asarray(opened(again["mask"])) == np.asarray(opened(first["mask"]))).all()

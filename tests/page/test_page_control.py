@@ -1,4 +1,4 @@
-"""The page of a model that takes condition images: drawn by hand or by keys, opened, taken from images; all tasks."""
+"""The page of a model that takes condition images: drawn, opened or extracted from images; all tasks."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from PIL import Image
 
 from arpg import ControlInput, Pipeline, cli
 from arpg.image import open_image
-from support.page_browser import choose, drag, draw, encoded, result, task, upload
+from support.page_browser import choose, drag, encoded, result, submit, task, upload
 from support.page_server import info_of
 from support.small import controlled_model, noise, small_tokenizer
 
@@ -43,19 +43,19 @@ def snippet(page, kind):
     return page.inner_text("#snippet")
 
 
-def test_models_without_control_have_no_place_for_it(fake, visit):
+def test_the_field_is_hidden_for_models_without_control(fake, visit):
     page = visit(fake.url)
     assert not page.is_visible("#control-field")
     choose(page, "Banana")
-    assert "control" not in draw(page)
+    assert "control" not in submit(page)
 
 
 def test_lines_that_are_drawn_are_followed(page):
     choose(page, "Banana")
-    assert "control" not in draw(page)  # nothing is drawn
+    assert "control" not in submit(page)  # nothing is drawn
     drag(page, on_sketch(page, (0.1, 0.5), (0.9, 0.5)))
     strength(page, "0.5")
-    body = draw(page)
+    body = submit(page)
     assert (body["control"]["kind"], body["control"]["strength"]) == ("canny", 0.5)
     image = sent(body)
     assert image.shape == (96, 96)
@@ -64,13 +64,23 @@ def test_lines_that_are_drawn_are_followed(page):
     assert set(np.unique(image)) == {0, 255}
     page.locator("input[name=sketch-tool][value=eraser]").check(force=True)
     drag(page, on_sketch(page, (0.3, 0.5), (0.6, 0.5)))
-    erased = sent(draw(page))
+    erased = sent(submit(page))
     assert erased[:, 35:50].max() == 0
     assert erased[:, 70].max() > 100
     page.click("#sketch-undo")
-    assert np.array_equal(sent(draw(page)), image)
+    assert np.array_equal(sent(submit(page)), image)
     page.click("#control-clear")
-    assert "control" not in draw(page)
+    assert "control" not in submit(page)
+
+
+def test_the_sliders_of_tasks_follow_the_info(page, info):
+    sliders = {"feather": "#feather", "strength": "#control-strength"}
+    for setting in info["task_settings"]:
+        slider = page.locator(sliders[setting["name"]])
+        shown = [float(slider.get_attribute(name)) for name in ("min", "max", "step")]
+        assert shown == setting["slider"]
+        assert float(slider.input_value()) == setting["default"]
+        assert page.locator(f"{sliders[setting['name']]}-about").text_content() == setting["help"]
 
 
 def test_by_keyboard_alone(page):
@@ -82,7 +92,7 @@ def test_by_keyboard_alone(page):
         page.keyboard.press("Control+Enter")
     body = caught.value.post_data_json
     image = sent(body)
-    assert body["class"] is None  # whatever fits the drawing
+    assert body["class"] is None  # null: the condition image alone decides
     assert image[48, 46] > 100
     assert image[50, 52] > 100
     assert image[56:].max() == 0  # the pen was lifted
@@ -98,7 +108,7 @@ def test_an_extracted_condition_is_shown_and_can_be_edited(page, fake):
     page.wait_for_selector("#control-clear:not([disabled])")
     drag(page, on_sketch(page, (0.8, 0.1), (0.8, 0.9)))
     choose(page, "Banana")
-    image = sent(draw(page))
+    image = sent(submit(page))
     assert image[48, 10] == 255
     assert image[48, 60] == 0
     assert image[48, 76:78].max() > 100
@@ -106,14 +116,14 @@ def test_an_extracted_condition_is_shown_and_can_be_edited(page, fake):
     assert not page.is_visible("#control-extract-field")
     assert page.is_visible("#shade-field")
     page.set_input_files("#control-file", {"name": "b.png", "mimeType": "image/png", "buffer": encoded(photo)})
-    body = draw(page)
+    body = submit(page)
     assert body["control"]["kind"] == "depth"
-    assert sum(name == "condition" for name, _ in fake.asked) == 1
+    assert sum(name == "condition" for name, _ in fake.requests) == 1
     page.set_input_files("#control-file", {"name": "c.png", "mimeType": "image/png", "buffer": b"no image"})
     page.wait_for_selector("#notice.error:has-text('c.png is no image')")
 
 
-def test_what_is_dropped_on_it_goes_there(page):
+def test_an_image_dropped_on_the_sketch_is_opened_there(page):
     data = base64.b64encode(encoded(Image.new("RGB", (20, 20), "white"))).decode()
     page.uncheck("#control-extract")
     page.evaluate(
@@ -130,25 +140,25 @@ def test_what_is_dropped_on_it_goes_there(page):
     page.wait_for_selector("#control-clear:not([disabled])")
     assert page.is_hidden("#drop")
     choose(page, "Banana")
-    assert sent(draw(page)).min() == 255
+    assert sent(submit(page)).min() == 255
 
 
-def test_it_covers_the_image_of_a_task_and_is_restored(page):
+def test_the_sketch_has_the_size_of_the_image_and_is_restored(page):
     drag(page, on_sketch(page, (0.1, 0.5), (0.9, 0.5)))
     upload(page, encoded(noise(80, 40)))
     page.locator("#stage-title", has_text="own").wait_for()
     page.check("#fits")
     page.click("#mask-invert")
-    first = draw(page, "inpaint")
+    first = submit(page, "inpaint")
     assert sent(first).shape == (40, 80)
     page.click("#back")
     task(page, "outpaint")
     page.fill("#side-right", "16")
-    assert sent(draw(page, "outpaint")).shape == (40, 96)
+    assert sent(submit(page, "outpaint")).shape == (40, 96)
     page.click("#control-clear")
     page.locator("#history button").nth(1).click()
     page.wait_for_selector("#control-clear:not([disabled])")
-    assert np.array_equal(sent(draw(page, "inpaint")), sent(first))
+    assert np.array_equal(sent(submit(page, "inpaint")), sent(first))
 
 
 def test_axe_finds_nothing(page):
@@ -159,7 +169,7 @@ def test_axe_finds_nothing(page):
 
 
 def test_the_page_the_server_and_a_model_together(live, visit, tmp_path, monkeypatch):
-    """What the page draws is what the pipeline, the Python, the command line and the curl on it draw."""
+    """The page, the pipeline, and the Python, command line and curl snippets generate the same image."""
     pipe = Pipeline(controlled_model(), small_tokenizer(), license="MIT")
     monkeypatch.chdir(tmp_path)
     pipe.save_pretrained("small")
@@ -171,7 +181,7 @@ def test_the_page_the_server_and_a_model_together(live, visit, tmp_path, monkeyp
     choose(page, "3")
     page.fill("#set-steps", "3")
     page.fill("#seed", "5")
-    body = draw(page)
+    body = submit(page)
     made = Image.open(io.BytesIO(result(page)))
     condition = base64.b64decode(body["control"]["image"])
     (tmp_path / "condition.png").write_bytes(condition)

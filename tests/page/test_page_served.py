@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from arpg import Pipeline
-from support.page_browser import PATIENCE, choose, close_to, drag, draw, on_board, opened, result, shown, task
+from support.page_browser import TIMEOUT_MS, choose, close_to, drag, on_board, opened, result, shown, submit, task
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_generate_fill_and_extend_an_image(live, visit, garden):
           new MutationObserver(() => seen.push(about.textContent)).observe(about, {childList: true, subtree: true});
         }"""
     )
-    draw(page)
+    submit(page)
     assert any(re.match(r"step [1-4] of 4", text) for text in page.evaluate("seen"))  # watched
     made = Image.open(io.BytesIO(result(page)))
     (alone,) = garden.generate("Lemon", seed=3, steps=4)
@@ -42,7 +42,7 @@ def test_generate_fill_and_extend_an_image(live, visit, garden):
     task(page, "inpaint")
     drag(page, on_board(page, (0.3, 0.5), (0.7, 0.5)))
     choose(page, "Kiwi")
-    body = draw(page, "inpaint")
+    body = submit(page, "inpaint")
     filled = np.asarray(Image.open(io.BytesIO(result(page))).convert("RGB"))
     masked = np.asarray(opened(body["mask"]).convert("L")) > 127
     assert (filled != np.asarray(alone))[masked].any()
@@ -50,7 +50,7 @@ def test_generate_fill_and_extend_an_image(live, visit, garden):
 
     task(page, "outpaint")
     page.fill("#side-right", "48")
-    draw(page, "outpaint")
+    submit(page, "outpaint")
     assert Image.open(io.BytesIO(result(page))).size == (144, 96)
 
 
@@ -62,5 +62,5 @@ def test_an_unknown_class_and_a_server_that_stops(live, visit, garden):
     assert "Banana" in answer.json()["error"]["nearest"]
     service.close()
     page.click("#go")
-    page.wait_for_selector("#notice:visible", timeout=PATIENCE)
+    page.wait_for_selector("#notice:visible", timeout=TIMEOUT_MS)
     assert page.inner_text("#notice").strip()

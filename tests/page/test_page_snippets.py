@@ -1,4 +1,4 @@
-"""What the page offers to copy: the command lines run, the Python runs, and curl asks what the page asks."""
+"""What the page offers to copy: the command lines and the Python run, and curl sends what the page sends."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from PIL import Image
 
 from arpg import cli
 from arpg.image import open_image
-from support.page_browser import choose, drag, draw, encoded, on_board, task, upload
+from support.page_browser import choose, drag, encoded, on_board, submit, task, upload
 from support.page_server import info_of
 
 IMAGES = {
@@ -31,7 +31,7 @@ def snippet(page, kind):
 
 @pytest.fixture
 def page(visit, fake):
-    return visit(fake.url)  # never a real server: the stand-in knows what it was asked
+    return visit(fake.url)  # never a real server: the fake server records the requests
 
 
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("edit", "outpaint", "expand")]
@@ -74,10 +74,10 @@ def test_the_command_line_and_the_python_make_the_same_image(prepared, page, tmp
     with pytest.raises(SystemExit) as exited:
         cli.main()
     assert not exited.value.code, line
-    drawn = Image.open(io.BytesIO((tmp_path / IMAGES[prepared]).read_bytes()))
-    about = json.loads(drawn.text["arpg"])
+    made = Image.open(io.BytesIO((tmp_path / IMAGES[prepared]).read_bytes()))
+    about = json.loads(made.text["arpg"])
     assert (about["steps"], about["guidance"], about["order"], about["seed"]) == (2, 1.5, "spiral-in", 11)
-    pixels = drawn.convert("RGB").tobytes()
+    pixels = made.convert("RGB").tobytes()
     (tmp_path / IMAGES[prepared]).unlink()
     exec(compile(snippet(page, "python"), "snippet", "exec"), {})
     assert open_image(tmp_path / IMAGES[prepared]).convert("RGB").tobytes() == pixels
@@ -85,11 +85,11 @@ def test_the_command_line_and_the_python_make_the_same_image(prepared, page, tmp
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
 def test_curl_sends_what_the_page_sends(prepared, page, fake, tmp_path):
-    asked = draw(page, prepared)
+    sent = submit(page, prepared)
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
-    name, body = fake.asked[-1]
+    name, body = fake.requests[-1]
     assert name == prepared
-    assert {**body, "stream": True} == asked
+    assert {**body, "stream": True} == sent
     assert open_image(tmp_path / IMAGES[prepared]).width >= 96
 
 
@@ -103,7 +103,7 @@ def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
     page.fill("#num", "2")
     page.fill("#seed", "1")
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
-    assert fake.asked[-1][1]["prompt"] == prompt
+    assert fake.requests[-1][1]["prompt"] == prompt
     assert len(list(tmp_path.glob("*.png"))) == 2
     upload(page, encoded(Image.new("RGB", (96, 96))))
     page.wait_for_selector("#stage-title:has-text('own')")
@@ -114,5 +114,5 @@ def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
     caught.value.save_as(tmp_path / "image.png")
     page.fill("#num", "1")
     subprocess.run(["bash", "-c", snippet(page, "curl")], check=True, capture_output=True, cwd=tmp_path)
-    assert fake.asked[-1][1]["prompt"] == prompt
+    assert fake.requests[-1][1]["prompt"] == prompt
     assert (tmp_path / "wide.png").exists()

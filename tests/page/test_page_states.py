@@ -1,4 +1,4 @@
-"""The page when things are not as usual: failures, small screens, dark rooms, screen readers; and its files."""
+"""The page under failures, on small screens, in dark mode and for screen readers; and its files."""
 
 import re
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support.page_browser import choose, draw, on_board, opened, task
+from support.page_browser import choose, on_board, opened, submit, task
 from support.page_server import NAMES, SPRITE, STATIC
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -20,14 +20,14 @@ def test_busy_waits_and_tries_again(fake, visit):
     assert "busy" in page.inner_text("#notice")
     assert "1 s" in page.inner_text("#notice strong")
     page.wait_for_selector("#actions", state="visible")
-    assert len(fake.asked) == 2
-    assert fake.asked[0] == fake.asked[1]
+    assert len(fake.requests) == 2
+    assert fake.requests[0] == fake.requests[1]
     assert page.is_hidden("#notice")
     fake.failures = [(429, {"message": "The queue is full."}, [("Retry-After", "60")])]
     page.click("#go")
     page.click("#notice >> text=Cancel")
     page.wait_for_selector("#go", state="visible")
-    assert len(fake.asked) == 3
+    assert len(fake.requests) == 3
 
 
 def test_the_page_waits_for_a_server_that_stops(fake, visit):
@@ -35,7 +35,7 @@ def test_the_page_waits_for_a_server_that_stops(fake, visit):
     fake.stop()
     page.click("#go")
     page.wait_for_selector("#notice.gone")
-    assert "does not answer" in page.inner_text("#notice")
+    assert "does not respond" in page.inner_text("#notice")
     fake.start(fake.port)
     page.click("#notice >> text=Try again")
     page.wait_for_selector("#actions", state="visible")
@@ -56,7 +56,7 @@ def test_an_unknown_class_is_answered_with_the_nearest(fake, visit, late):
     assert page.get_attribute("#class-input", "aria-invalid") == "true"
     page.click("#notice >> role=button[name='Apple Crimson Snow']")
     page.wait_for_selector("#actions", state="visible")
-    assert fake.asked[-1][1]["class"] == "Apple Crimson Snow"
+    assert fake.requests[-1][1]["class"] == "Apple Crimson Snow"
 
 
 def test_a_key_is_requested_and_kept_for_the_tab(fake, visit):
@@ -71,7 +71,7 @@ def test_a_key_is_requested_and_kept_for_the_tab(fake, visit):
     page.fill("#key", "secret")
     page.keyboard.press("Enter")
     page.wait_for_selector("#go:not([disabled])")
-    draw(page)
+    submit(page)
     page.locator("input[value=curl]").check(force=True)
     assert "secret" not in page.content()
     assert "$ARPG_KEY" in page.inner_text("#snippet")
@@ -99,7 +99,7 @@ def test_a_phone_needs_no_sideways_scrolling(visit, fake):
     button = page.locator("#notice form button").bounding_box()
     assert button["x"] + button["width"] < 390
     fake.key = None
-    draw(page)
+    submit(page)
     for name in ("generate", "inpaint", "edit", "outpaint", "expand"):
         task(page, name)
         page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
@@ -111,7 +111,7 @@ def test_a_phone_needs_no_sideways_scrolling(visit, fake):
     page.locator("#board").scroll_into_view_if_needed()
     (point,) = on_board(page, (0.5, 0.5))
     page.touchscreen.tap(*point)
-    assert np.asarray(opened(draw(page, "inpaint")["mask"]).convert("L"))[48, 48] == 255
+    assert np.asarray(opened(submit(page, "inpaint")["mask"]).convert("L"))[48, 48] == 255
 
 
 def lightness(page):
@@ -153,7 +153,7 @@ def test_axe_finds_nothing_serious(visit, fake, options, rules):
 
     problems = serious("empty")
     page.fill("#num", "2")
-    draw(page)
+    submit(page)
     page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
     page.fill("#set-steps", "9")
     problems += serious("result")
@@ -179,7 +179,7 @@ def test_axe_finds_nothing_serious(visit, fake, options, rules):
     assert problems == []
 
 
-def test_modules_say_what_they_are_and_nothing_is_inline():
+def test_modules_have_a_header_and_nothing_is_inline():
     for path in STATIC.iterdir():
         text = path.read_text()
         first = text.splitlines()[0]

@@ -1,4 +1,4 @@
-"""The page of a model that takes prompts: with a stand-in of the server, and with a small model."""
+"""The page of a model that takes prompts: with a fake server, and with a small model."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from PIL import Image
 from arpg import Pipeline, cli
 from arpg.image import open_image
 from arpg.text_encoder import PromptCache
-from support.page_browser import draw, encoded, result, task, upload
+from support.page_browser import encoded, result, submit, task, upload
 from support.page_server import info_of
 from support.small import TEXT, FakeEncoder, small_tokenizer
 
@@ -46,14 +46,14 @@ def test_prompts_instead_of_classes(page):
     assert "Write a prompt" in page.inner_text("#notice")
     assert page.evaluate("document.activeElement.id") == "prompt"
     write(page, PROMPT)
-    body = draw(page)
+    body = submit(page)
     assert body["prompt"] == PROMPT
     assert not {"class", "negative"} & set(body)
     assert page.inner_text("#stage-title") == PROMPT
     write(page, PROMPT, NEGATIVE)
-    assert draw(page)["negative"] == NEGATIVE
+    assert submit(page)["negative"] == NEGATIVE
     page.fill("#prompt", "x" * 3000)
-    assert len(draw(page)["prompt"]) == 2000
+    assert len(submit(page)["prompt"]) == 2000
 
 
 def test_by_keyboard_alone(page):
@@ -73,42 +73,42 @@ def test_by_keyboard_alone(page):
 
 def test_every_task_sends_prompts(page):
     write(page, "apple", "gray")
-    draw(page)
+    submit(page)
     task(page, "inpaint")
     page.click("#mask-invert")
-    body = draw(page, "inpaint")
+    body = submit(page, "inpaint")
     assert (body["prompt"], body["negative"]) == ("apple", "gray")
     page.click("#back")
     page.check("#fits")
     assert page.is_disabled("#prompt")
     assert page.is_disabled("#negative")
-    body = draw(page, "inpaint")
+    body = submit(page, "inpaint")
     assert body["prompt"] is None
     assert "negative" not in body
     task(page, "expand")
     assert page.inner_text("label:has(#from-class)") == "From the prompt"
-    assert draw(page, "expand")["prompt"] == "apple"
+    assert submit(page, "expand")["prompt"] == "apple"
 
 
 def test_prompts_are_restored(page):
-    """From the history, and from an image that says how it was made."""
+    """From the history, and from the settings in an image."""
     write(page, PROMPT, "gray")
     page.fill("#set-steps", "5")
-    first = draw(page)
+    first = submit(page)
     data = result(page)
     page.fill("#negative", "")
     write(page, "pear")
-    assert "negative" not in draw(page)
+    assert "negative" not in submit(page)
     page.locator("#history button").nth(1).click()
     page.wait_for_function("document.getElementById('prompt').value !== 'pear'")
-    assert draw(page) == first
+    assert submit(page) == first
     page.click("#settings-reset")
     write(page, "pear", "")
     upload(page, data)
     page.wait_for_selector("#notice:has-text('its prompt, seed')")
     task(page, "generate")
     assert page.is_visible("#negative")
-    assert draw(page) == first
+    assert submit(page) == first
 
 
 def test_what_is_wrong_with_a_field_is_shown_there(page, fake):
@@ -130,7 +130,7 @@ def test_axe_finds_nothing(page):
 
 
 def test_the_page_the_server_and_a_model_together(text_model, live, visit, tmp_path, monkeypatch):
-    """What the page draws is what the pipeline, the Python and the command line on it draw."""
+    """The page, the pipeline, and the Python and command line snippets generate the same image."""
     pipe = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=FakeEncoder))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
@@ -142,7 +142,7 @@ def test_the_page_the_server_and_a_model_together(text_model, live, visit, tmp_p
     page.fill("#set-steps", "3")
     page.fill("#set-guidance", "4")
     page.fill("#seed", "5")
-    draw(page)
+    submit(page)
     made = Image.open(io.BytesIO(result(page)))
     (alone,) = pipe.generate(prompt=PROMPT, negative=NEGATIVE, steps=3, guidance=4.0, seed=5)
     assert made.convert("RGB").tobytes() == alone.tobytes()
@@ -163,7 +163,7 @@ def test_the_page_the_server_and_a_model_together(text_model, live, visit, tmp_p
     page.locator("#stage-title", has_text="own").wait_for()
     page.fill("#box-r", "4")
     page.click("#box-fill")
-    body = draw(page, "inpaint")
+    body = submit(page, "inpaint")
     filled = np.asarray(Image.open(io.BytesIO(result(page))).convert("RGB"))
     mask = Image.open(io.BytesIO(base64.b64decode(body["mask"])))
     options = {"steps": 3, "guidance": 4.0, "seed": body["seed"]}

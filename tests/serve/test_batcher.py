@@ -1,4 +1,4 @@
-"""The batcher: rows of many requests in one decode, each with the tokens it gets alone; fairness, faults, leaving."""
+"""The batcher: rows of many requests in one batch, each with the tokens it gets alone; fairness, faults, cancelling."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def masked(model, seed):
 
 
 def test_every_request_gets_its_own_tokens(model, batcher):
-    """Different numbers, seeds, masks, plans, guidance and ways to draw, all at once."""
+    """Different numbers, seeds, masks, plans, guidance and decoding strategies, all at once."""
     kinds = [
         SETTINGS,
         SamplingSettings(steps=3, guidance=2.0, order="raster"),
@@ -54,12 +54,12 @@ def test_every_request_gets_its_own_tokens(model, batcher):
     assert (batcher.num_waiting, batcher.num_running) == (0, 0)
 
 
-def test_a_new_request_joins_the_running_batch_and_leaves_alone(model, slow):
+def test_a_new_request_joins_the_running_batch_and_leaves_when_it_is_finished(model, slow):
     batcher = slow(max_batch=8, call_overhead_tokens=1000)
     first, second = SubmittedRows(model, "a", seed=1), SubmittedRows(model, "b", seed=2)
     batcher.submit(first.pending)
     batcher.step(2)
-    assert batcher.stepped.acquire(timeout=30)  # it stands before its third step
+    assert batcher.stepped.acquire(timeout=30)  # it waits before its third step
     batcher.submit(second.pending)
     batcher.allowed.release()
     batcher.step(5)
@@ -69,7 +69,7 @@ def test_a_new_request_joins_the_running_batch_and_leaves_alone(model, slow):
 
 
 def test_rows_that_do_not_fit_together_take_turns(model, slow):
-    """Without a reason to join (`call_overhead_tokens` below 0), a batch of its own; steps alternate."""
+    """Where merging does not pay (`call_overhead_tokens` below 0), batches take steps in turn."""
     batcher = slow(max_batch=8, call_overhead_tokens=-1000)
     first = SubmittedRows(model, "a")
     batcher.submit(first.pending)
@@ -93,7 +93,7 @@ def test_a_large_job_does_not_block_a_small_one(model, slow):
     batcher.submit(small.pending)
     batcher.allowed.release()
     batcher.step(1)
-    assert len(batcher.seen[0]) == 6  # a quarter is kept for others
+    assert len(batcher.seen[0]) == 6  # a quarter is reserved for other owners
     assert ("small", 0) in batcher.seen[2]
     batcher.allowed.release(1000)
     assert small.is_right()
@@ -102,12 +102,12 @@ def test_a_large_job_does_not_block_a_small_one(model, slow):
 
 def test_owners_are_served_in_turn(model, slow):
     batcher = slow(max_batch=4, call_overhead_tokens=1000)
-    with batcher._wake:  # they all come before it looks
+    with batcher._wake:  # they all arrive before it admits any
         submitted = [SubmittedRows(model, name, num=3, seed=i) for i, name in enumerate("abc")]
         batcher._arrived += [rows.pending for rows in submitted]
         batcher._wake.notify()
     batcher.step(1)
-    assert sorted(batcher.seen[0]) == [("a", 0), ("b", 0), ("c", 0)]  # the last place is for somebody else
+    assert sorted(batcher.seen[0]) == [("a", 0), ("b", 0), ("c", 0)]  # the last row is reserved for other owners
     batcher.allowed.release(1000)
     assert all(rows.is_right() for rows in submitted)
 
@@ -179,11 +179,11 @@ def test_closing_ends_what_is_left(model):
     assert all(rows.error is not None for rows in submitted[2:])
 
 
-def test_a_large_grid_takes_the_room_of_many_and_is_not_starved(model, batcher):
+def test_a_large_grid_counts_as_many_rows_and_is_not_starved(model, batcher):
     big = SubmittedRows(model, "big", request=tasks.generate(model, [1], [0], grid=(12, 12)))
     small = [SubmittedRows(model, i, seed=i) for i in range(12)]
     for rows in [*small[:6], big, *small[6:]]:
         batcher.submit(rows.pending)
     assert big.is_right()
     assert all(rows.is_right() for rows in small)
-    assert batcher._weight(big.pending) == 8  # nine grids, but no more than there are places
+    assert batcher._weight(big.pending) == 8  # nine grids, but at most max_batch

@@ -1,5 +1,6 @@
-"""What is in deploy/: files that are copied exist, options and arguments are real, probes and times fit together."""
+"""The files in deploy/: copied files exist, options and arguments are known, probes and timeouts are consistent."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -11,7 +12,7 @@ from typer.main import get_command
 
 from arpg import cli
 from arpg.errors import InputError
-from arpg.serve.service import ServeSettings
+from arpg.serve.settings import ServeSettings
 from support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -92,15 +93,15 @@ def test_the_ray_service_names_what_exists(monkeypatch):
     arguments = application["args"]
     assert all(isinstance(value, str) for value in arguments.values())
     getattr(ray_serve, name)(arguments)
-    for key in ("model", "device", "replicas", "max_replicas", "gpus"):
+    for key in ("model", "replicas", "max_replicas", "gpus"):
         assert str(given[key]).removesuffix(".0") == arguments[key]
-    settings = ServeSettings(max_batch=32, max_pending_requests=256, deadline=120.0)
+    settings = ServeSettings(device=arguments["device"], max_batch=32, max_pending_requests=256, deadline=120.0)
     assert given["settings"] == settings
-    renamed = {"max_pending_requests": "queue"}  # what manifests said before
+    renamed = {"max_pending_requests": "queue"}  # its old name
     getattr(ray_serve, name)({renamed.get(key, key): value for key, value in arguments.items()} | {"dtype": "float32"})
-    assert (given["settings"], given["precision"]) == (settings, "float32")
+    assert given["settings"] == dataclasses.replace(settings, precision="float32")
     with pytest.raises(InputError, match="unknown argument"):
-        getattr(ray_serve, name)({"painters": "2"})
+        getattr(ray_serve, name)({"workers": "2"})
     cluster = service["spec"]["rayClusterConfig"]
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)[1]
     assert cluster["rayVersion"] == pinned
@@ -114,7 +115,7 @@ def test_the_ray_service_names_what_exists(monkeypatch):
 
 
 def test_the_rest_imports_without_the_server(monkeypatch):
-    """The packages of the extra are the server's alone."""
+    """Only the server imports the packages of its extra."""
     text = "\n".join(path.read_text() for path in (ROOT / "src" / "arpg").rglob("*.py") if "serve" not in path.parts)
     assert not re.search(r"^\s*(import|from) (fastapi|starlette|uvicorn|pydantic|prometheus_client|ray)\b", text, re.M)
     outside = [p for p in (ROOT / "src" / "arpg").rglob("*.py") if "serve" not in p.parts and "cli" not in p.parts]

@@ -1,4 +1,4 @@
-"""The routes under /v1/arpg, their streams, and what is told when something is wrong."""
+"""The routes under /v1/arpg, their streams, and their errors."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.middleware import SECURITY_HEADERS
-from arpg.serve.schemas import Limits
+from arpg.serve.settings import Limits
 from arpg.settings import SETTINGS, TASK_SETTINGS
 from support.http import b64, error, events, image_of, pixels, post
 from support.small import noise
@@ -29,7 +29,7 @@ def client(served_module):
 
 @pytest.fixture
 def service(served):
-    """For tests that change it or count."""
+    """A service of its own, for tests that change it or read its metrics."""
     return served()
 
 
@@ -45,7 +45,7 @@ def test_an_image_is_the_one_that_the_pipeline_makes(client, pipeline):
     assert (about["class"], about["steps"], about["model"]) == (3, 5, "small")
 
 
-def test_every_task_is_the_pipelines(client, pipeline):
+def test_every_task_equals_the_pipeline(client, pipeline):
     source, options = noise(20, 14), {"seed": 3, "steps": 4}
     mask = Image.new("L", (20, 14))
     mask.paste(255, (4, 4, 12, 10))
@@ -107,12 +107,12 @@ def test_known_tokens_and_windows_are_reported(client):
     assert steps[0]["windows"] > 1
 
 
-def test_the_best_of_several_is_kept(client, pipeline):
+def test_best_of_keeps_the_most_likely_candidate(client, pipeline):
     body = {"class": 1, "num": 2, "best_of": 3, "steps": 4, "seed": 5}
     answer = post(client, "generate", body)
-    drawing = pipeline.generate_task(1, num_images=2, best_of=3, steps=4, seed=5)
-    drawing.run()
-    assert [entry["seed"] for entry in answer["images"]] == drawing.seeds
+    image_task = pipeline.generate_task(1, num_images=2, best_of=3, steps=4, seed=5)
+    image_task.run()
+    assert [entry["seed"] for entry in answer["images"]] == image_task.seeds
     stream = events(client.post("/v1/arpg/generate", json={**body, "stream": True}).text)
     assert len(stream[1][1]["previews"]) == 2
 
@@ -132,7 +132,8 @@ def test_info_and_classes(client, pipeline):
     assert all(choice["about"] for choices in info["choices"].values() for choice in choices)
     assert info["limits"]["images"] == 16
     assert [setting["name"] for setting in info["settings"]] == [*SETTINGS, "best_of"]
-    for setting in info["settings"]:
+    assert [setting["name"] for setting in info["task_settings"]] == ["feather", "strength"]
+    for setting in [*info["settings"], *info["task_settings"]]:
         expected = {**SETTINGS, **TASK_SETTINGS}[setting["name"]]
         assert (setting["help"], setting["type"], setting["minimum"]) == (
             expected.help,
@@ -225,7 +226,7 @@ def test_images_must_fit_the_task(client):
     assert error(client.post("/v1/arpg/expand", json={"size": [4, 4], "class": 1}), 400)
 
 
-def test_limits_are_the_servers(served):
+def test_the_limits_of_the_server_apply(served):
     service = served(limits=Limits(images=2, steps=8, side=16, pixels=100, bytes=2000))
     client = TestClient(create_app(service))
     assert error(client.post("/v1/arpg/generate", json={"class": 1, "num": 3}), 400)["param"] == "num"
@@ -277,7 +278,7 @@ def test_headers_and_ids(client):
     assert "server" not in answers[0].headers
 
 
-def test_no_other_site_gets_in(served):
+def test_requests_from_other_sites_are_refused(served):
     service = served()
     client = TestClient(create_app(service, hosts=frozenset({"localhost", "::1"})), base_url="http://localhost:8000")
     assert client.get("/v1/arpg/info").status_code == 200
@@ -291,7 +292,7 @@ def test_no_other_site_gets_in(served):
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/arpg/../../etc/passwd", "/static/..%2f..%2fapp.py", "/docs"])
-def test_there_is_nothing_elsewhere(client, path):
+def test_unknown_paths_are_a_404(client, path):
     assert error(client.get(path), 404)["message"]
     assert error(client.delete("/v1/arpg/info"), 405)
 
@@ -347,7 +348,7 @@ def test_an_internal_error_reveals_nothing(service, monkeypatch, caplog):
         raise ZeroDivisionError("a secret detail")
 
     caplog.set_level("CRITICAL")
-    monkeypatch.setattr(service.builder, "from_params", broken)
+    monkeypatch.setattr(service.loaded.builder, "from_params", broken)
     found = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(found, 500)["type"] == "server_error"
     assert "secret" not in found.text

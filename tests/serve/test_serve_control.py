@@ -1,4 +1,4 @@
-"""A server whose model takes condition images: every task, what is taken from images, company in a batch."""
+"""A server whose model takes condition images: every task, extraction from images, shared batches."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def client(service):
 
 @pytest.fixture
 def extractor(monkeypatch):
-    """Instead of the real one: what is brighter than the middle. The event tells that it was called."""
+    """Replaces the extractor by a threshold at half brightness; the event is set when it is called."""
     gate = threading.Event()
     gate.set()
 
@@ -57,7 +57,7 @@ def grey(width=8, height=8, seed=0):
     return noise(width, height, seed).convert("L")
 
 
-def asked(image, **more):
+def control_field(image, **more):
     return {"image": b64(image), "kind": "depth", **more}
 
 
@@ -66,10 +66,10 @@ def same(answer, expected):
     return all(np.array_equal(a, np.asarray(b)) for a, b in zip(found, expected, strict=True))
 
 
-def test_every_task_is_the_pipelines(client, pipe):
+def test_every_task_equals_the_pipeline(client, pipe):
     source, mask = noise(20, 14), Image.new("L", (20, 14))
     mask.paste(255, (4, 4, 12, 10))
-    steer = {"control": ControlInput(grey(), "depth", 0.7)}
+    control = {"control": ControlInput(grey(), "depth", 0.7)}
     calls = {
         "generate": ({"num": 3, "best_of": 2}, lambda **o: pipe.generate(1, num_images=3, best_of=2, **o)),
         "inpaint": ({"image": b64(source), "mask": b64(mask)}, lambda **o: pipe.inpaint(source, mask, 1, **o)),
@@ -78,8 +78,8 @@ def test_every_task_is_the_pipelines(client, pipe):
         "expand": ({"image": b64(source), "size": [40, 28]}, lambda **o: pipe.expand(source, 1, size=(40, 28), **o)),
     }
     for route, (body, call) in calls.items():
-        answer = post(client, route, {**body, "class": 1, "control": asked(grey(), strength=0.7), **STEPS})
-        assert same(answer, call(**steer, **STEPS)), route
+        answer = post(client, route, {**body, "class": 1, "control": control_field(grey(), strength=0.7), **STEPS})
+        assert same(answer, call(**control, **STEPS)), route
         assert answer["settings"]["control"] == {"kind": "depth", "strength": 0.7}
         plain = post(client, route, {**body, "class": 1, **STEPS})
         assert not same(answer, [image_of(each) for each in plain["images"]]), route
@@ -88,10 +88,10 @@ def test_every_task_is_the_pipelines(client, pipe):
 
 
 def test_no_class_and_no_strength(client, pipe):
-    free = post(client, "generate", {"control": asked(grey()), **STEPS})
+    free = post(client, "generate", {"control": control_field(grey()), **STEPS})
     assert same(free, pipe.control(grey(), kind="depth", **STEPS))
     assert free["settings"]["class"] is None
-    none = post(client, "generate", {"class": 2, "control": asked(grey(), strength=0), **STEPS})
+    none = post(client, "generate", {"class": 2, "control": control_field(grey(), strength=0), **STEPS})
     assert same(none, pipe.generate(2, **STEPS))
     first = post(client, "generate", {"class": 2, "control": {"image": b64(grey())}, **STEPS})
     assert same(first, pipe.control(grey(), 2, kind="canny", **STEPS))
@@ -100,18 +100,18 @@ def test_no_class_and_no_strength(client, pipe):
 def test_a_condition_may_be_transparent(client, pipe):
     image = grey().convert("RGBA")
     image.putalpha(grey(seed=4).point(lambda v: 255 * (v > 127)))
-    answer = post(client, "generate", {"class": 2, "control": asked(image), **STEPS})
+    answer = post(client, "generate", {"class": 2, "control": control_field(image), **STEPS})
     assert same(answer, pipe.control(image, 2, kind="depth", **STEPS))
     assert not same(answer, pipe.control(image.convert("RGB"), 2, kind="depth", **STEPS))
 
 
 def test_a_condition_is_extracted_from_an_image(client, pipe, extractor):
     photo = noise(30, 21, seed=5)
-    answer = post(client, "generate", {"class": 2, "control": asked(photo, from_image=True), **STEPS})
+    answer = post(client, "generate", {"class": 2, "control": control_field(photo, from_image=True), **STEPS})
     assert same(answer, pipe.control(photo, 2, kind="depth", from_image=True, **STEPS))
     source, mask = noise(20, 14), Image.new("L", (20, 14))
     mask.paste(255, (4, 4, 12, 10))
-    body = {"image": b64(source), "mask": b64(mask), "control": asked(source, from_image=True), **STEPS}
+    body = {"image": b64(source), "mask": b64(mask), "control": control_field(source, from_image=True), **STEPS}
     expected = pipe.inpaint(source, mask, control=ControlInput.from_image(source, "depth", size=source.size), **STEPS)
     assert same(post(client, "inpaint", body), expected)
     shown = post(client, "condition", {"image": b64(photo), "kind": "depth"})
@@ -119,23 +119,23 @@ def test_a_condition_is_extracted_from_an_image(client, pipe, extractor):
     assert np.array_equal(np.asarray(image_of(shown)), np.asarray(pipe.extract_control(photo, "depth").image))
 
 
-def test_extraction_does_not_hold_up_the_event_loop(service, extractor):
+def test_extraction_does_not_block_the_event_loop(service, extractor):
     extractor.clear()
 
-    async def ask():
+    async def call():
         transport = httpx.ASGITransport(create_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"image": b64(noise(8, 8))}
             shown = asyncio.ensure_future(client.post("/v1/arpg/condition", json=body))
-            drawn = {"class": 1, "steps": 2, "control": {**body, "from_image": True}}
-            made = asyncio.ensure_future(client.post("/v1/arpg/generate", json=drawn))
+            extracted = {"class": 1, "steps": 2, "control": {**body, "from_image": True}}
+            made = asyncio.ensure_future(client.post("/v1/arpg/generate", json=extracted))
             await asyncio.sleep(0.05)
             assert (await client.get("/healthz")).status_code == 200
             assert not shown.done()
             extractor.set()
             return [(await each).status_code for each in (shown, made)]
 
-    assert asyncio.run(ask()) == [200, 200]
+    assert asyncio.run(call()) == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_error_names_what_is_wrong_with_a_condition(client, monkeypatch, tmp
 def test_models_without_control_refuse(served):
     client = TestClient(create_app(served()))
     assert client.get("/v1/arpg/info").json()["control"] is None
-    found = error(client.post("/v1/arpg/generate", json={"class": 1, "control": asked(grey())}), 400)
+    found = error(client.post("/v1/arpg/generate", json={"class": 1, "control": control_field(grey())}), 400)
     assert found["message"] == "control is given, but the model takes no condition images; leave it out"
     assert found["code"] == "no_control"
     found = error(client.post("/v1/arpg/condition", json={"image": b64(grey())}), 400)
@@ -179,11 +179,11 @@ def test_info_lists_the_kinds(client, monkeypatch, tmp_path):
     assert control["extracts"] == ["canny"]
 
 
-def steered(model, seeds, kind, strength=1.0):
+def request_with_control(model, seeds, kind, strength=1.0):
     image = torch.from_numpy(np.array(grey(seed=seeds[0])))
-    steer = [tasks.ControlMap(image, kind, strength)] * len(seeds)
+    control = [tasks.ControlMap(image, kind, strength)] * len(seeds)
     ids, known = torch.zeros(16, dtype=torch.long), torch.zeros(16, dtype=torch.bool)
-    return tasks.fill(model, seeds[0] % 5, seeds, ids_N=ids, known_N=known, control=steer)
+    return tasks.fill(model, seeds[0] % 5, seeds, ids_N=ids, known_N=known, control=control)
 
 
 def test_rows_with_and_without_a_condition_get_their_own_tokens(pipe):
@@ -193,7 +193,11 @@ def test_rows_with_and_without_a_condition_get_their_own_tokens(pipe):
     kinds = [SamplingSettings(steps=5, guidance=2.0), SamplingSettings(steps=3, guidance=1.0), exact]
     submitted = []
     for i in range(12):
-        request = steered(model, [i, 50 + i], ("canny", "depth")[i % 2], (1.0, 0.4, 2.0)[i % 3]) if i % 4 else None
+        request = (
+            request_with_control(model, [i, 50 + i], ("canny", "depth")[i % 2], (1.0, 0.4, 2.0)[i % 3])
+            if i % 4
+            else None
+        )
         submitted.append(SubmittedRows(model, i, settings=kinds[i % 3], seed=i, request=request))
     try:
         for rows in submitted:
@@ -203,14 +207,18 @@ def test_rows_with_and_without_a_condition_get_their_own_tokens(pipe):
         batcher.close()
 
 
-def test_a_steered_row_joins_a_running_batch(pipe):
+def test_a_row_with_a_condition_joins_a_running_batch(pipe):
     batcher, settings = (
         SteppedBatcher(pipe.model, max_batch=8, call_overhead_tokens=1000),
         SamplingSettings(steps=5, guidance=2.0),
     )
     try:
-        first = SubmittedRows(pipe.model, "a", settings=settings, request=steered(pipe.model, [1], "canny"))
-        second = SubmittedRows(pipe.model, "b", settings=settings, request=steered(pipe.model, [2], "depth", 0.5))
+        first = SubmittedRows(
+            pipe.model, "a", settings=settings, request=request_with_control(pipe.model, [1], "canny")
+        )
+        second = SubmittedRows(
+            pipe.model, "b", settings=settings, request=request_with_control(pipe.model, [2], "depth", 0.5)
+        )
         plain = SubmittedRows(pipe.model, "c", settings=settings, seed=3)
         batcher.submit(first.pending)
         batcher.step(2)

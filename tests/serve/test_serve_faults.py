@@ -1,4 +1,4 @@
-"""Holding up: clients that go away, slow ones, a server that is told to stop, a worker that fails."""
+"""Faults: clients that disconnect, slow clients, a server that is stopped, a worker that fails."""
 
 import http.client
 import json
@@ -18,36 +18,36 @@ from arpg.serve.batcher import ContinuousBatch
 from support.paths import ROOT
 
 
-class Brake:
-    """Holds every step of the batcher until it is let go."""
+class PausedSteps:
+    """Pauses every step of the batcher until it is released."""
 
     def __init__(self, monkeypatch):
-        self.allowed, self.standing = threading.Semaphore(0), threading.Semaphore(0)
+        self.allowed, self.waiting = threading.Semaphore(0), threading.Semaphore(0)
         step = ContinuousBatch.step
 
-        def braked(running):
-            self.standing.release()
+        def paused_step(running):
+            self.waiting.release()
             assert self.allowed.acquire(timeout=60)
             step(running)
 
-        monkeypatch.setattr(ContinuousBatch, "step", braked)
+        monkeypatch.setattr(ContinuousBatch, "step", paused_step)
 
     def reached(self):
-        assert self.standing.acquire(timeout=60)
+        assert self.waiting.acquire(timeout=60)
 
     def release(self, steps=1):
         self.allowed.release(steps)
 
 
 @pytest.fixture
-def brake(monkeypatch):
-    made = Brake(monkeypatch)
+def paused_steps(monkeypatch):
+    made = PausedSteps(monkeypatch)
     yield made
     made.release(10000)
 
 
 def until(condition, seconds=60):
-    """Polls: threads and sockets take the time they take."""
+    """Poll until `condition` is true; return whether it was in time."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.01)):
         if condition():
@@ -57,7 +57,7 @@ def until(condition, seconds=60):
 
 
 def send(address, body, path="/v1/arpg/generate", headers=()):
-    """A request on a socket of our own; not answered yet."""
+    """Send a request; return the socket, with the response unread."""
     where = urlsplit(address)
     connection = socket.create_connection((where.hostname, where.port), timeout=60)
     content = json.dumps(body).encode()
@@ -66,8 +66,8 @@ def send(address, body, path="/v1/arpg/generate", headers=()):
     return connection
 
 
-def ask(address, body=None, path="/v1/arpg/generate"):
-    """Status and answer."""
+def call(address, body=None, path="/v1/arpg/generate"):
+    """Return the status and the JSON of a response."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
     content = None if body is None else json.dumps(body)
     connection.request("POST" if body is not None else "GET", path, content, {"content-type": "application/json"})
@@ -78,21 +78,21 @@ def ask(address, body=None, path="/v1/arpg/generate"):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_frees_its_rows_within_a_step(live, brake, stream):
+def test_a_disconnect_frees_its_rows_within_a_step(live, paused_steps, stream):
     address, service = live()
     connection = send(address, {"class": 1, "steps": 16, "num": 4, "stream": stream})
-    brake.reached()
-    assert (service.batcher.num_running, service.admission.num_admitted) == (4, 1)
+    paused_steps.reached()
+    assert (service.loaded.batcher.num_running, service.admission.num_admitted) == (4, 1)
     connection.close()
     assert until(lambda: service.admission.num_admitted == 0)
-    brake.release(1)  # the step that it was in, and no other
-    assert until(lambda: (service.batcher.num_running, service.batcher.num_waiting) == (0, 0))
-    brake.release(1000)
-    assert ask(address, {"class": 1, "steps": 2})[0] == 200
+    paused_steps.release(1)  # the step that it was in, and no other
+    assert until(lambda: (service.loaded.batcher.num_running, service.loaded.batcher.num_waiting) == (0, 0))
+    paused_steps.release(1000)
+    assert call(address, {"class": 1, "steps": 2})[0] == 200
     assert service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1
 
 
-def test_a_body_that_does_not_come_is_a_408(live):
+def test_a_body_that_does_not_arrive_is_a_408(live):
     address, service = live(io_timeout_s=0.2)
     where = urlsplit(address)
     connection = socket.create_connection((where.hostname, where.port), timeout=60)
@@ -102,25 +102,25 @@ def test_a_body_that_does_not_come_is_a_408(live):
     assert until(lambda: service.admission.num_admitted == 0)
 
 
-def test_a_client_that_does_not_read_is_given_up(live, monkeypatch):
-    """Its answers pile up in the sockets; after a while the connection is closed and its place is free."""
+def test_a_client_that_does_not_read_is_disconnected(live, monkeypatch):
+    """Its responses fill the buffers of the socket; after the timeout it is disconnected."""
     address, service = live(io_timeout_s=0.2)
     from arpg.serve import native
 
-    monkeypatch.setattr(native, "to_base64", lambda png: "x" * 10_000_000)  # more than any buffer holds
+    monkeypatch.setattr(native, "to_base64", lambda png: "x" * 10_000_000)  # more than the buffers of the socket
     connection = send(address, {"class": 1, "steps": 16, "stream": True})
     assert until(lambda: service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
-    assert until(lambda: (service.admission.num_admitted, service.batcher.num_running) == (0, 0))
+    assert until(lambda: (service.admission.num_admitted, service.loaded.batcher.num_running) == (0, 0))
     connection.close()
 
 
-def test_too_many_pending_requests(live, brake):
+def test_too_many_pending_requests(live, paused_steps):
     address, service = live(max_pending_requests=2)
     first, second = (send(address, {"class": i, "steps": 1}) for i in range(2))
     assert until(lambda: service.admission.num_admitted == 2)
-    status, answer = ask(address, {"class": 1})
+    status, answer = call(address, {"class": 1})
     assert (status, answer["error"]["code"]) == (429, "queue_full")
-    brake.release(1000)
+    paused_steps.release(1000)
     for connection in (first, second):
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         connection.close()
@@ -135,31 +135,31 @@ def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, cap
         raise MemoryError("a secret detail")
 
     monkeypatch.setattr(ContinuousBatch, "step", failing)
-    status, answer = ask(address, {"class": 1})
+    status, answer = call(address, {"class": 1})
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert "secret" not in json.dumps(answer)
     monkeypatch.setattr(ContinuousBatch, "step", step)
-    assert ask(address, {"class": 1, "steps": 2})[0] == 200
+    assert call(address, {"class": 1, "steps": 2})[0] == 200
 
 
 def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
     address, service = live()
     caplog.set_level("CRITICAL")
-    inner, broken = service.tokenizer._tokenizer, object()
-    service.tokenizer._tokenizer = broken
-    assert ask(address, {"class": 1, "steps": 2})[0] == 500
-    service.tokenizer._tokenizer = inner
-    assert ask(address, {"class": 1, "steps": 2})[0] == 200
+    inner, broken = service.loaded.tokenizer._tokenizer, object()
+    service.loaded.tokenizer._tokenizer = broken
+    assert call(address, {"class": 1, "steps": 2})[0] == 500
+    service.loaded.tokenizer._tokenizer = inner
+    assert call(address, {"class": 1, "steps": 2})[0] == 200
 
 
 def test_requests_at_the_same_time_get_what_they_get_alone(live):
     address, _ = live(max_wait_ms=100)
     bodies = [{"class": i % 5, "seed": i, "steps": 3 + i % 4, "num": 1 + i % 2} for i in range(12)]
-    alone = [ask(address, body)[1]["images"] for body in bodies]
+    alone = [call(address, body)[1]["images"] for body in bodies]
     found = [None] * len(bodies)
 
     def run(i):
-        found[i] = ask(address, bodies[i])[1]["images"]
+        found[i] = call(address, bodies[i])[1]["images"]
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(bodies))]
     for thread in threads:
@@ -170,7 +170,7 @@ def test_requests_at_the_same_time_get_what_they_get_alone(live):
 
 
 def test_sigterm_finishes_admitted_requests(folder, tmp_path):
-    """A real process: the stream that is running ends well, new work gets a 503, then it is gone."""
+    """A real process: the running stream is finished, new work gets a 503, then the process exits."""
     command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ARPG_API_KEYS": ""}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -178,15 +178,15 @@ def test_sigterm_finishes_admitted_requests(folder, tmp_path):
             line = process.stderr.readline()
             assert "serving model at http://127.0.0.1:" in line
             address = line.split()[3]
-            assert until(lambda: ask(address, path="/readyz")[0] == 200)
+            assert until(lambda: call(address, path="/readyz")[0] == 200)
             body = {"class": 1, "size": [32, 32], "method": "windows", "steps": 16, "stream": True}
             connection = send(address, body, "/v1/arpg/expand", ["connection: close"])
             stream = connection.makefile("rb")
             while not (line := stream.readline()).startswith(b"event: step"):
                 assert line
             process.send_signal(signal.SIGTERM)
-            assert until(lambda: ask(address, path="/readyz")[0] == 503)
-            status, answer = ask(address, {"class": 1})
+            assert until(lambda: call(address, path="/readyz")[0] == 503)
+            status, answer = call(address, {"class": 1})
             assert (status, answer["error"]["code"]) == (503, "draining")
             rest = stream.read()
             assert b"event: done" in rest
@@ -230,7 +230,7 @@ def test_the_command_refuses_what_is_not_safe(arguments, says, tmp_path, monkeyp
     assert "hunter2" not in message
 
 
-def test_without_the_extra_it_says_which_one(monkeypatch, capsys):
+def test_a_missing_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("arpg.serve")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)

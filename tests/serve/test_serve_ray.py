@@ -1,4 +1,4 @@
-"""Ray Serve: two replicas, one is killed under load, and every request that was let in is answered."""
+"""Ray Serve: two replicas, one is killed under load, and every admitted request is answered."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CLIENTS, EACH = 6, 6
 def cluster(folder, monkeypatch):
     from arpg.serve import ray_serve
     from arpg.serve.auth import ApiKeys
-    from arpg.serve.service import ServeSettings
+    from arpg.serve.settings import ServeSettings
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,7 +37,7 @@ def cluster(folder, monkeypatch):
     ray.shutdown()
 
 
-def ask(address, body, path="/v1/arpg/generate"):
+def call(address, body, path="/v1/arpg/generate"):
     request = urllib.request.Request(
         address + path,
         data=None if body is None else json.dumps(body).encode(),
@@ -55,7 +55,7 @@ def test_a_killed_replica_loses_no_request(cluster, pipeline):
         for i in range(client, len(bodies), CLIENTS):
             started.release()
             try:
-                found[i] = ask(cluster, bodies[i])["images"]
+                found[i] = call(cluster, bodies[i])["images"]
             except Exception as error:
                 wrong.append(f"{i}: {error}")
 
@@ -74,5 +74,5 @@ def test_a_killed_replica_loses_no_request(cluster, pipeline):
     refused = urllib.request.Request(f"{cluster}/v1/models")
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(refused, timeout=60)
-    again = ask(cluster, bodies[0])["images"]
+    again = call(cluster, bodies[0])["images"]
     assert again == found[0]

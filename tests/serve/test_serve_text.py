@@ -1,4 +1,4 @@
-"""A server whose model takes prompts: every route and task, odd prompts, prompts of all lengths in one batch."""
+"""A server whose model takes prompts: every route and task, unusual prompts, prompts of all lengths in one batch."""
 
 import asyncio
 import base64
@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from arpg import Pipeline
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
-from arpg.serve.schemas import Limits
+from arpg.serve.settings import Limits
 from arpg.settings import SamplingSettings
 from arpg.text_encoder import PromptCache
 from support.http import b64, error, events, image_of, pixels, post
@@ -27,7 +27,7 @@ ODD = ["", "  ", "яблоко на столе", "🍓", "两个苹果", "a" * 2
 
 
 class Paused(FakeEncoder):
-    """Reads a prompt that begins with "slow" only when it may."""
+    """Encodes a prompt that begins with "slow" only when it is allowed to."""
 
     def __init__(self):
         super().__init__()
@@ -91,16 +91,16 @@ def test_every_task_takes_prompts(client, pipe):
     for route, (body, call) in calls.items():
         answer = post(client, route, {"image": b64(source), **body, **texts, **options})
         assert np.array_equal(pixels(image_of(answer["images"][0])), call(**texts, **options)[0]), route
-        if route != "edit":  # without a prompt: what fits
+        if route != "edit":  # without a prompt: unconditional
             answer = post(client, route, {"image": b64(source), **body, **options})
             assert np.array_equal(pixels(image_of(answer["images"][0])), call(**options)[0]), route
             assert answer["settings"]["prompt"] is None
     answer = post(client, "expand", {"size": [16, 16], **texts, **options})
     assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.expand(size=(16, 16), **texts, **options)[0])
     best = post(client, "generate", {**texts, **options, "best_of": 3})
-    drawing = pipe.generate_task(**texts, **options, best_of=3)
-    drawing.run()
-    assert best["images"][0]["seed"] == drawing.seeds[0]
+    image_task = pipe.generate_task(**texts, **options, best_of=3)
+    image_task.run()
+    assert best["images"][0]["seed"] == image_task.seeds[0]
 
 
 def test_a_stream_shows_every_step(client):
@@ -114,7 +114,7 @@ def test_a_stream_shows_every_step(client):
 
 
 @pytest.mark.parametrize("prompt", ODD)
-def test_odd_prompts_are_prompts(client, pipe, prompt):
+def test_unusual_prompts_are_accepted(client, pipe, prompt):
     answer = post(client, "generate", {"prompt": prompt, "steps": 2, "seed": 1})
     assert answer["settings"]["prompt"] == prompt
     assert json.loads(image_of(answer["images"][0]).text["arpg"])["prompt"] == prompt
@@ -175,8 +175,8 @@ def test_a_server_without_its_encoder_does_not_start(served, text_model):
         served(pipeline=pipeline_of(text_model, load))
 
 
-def test_a_slow_encoder_keeps_nobody_waiting_who_does_not_need_it(live, text_model):
-    """While a prompt is read: other requests, health and the deadline go on, and a known prompt is drawn."""
+def test_a_slow_encoder_delays_only_the_requests_that_need_it(live, text_model):
+    """While a prompt is encoded, other requests, health checks, deadlines and cached prompts are served."""
     encoder = Paused()
     address, _ = live(pipeline=pipeline_of(text_model, lambda: encoder))
     with (
@@ -246,12 +246,12 @@ SETTINGS = SamplingSettings(steps=5, guidance=3.0)
 
 
 def submitted_rows(pipe, owner, prompt, *, negative=None, settings=SETTINGS, num=1, seed=0):
-    drawing = pipe.generate_task(prompt=prompt, negative=negative, num_images=num, seed=seed)
-    return SubmittedRows(pipe.model, owner, settings=settings, request=drawing.next_request())
+    image_task = pipe.generate_task(prompt=prompt, negative=negative, num_images=num, seed=seed)
+    return SubmittedRows(pipe.model, owner, settings=settings, request=image_task.next_request())
 
 
 def test_prompts_of_all_lengths_share_a_batch_and_are_as_alone(pipe):
-    """One joins before each step; some lead away from another prompt. Each leaves with the tokens it gets alone."""
+    """One joins before each step, some with a negative prompt. Each gets the tokens that it gets alone."""
     batcher = SteppedBatcher(pipe.model, max_batch=16, call_overhead_tokens=1000)
     try:
         submitted = [
@@ -259,7 +259,7 @@ def test_prompts_of_all_lengths_share_a_batch_and_are_as_alone(pipe):
         ]
         batcher.submit(submitted[0].pending)
         for made in submitted[1:]:
-            assert batcher.stepped.acquire(timeout=30)  # it stands before a step
+            assert batcher.stepped.acquire(timeout=30)  # it waits before a step
             batcher.submit(made.pending)
             batcher.allowed.release()
         batcher.allowed.release(1000)
@@ -308,29 +308,29 @@ def test_concurrent_requests_get_what_they_get_alone(client, pipe):
         assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(**body, guidance=3.0)[0]), body
 
 
-# Many machines
+# Ray Serve
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
-    """What Ray Serve runs on each machine, asked by messages: the model comes from its folder, encoder and all."""
+    """A replica loads the model and its text encoder from the folder, and is called with ASGI messages."""
     pytest.importorskip("ray", reason="needs the extra ray")
     from arpg.serve.ray_serve import Replica
-    from arpg.serve.service import ServeSettings
+    from arpg.serve.settings import ServeSettings
 
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
-    replica = Replica(str(tmp_path / "small"), ServeSettings(), "cpu", "float32")
+    replica = Replica(str(tmp_path / "small"), ServeSettings(device="cpu", precision="float32"))
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
     body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}
 
-    async def ask():
+    async def call():
         return [message async for message in replica.respond(scope, json.dumps(body).encode())]
 
     try:
-        first, *rest = asyncio.run(ask())
+        first, *rest = asyncio.run(call())
     finally:
         replica.service.close()
     assert first["status"] == 200

@@ -1,4 +1,4 @@
-"""A short soak: good requests among faults of every kind are all answered, and nothing is left over."""
+"""A short soak test: with injected faults, all valid requests are answered, and no resources leak."""
 
 import pytest
 

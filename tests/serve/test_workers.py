@@ -1,4 +1,4 @@
-"""The tokenizer's thread: finished images first and alone, previews together, failures to those who asked."""
+"""The tokenizer's thread: finished images first and alone, previews together, failures raised in the caller."""
 
 import threading
 
@@ -9,8 +9,8 @@ from arpg.serve.workers import TokenizerThread
 from support.small import small_tokenizer
 
 
-class Held:
-    """A tokenizer that notes its calls and can be held."""
+class PausedTokenizer:
+    """A tokenizer that records its calls and waits in `decode` until `go` is set."""
 
     def __init__(self, inner):
         self.inner, self.config, self.device, self.calls, self.go = (
@@ -34,29 +34,29 @@ class Held:
 
 def test_previews_wait_and_share_a_call():
     tokenizer = small_tokenizer()
-    held = Held(tokenizer)
-    shared = TokenizerThread(held, max_batch=4)
+    paused = PausedTokenizer(tokenizer)
+    shared = TokenizerThread(paused, max_batch=4)
     ids = [torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in (1, 1, 2, 3, 2)]
     known = [None, *(torch.rand(x.shape) < 0.5 for x in ids[1:4]), None]
     found = [None] * 5
 
-    def ask(i):
+    def decode(i):
         found[i] = shared.decode(ids[i], (4, 4), known_BN=known[i])
 
     threads = []
     for i in range(5):
-        threads.append(threading.Thread(target=ask, args=(i,)))
+        threads.append(threading.Thread(target=decode, args=(i,)))
         threads[-1].start()
         if i == 0:
-            assert held.inside.wait(30)  # the thread is busy; the others have to wait
+            assert paused.inside.wait(30)  # the thread is busy; the others have to wait
         else:
             while shared._calls.qsize() < i:
                 threading.Event().wait(0.001)
-    held.go.set()
+    paused.go.set()
     for thread in threads:
         thread.join(30)
     shared.close()
-    assert held.calls == [(1, False), (2, False), (3, True), (3, True)]  # 1 + 2 previews together, then 3
+    assert paused.calls == [(1, False), (2, False), (3, True), (3, True)]  # 1 + 2 previews together, then 3
     for i in range(5):
         with torch.no_grad():
             expected = tokenizer.decode(ids[i], (4, 4), known_BN=known[i])

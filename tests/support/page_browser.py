@@ -1,4 +1,4 @@
-"""Driving the page in a browser: fixtures (loaded by conftest.py) and what all its tests do."""
+"""The page in a browser: fixtures (loaded by conftest.py) and actions that its tests share."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from PIL import Image, ImageChops
 from support.page_server import Fake
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-PATIENCE = 60_000  # milliseconds for a picture; a real model on a busy machine takes its time
+TIMEOUT_MS = 60_000  # for an image; a real model on a busy machine is slow
 DESKTOP = {"viewport": {"width": 1280, "height": 860}}
 VIOLATIONS = """window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));"""
@@ -40,13 +40,13 @@ def fake():
 
 @pytest.fixture
 def url(fake):
-    """The server under test: the stand-in, or a real one that is running already."""
+    """The server under test: the fake one, or a real one that is running already."""
     return os.environ.get("ARPG_PAGE_URL", fake.url)
 
 
 @pytest.fixture
 def visit(browser, url):
-    """Open the page; at the end, nothing may have gone wrong in it: no exception, no violation of the policy."""
+    """Open the page; at the end, there may be no exception and no violation of the security policy in it."""
     opened, errors = [], []
 
     def visit(address=url, *, ready=True, **options):
@@ -84,11 +84,11 @@ def choose(page, name):
     page.keyboard.press("Enter")
 
 
-def draw(page, task="generate"):
-    """Press the button, wait for the end; what was asked for."""
+def submit(page, task="generate"):
+    """Press the button and wait for the result; return the body of the request."""
     with page.expect_request(f"**/v1/arpg/{task}") as caught:
         page.click("#go")
-    page.wait_for_selector("#actions", state="visible", timeout=PATIENCE)
+    page.wait_for_selector("#actions", state="visible", timeout=TIMEOUT_MS)
     return caught.value.post_data_json
 
 
@@ -101,13 +101,13 @@ def opened(base64_png):
 
 
 def shown(page):
-    """The picture on the board, brought to the size of a small one; None: nothing is drawn."""
+    """The board, scaled to 96 x 96 pixels."""
     image = Image.open(io.BytesIO(page.locator("#board").screenshot())).convert("RGB")
     return image.resize((96, 96), Image.Resampling.BOX)
 
 
 def result(page):
-    """The finished picture, as it is downloaded."""
+    """The finished image, as it is downloaded."""
     with page.expect_download() as caught:
         page.click("#download")
     return Path(caught.value.path()).read_bytes()

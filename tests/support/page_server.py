@@ -1,4 +1,4 @@
-"""A stand-in for `arpg serve`: the same routes and the same /info, images cut from the thumbnails, failures on demand.
+"""A fake `arpg serve`: the same routes and the same /info, images cut from the thumbnails, failures on demand.
 
 Run it to look at the page without a model: PYTHONPATH=tests python -m support.page_server [PORT]
 """
@@ -15,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from PIL import Image, PngImagePlugin
 
 from arpg.checkpoint import bundled_folder, read_folder
-from arpg.serve.schemas import Info, Limits, model_info
+from arpg.serve.schemas import Info, model_info
+from arpg.serve.settings import Limits
 from arpg.settings import SamplingDefaults
 from support.paths import ROOT
 
@@ -35,7 +36,7 @@ DEFAULTS = SamplingDefaults(steps=24, guidance_by_steps=((12, 4.0), (24, 3.0))) 
 
 
 def info_of(name):
-    """What the real server says of a bundled model, with our defaults; its edges can be extracted, but no depth."""
+    """The /info of the real server for a bundled model, with our defaults; its edges can be extracted, but no depth."""
     folder = read_folder(bundled_folder(name))
     tokenizer = folder.tokenizer or read_folder(bundled_folder(folder.tokenizer_of)).tokenizer
     info = model_info(name, folder.model, tokenizer, DEFAULTS, Limits())
@@ -48,7 +49,7 @@ INFO = info_of("garden")
 
 
 class Fake:
-    """What the stand-in does: how long a step takes, how it fails, and what it was asked."""
+    """How the fake server behaves: the time of a step, its failures; and the requests it got."""
 
     def __init__(self):
         self.pause = 0.01
@@ -57,7 +58,7 @@ class Fake:
         self.failures = []  # (status, error, headers), each used once, before any job
         self.late = False  # errors come as an event, after the stream has begun
         self.break_after = None  # a stream breaks off after this many steps
-        self.asked = []
+        self.requests = []
         self.cancelled = threading.Event()
 
     def start(self, port=0):
@@ -124,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         task = self.path.rsplit("/", 1)[-1]
         if not self.allowed():
             return
-        self.fake.asked.append((task, body))
+        self.fake.requests.append((task, body))
         if self.fake.failures:
             status, error, headers = self.fake.failures.pop(0)
             return self.send(status, {"error": error}, headers=headers)
@@ -160,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def job(self, task, body):
-        """The events of a job: tokens in the asked order, shown as they come."""
+        """The events of a job: tokens in the requested order, with a preview of each step."""
         began = time.perf_counter()
         yield "queued", {"id": "req_1", "position": 1}
         num, seed = body.get("num", 1), body.get("seed", 0)
@@ -188,35 +189,35 @@ class Handler(BaseHTTPRequestHandler):
                         preview.paste((224, 224, 224), box)
                 maps.append(decoded)
                 previews.append(png(preview))
-            told = steps if body.get("decode", "steps") == "steps" else None
-            event = {"step": step + 1, "steps": told, "window": 0, "windows": 1}
+            reported = steps if body.get("decode", "steps") == "steps" else None
+            event = {"step": step + 1, "steps": reported, "window": 0, "windows": 1}
             yield "step", {**event, "previews": previews, "grid": [rows, columns], "decoded_at": maps}
         given = {name: body[name] for name in INFO["defaults"] if name in body}
         settings = {**INFO["defaults"], "guidance": DEFAULTS.guidance_for(body.get("steps") or 24), **given}
         images = []
         for i, image in enumerate(finished):
-            asked = {name: body[name] for name in ("class", "prompt", "negative") if name in body}
-            text = json.dumps({"model": "garden", "task": task, **asked, "seed": seed + i, **settings})
+            given_label = {name: body[name] for name in ("class", "prompt", "negative") if name in body}
+            text = json.dumps({"model": "garden", "task": task, **given_label, "seed": seed + i, **settings})
             images.append({"png": png(image, text), "seed": seed + i, "width": image.width, "height": image.height})
         seconds = time.perf_counter() - began
         yield "done", {"id": "req_1", "created": 0, "seconds": seconds, "settings": settings, "images": images}
 
 
 def compose(task, body, seed):
-    """The finished picture, and the raster positions of the tokens that are new in it."""
+    """The finished image, and the raster positions of its new tokens."""
     named = body.get("class")
     label = NAMES.index(named) if named in NAMES else random.Random(seed).randrange(len(NAMES))
-    drawn = thumbnail(label, seed)
+    made = thumbnail(label, seed)
     if task == "generate":
-        return drawn, range(GRID * GRID)
+        return made, range(GRID * GRID)
     if task == "expand":
-        image = drawn.resize(body["size"])
+        image = made.resize(body["size"])
         return image, range(-(-image.width // STRIDE) * -(-image.height // STRIDE))
     given = Image.open(io.BytesIO(base64.b64decode(body["image"]))).convert("RGB")
     if task == "outpaint":
         left, top = body.get("left", 0), body.get("top", 0)
         size = (given.width + left + body.get("right", 0), given.height + top + body.get("bottom", 0))
-        image, mask = drawn.resize(size), Image.new("L", size, 255)
+        image, mask = made.resize(size), Image.new("L", size, 255)
         image.paste(given, (left, top))
         mask.paste(0, (left, top, left + given.width, top + given.height))
     else:
@@ -226,7 +227,7 @@ def compose(task, body, seed):
         else:
             mask = Image.open(io.BytesIO(base64.b64decode(body["mask"]))).convert("L")
         image = given.copy()
-        image.paste(drawn.resize(given.size), (0, 0), mask)
+        image.paste(made.resize(given.size), (0, 0), mask)
     columns, rows = (-(-side // STRIDE) for side in image.size)
     patches = (
         (r, c, (c * STRIDE, r * STRIDE, (c + 1) * STRIDE, (r + 1) * STRIDE))

@@ -11,7 +11,7 @@ SETTINGS = SamplingSettings(steps=5, guidance=2.0)
 
 
 class SteppedBatcher(Batcher):
-    """Takes a step only when it is allowed to, and notes the rows in it."""
+    """Takes a step only when it is allowed to, and records its rows."""
 
     def __init__(self, *arguments, **options):
         self.allowed, self.seen, self.stepped = threading.Semaphore(0), [], threading.Semaphore(0)
@@ -25,7 +25,7 @@ class SteppedBatcher(Batcher):
         super()._step()
 
     def step(self, times=1):
-        """Let it take steps that it is waiting at."""
+        """Allow the steps that it waits before."""
         for _ in range(times):
             assert self.stepped.acquire(timeout=30)
             self.allowed.release()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from arpg import config as configs
 from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err
 from arpg.errors import InputError
+
+if TYPE_CHECKING:
+    from arpg.serve.auth import ApiKeys
+    from arpg.serve.settings import ServeSettings
 
 
 def serve(
@@ -45,23 +49,26 @@ def serve(
             f"{error.name} is not installed; pip install 'arpg[serve]' brings what the server needs"
         ) from None
     from arpg.serve.auth import KEYS_VARIABLE, check_exposure, read_keys
-    from arpg.serve.service import ImageService, ServeSettings
+    from arpg.serve.service import ImageService
+    from arpg.serve.settings import ServeSettings
 
     keys = read_keys(keys_file, os.environ.get(KEYS_VARIABLE))
     check_exposure(host, keys, insecure=insecure)
     settings = ServeSettings(
+        device=device,
+        precision=dtype,
+        engine=engine,
         max_batch=max_batch,
         max_wait_ms=max_wait_ms,
         max_pending_requests=max_pending_requests,
         deadline=deadline,
         threads=threads,
     )
-    where: dict[str, Any] = {"device": device, "precision": dtype, "engine": engine}
     if ray:
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
-        _serve_on_ray(model, keys, settings, host=host, port=port, where=where, scale=scale)
+        _serve_on_ray(model, keys, settings, host=host, port=port, scale=scale)
         return
-    service = ImageService.from_pretrained(model, keys=keys, settings=settings, **where)
+    service = ImageService.from_pretrained(model, keys=keys, settings=settings)
     bound = app.bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     err.print(f"serving {service.name} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)", markup=False)
@@ -69,14 +76,7 @@ def serve(
 
 
 def _serve_on_ray(
-    model: str,
-    keys: Any,
-    settings: Any,
-    *,
-    host: str,
-    port: int,
-    where: dict[str, Any],
-    scale: dict[str, Any],
+    model: str, keys: ApiKeys, settings: ServeSettings, *, host: str, port: int, scale: dict[str, Any]
 ) -> None:
     try:
         from arpg.serve import ray_serve
@@ -88,8 +88,8 @@ def _serve_on_ray(
 
     resolve(model)  # download it once, before the replicas do
     if scale["gpus"] is None:
-        scale["gpus"] = 1 if choose_device(where["device"]).type == "cuda" else 0
+        scale["gpus"] = 1 if choose_device(settings.device).type == "cuda" else 0
     scale["hosts"] = allowed_hosts(host, keys)
-    app = ray_serve.application(model, keys=keys, settings=settings, **where, **scale)
+    app = ray_serve.application(model, keys=keys, settings=settings, **scale)
     err.print(f"serving {model} on Ray at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
     ray_serve.run(app, host=host, port=port)

@@ -1,57 +1,49 @@
-"""ApiError: what a client gets when a call fails, as a status and a one-line message in the form of the OpenAI API."""
+"""ApiError: an error response, a status and a one-line message in the form of the OpenAI API."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 from arpg.errors import InputError
 
 _TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response. `message` is written for the client; nothing else of the exception reaches it."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        nearest: Sequence[str] = (),
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.nearest, self.retry_after = list(nearest), retry_after
+    status: int
+    message: str
+    param: str | None = field(default=None, kw_only=True)  # the offending field of the request
+    code: str | None = field(default=None, kw_only=True)
+    nearest: list[str] = field(default_factory=list, kw_only=True)  # valid names close to an unknown one
+    retry_after: float | None = field(default=None, kw_only=True)  # seconds
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": self.message,
-            "type": _TYPES.get(self.status, default),
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": {**error, **({"nearest": self.nearest} if self.nearest else {})}}
+        error: dict[str, Any] = {"message": self.message, "type": _TYPES.get(self.status, default)}
+        error |= {"param": self.param, "code": self.code}
+        return {"error": {**error, "nearest": self.nearest} if self.nearest else error}
 
-    def encoded(self) -> bytes:
-        """Return the body as ASCII JSON, so that lone surrogates of the client's text can be sent back."""
-        return json.dumps(self.body()).encode()
-
-    def headers(self) -> dict[str, str]:
-        found = {}
+    def response(self) -> Response:
+        """Return the response. Its JSON is ASCII, so that lone surrogates of the client's text can be sent back."""
+        headers = {}
         if self.retry_after is not None:
-            found["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:
-            found["www-authenticate"] = "Bearer"
-        return found
+            headers["www-authenticate"] = "Bearer"
+        return Response(json.dumps(self.body()), self.status, headers, "application/json")
 
 
 def check(
@@ -63,11 +55,12 @@ def check(
 
 
 def internal_error() -> ApiError:
-    """A failure of the server; the details are in its log under the id of the call."""
+    """Return the 500 for a failure of the server; the details are in its log under the id of the call."""
     return ApiError(500, "generation failed on the server; the details are in its log", code="internal_error")
 
 
 def deadline_exceeded(seconds: float) -> ApiError:
+    """Return the 504 for a request that took longer than `seconds`."""
     return ApiError(
         504,
         f"the request was not finished within {seconds:g} seconds; request fewer images or steps, or try again later",

@@ -53,7 +53,7 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
         version=arpg.__version__,
         summary="Images from classes or prompts, decoded in any order and many tokens at a time.",
         lifespan=lifespan,
-        docs_url=None,  # Swagger's page would load scripts from elsewhere; the schema is at /openapi.json
+        docs_url=None,  # Swagger's page would load scripts from another host; the schema is at /openapi.json
         redoc_url=None,
         servers=[{"url": "/"}],
     )
@@ -61,17 +61,14 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
     app.include_router(openai_routes(service))
     _add_health_routes(app, service)
     _add_page(app)
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    for kind in (ApiError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _on_error)
     app.add_middleware(
         RequestMiddleware,
         admission=service.admission,
         keys=service.keys,
-        metrics=service.metrics,
-        max_bytes=service.limits.bytes,
+        settings=service.settings,
         hosts=hosts,
-        io_timeout_s=service.settings.io_timeout_s,
     )
     if len(service.keys):
         _document_keys(app)
@@ -81,7 +78,7 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
 def _open_or_exit(service: ImageService) -> None:
     try:
         service.open()
-    except Exception:  # a server without a model is of no use: end the process, with the reason in its log
+    except Exception:  # a server without a model is useless: log the reason and exit
         log.exception("the model could not be loaded")
         os._exit(1)
 
@@ -104,8 +101,6 @@ def _add_health_routes(app: FastAPI, service: ImageService) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    if not (STATIC / "index.html").is_file():
-        return
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.get("/", include_in_schema=False)
@@ -125,18 +120,25 @@ def _document_keys(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        error = _first_invalid(error)
+    elif isinstance(error, HTTPException):
+        messages = {404: "there is nothing at this address", 405: "this address does not accept that method"}
+        message = messages.get(error.status_code, str(error.detail))
+        response = ApiError(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return response
     assert isinstance(error, ApiError)
-    return Response(error.encoded(), error.status, headers=error.headers(), media_type="application/json")
+    return error.response()
 
 
-async def _on_invalid(call: Request, error: Exception) -> Response:
+def _first_invalid(error: RequestValidationError) -> ApiError:
     """Report the first invalid field, with its name and a short form of its value."""
-    assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"].startswith("json") or not where:
-        return await _on_api_error(call, ApiError(400, "the body is not valid; send a JSON object"))
+        return ApiError(400, "the body is not valid; send a JSON object")
     if where[0] == "control":  # the one field that has fields of its own
         where = [".".join(where[:2])]
     if first["type"] == "extra_forbidden":
@@ -144,16 +146,7 @@ async def _on_invalid(call: Request, error: Exception) -> Response:
     else:
         value = "" if first["type"] == "missing" else f" is {_shorten(first.get('input'))}"
         message = f"{where[0]}{value}: {first['msg']}"
-    return await _on_api_error(call, ApiError(400, message, param=where[0]))
-
-
-async def _on_http_exception(call: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    messages = {404: "there is nothing at this address", 405: "this address does not accept that method"}
-    message = messages.get(error.status_code, str(error.detail))
-    response = await _on_api_error(call, ApiError(error.status_code, message))
-    response.headers.update(error.headers or {})
-    return response
+    return ApiError(400, message, param=where[0])
 
 
 def _shorten(value: Any) -> str:
@@ -171,7 +164,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(service: ImageService, bound: socket.socket) -> None:
-    """Serve until a signal; then finish the admitted requests, answer new ones with 503, and exit."""
+    """Serve until a signal; then finish the admitted requests, respond to new ones with 503, and exit."""
     configure_logging()
     hosts = allowed_hosts(bound.getsockname()[0], service.keys)
     config = uvicorn.Config(
@@ -190,27 +183,20 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: ImageService) -> None:
         super().__init__(config)
         self.service = service
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        self._exit_by: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start to drain at the first signal; exit at the second."""
         admission = self.service.admission
-        if admission.draining or self._loop is None:
+        if admission.draining:
             super().handle_exit(signal.SIGINT, frame)
             return
         admission.draining = True
         log.info("draining", extra={"admitted": admission.num_admitted})
-        self._loop.call_soon_threadsafe(self._start_draining)
+        self._exit_by = time.monotonic() + self.service.settings.deadline + 5
 
-    def _start_draining(self) -> None:
-        self._draining = asyncio.get_running_loop().create_task(self._exit_when_idle())
-
-    async def _exit_when_idle(self) -> None:
-        until = time.monotonic() + self.service.settings.deadline + 5
-        while self.service.admission.num_admitted and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        self.should_exit = True
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to exit; uvicorn calls this every 0.1 s."""
+        if self._exit_by is not None:
+            self.should_exit |= self.service.admission.num_admitted == 0 or time.monotonic() > self._exit_by
+        return await super().on_tick(counter)

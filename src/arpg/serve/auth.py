@@ -16,7 +16,7 @@ MIN_LENGTH = 16
 
 
 class ApiKeys:
-    """The accepted keys. Only digests are kept, so that no log, error or core dump holds a key."""
+    """The accepted keys. Only digests are kept, so that no log, error or core dump contains a key."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = tuple(dict.fromkeys(_digest(key) for key in keys))
@@ -35,7 +35,7 @@ class ApiKeys:
         return found
 
     def check(self, authorization: str | None) -> None:
-        """Raise a 401 unless the value of the Authorization header holds one of the keys."""
+        """Raise a 401 unless the value of the Authorization header contains one of the keys."""
         if not self._digests:
             return
         scheme, _, key = (authorization or "").partition(" ")

@@ -110,6 +110,7 @@ class Batcher:
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -123,6 +124,7 @@ class Batcher:
         return sum(len(batch.rows) for batch in list(self._batches))
 
     def submit(self, pending: PendingRows) -> None:
+        """Queue the rows of a request."""
         with self._wake:
             self._arrived.append(pending)
             self._wake.notify()
@@ -143,7 +145,7 @@ class Batcher:
             try:
                 self._admit()
                 self._step()
-            except Exception as error:  # a bug here: these requests are lost, the next ones need not be
+            except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
                 log.exception("the batcher failed")
                 self._fail_all(error)
         self._fail_all(RuntimeError("the server is closed"))
@@ -178,7 +180,7 @@ class Batcher:
             weight = self._weight(rows[0].pending)
             alone = not self._batches and not admitted
             if not alone and room < weight and time.monotonic() - rows[0].pending.since > MAX_BYPASS_S:
-                break  # nobody enters until there is room for this large row
+                break  # no row is admitted before there is room for this large one
             if not alone and (room < weight or (owner in busy and room - weight < reserved)):
                 self._waiting.move_to_end(owner)
                 skipped += 1
@@ -226,7 +228,7 @@ class Batcher:
         self._batches.appendleft(batch)
 
     def _step(self) -> None:
-        """Let the batch whose turn it is take a step."""
+        """Take one step of the first batch, then move it to the end."""
         if not self._batches:
             return
         batch = self._batches[0]
@@ -235,7 +237,7 @@ class Batcher:
         try:
             batch.decode.step()
             self._deliver(batch)
-        except Exception as error:  # also out of memory: this batch is lost, the server goes on
+        except Exception as error:  # also out of memory: this batch fails, the server continues
             self._batches.remove(batch)
             self._fail(batch.rows, error)
             return
@@ -248,14 +250,12 @@ class Batcher:
         """Copy the tokens of finished and watched rows to their `PendingRows`; finished rows leave."""
         states = batch.decode.rows
         shown = [i for i, ref in enumerate(batch.rows) if states[i].finished or ref.pending.on_step]
-        ids_BN, known_BN = batch.decode.tokens(shown) if shown else (torch.empty(0), torch.empty(0))
-        updated: dict[PendingRows, None] = {}
-        for j, i in enumerate(shown):
+        if not shown:
+            return
+        for i, ids_N, known_N in zip(shown, *batch.decode.tokens(shown), strict=True):
             pending, row = batch.rows[i]
-            pending.ids_BN[row], pending.known_BN[row] = ids_BN[j], known_BN[j]
-            pending.steps_B[row] = states[i].done
-            updated[pending] = None
-        for pending in updated:
+            pending.ids_BN[row], pending.known_BN[row], pending.steps_B[row] = ids_N, known_N, states[i].done
+        for pending in dict.fromkeys(batch.rows[i].pending for i in shown):
             if pending.on_step is not None and not pending.ended:
                 pending.on_step(pending)
         finished = [ref for i, ref in enumerate(batch.rows) if states[i].finished]

@@ -17,14 +17,15 @@ from arpg.extractors import can_extract
 from arpg.image import to_rgb
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError, check
-from arpg.serve.schemas import ControlImage, ExtractCondition, Limits, Sampling, TaskParams
+from arpg.serve.schemas import ControlImage, ExtractCondition, TaskParams
+from arpg.serve.settings import Limits
 from arpg.settings import EXPAND_METHODS
 from arpg.tasks.control_input import ControlInput
 from arpg.tasks.task import ImageTask
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # Pillow reads many more, which would only be a larger surface to attack
 
-BuiltTask = tuple[ImageTask, dict[str, Any]]  # and what the response and the PNG files say besides the settings
+BuiltTask = tuple[ImageTask, dict[str, Any]]  # and what else than settings its response and PNG files list
 
 
 class TaskBuilder:
@@ -47,37 +48,17 @@ class TaskBuilder:
             if name in ("image", "mask"):
                 value = self._read_base64(value, name)
             own[name] = tuple(value) if isinstance(value, list) else value
-        return self.build(
-            task,
-            label,
-            params,
-            num=params.num,
-            seed=params.seed,
-            best_of=params.best_of,
-            control=params.control,
-            **own,
-        )
+        return self.build(task, label, params, **own)
 
-    def build(
-        self,
-        task: str,
-        label: dict[str, Any],
-        sampling: Sampling,
-        *,
-        num: int,
-        seed: int | None,
-        best_of: int,
-        control: ControlImage | None = None,
-        **own: Any,
-    ) -> BuiltTask:
+    def build(self, task: str, label: dict[str, Any], params: TaskParams, **own: Any) -> BuiltTask:
         """Build `pipe.TASK_task(...)`; `label` is what `label_of` returns, `own` the parameters of this task alone."""
         if task == "expand":
             own = {"image": None, **own}
             own.setdefault("method", EXPAND_METHODS[0])
         result_size = self._check_sizes(task, own)
-        options = self._options(sampling, num=num, seed=seed, best_of=best_of)
-        if control is not None:
-            options["control"] = self._control_input(control, result_size)
+        options = self._options(params)
+        if params.control is not None:
+            options["control"] = self._control_input(params.control, result_size)
         arguments = {"class_": None, **label, **own, **options}
         if task == "generate":
             arguments["classes"] = arguments.pop("class_")
@@ -176,28 +157,20 @@ class TaskBuilder:
         code = "takes_text" if self.takes_text else "takes_class"
         raise ApiError(400, f"{name} is {shown}, but the model takes {other}", param=name, code=code)
 
-    def _options(self, sampling: Sampling, *, num: int, seed: int | None, best_of: int) -> dict[str, Any]:
+    def _options(self, params: TaskParams) -> dict[str, Any]:
         """Return the options of all tasks; numbers and settings are checked here, before any work."""
-        limits = self.limits
-        check(num <= limits.images, f"num is {num}; at most {limits.images} images per request", param="num")
-        check(
-            best_of <= limits.best_of,
-            f"best_of is {best_of}; at most {limits.best_of} candidates per image",
-            param="best_of",
-        )
-        check(
-            num * best_of <= limits.candidates,
-            f"num * best_of is {num * best_of}; at most {limits.candidates} candidates per request",
-            param="best_of",
-        )
-        given = sampling.given()
-        if isinstance(given.get("schedule"), list):
-            given["schedule"] = tuple(given["schedule"])
-        settings = self.pipeline.sampling.settings(**given)
-        steps = settings.steps
+        limits, num, best_of = self.limits, params.num, params.best_of
+        for name, value, most, what in (
+            ("num", num, limits.images, "images per request"),
+            ("best_of", best_of, limits.best_of, "candidates per image"),
+            ("num * best_of", num * best_of, limits.candidates, "candidates per request"),
+        ):
+            check(value <= most, f"{name} is {value}; at most {most} {what}", param=name.split()[-1])
+        given = params.given()
+        steps = self.pipeline.sampling.settings(**given).steps
         check(steps <= limits.steps, f"steps is {steps}; at most {limits.steps} are accepted", param="steps")
-        chosen = secrets.randbelow(2**32) if seed is None else seed
-        return {"num_images": num, "seed": chosen, "best_of": best_of, "batch_size": num * best_of, **given}
+        seed = secrets.randbelow(2**32) if params.seed is None else params.seed
+        return {"num_images": num, "seed": seed, "best_of": best_of, "batch_size": num * best_of, **given}
 
     def _check_sizes(self, task: str, own: dict[str, Any]) -> tuple[int, int]:
         """Check image sizes before any work; return the (width, height) of the result."""

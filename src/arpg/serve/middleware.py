@@ -1,26 +1,23 @@
-"""What every HTTP request passes around its route: id, host, key, size and admission; headers, log and metrics."""
+"""The middleware of all routes: id, host, key, size and admission of requests; headers, log and metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, internal_error
 from arpg.serve.auth import ApiKeys
 from arpg.serve.observability import Metrics
+from arpg.serve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; "
@@ -48,6 +45,7 @@ class ClientDisconnected(Exception):  # noqa: N818  an outcome, not a failure
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -62,6 +60,7 @@ class AdmissionLimiter:
         metrics.gauge("arpg_queue_depth", "HTTP requests admitted, waiting or running", lambda: self.num_admitted)
 
     def enter(self) -> None:
+        """Admit a call, or raise a 429 or 503."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; try again in a moment", code="draining", retry_after=5)
         if self.num_admitted >= self.capacity:
@@ -75,29 +74,27 @@ class AdmissionLimiter:
         self.num_admitted += 1
 
     def leave(self) -> None:
+        """Count an admitted call as answered."""
         self.num_admitted -= 1
 
 
 class RequestMiddleware:
-    """Plain ASGI, so that streams stream and disconnects are noticed.
+    """Checks, admits, logs and counts every request. Plain ASGI, so that streams and disconnects pass through it.
 
-    `hosts`: accepted Host headers (None: any); `max_bytes`: of a body; `io_timeout_s`: seconds for a body to arrive, or
-    for the client to read on.
+    `hosts`: accepted Host headers; None: any.
     """
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         admission: AdmissionLimiter,
         keys: ApiKeys,
-        metrics: Metrics,
-        max_bytes: int,
-        hosts: frozenset[str] | None = None,
-        io_timeout_s: float = 30.0,
+        settings: ServeSettings,
+        hosts: frozenset[str] | None,
     ) -> None:
-        self.app, self.admission, self.keys, self.metrics = app, admission, keys, metrics
-        self.max_bytes, self.hosts, self.io_timeout_s = max_bytes, hosts, io_timeout_s
+        self.app, self.admission, self.metrics, self.keys = app, admission, admission.metrics, keys
+        self.max_bytes, self.io_timeout_s, self.hosts = settings.limits.bytes, settings.io_timeout_s, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -110,7 +107,7 @@ class RequestMiddleware:
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         state.setdefault("id", f"req_{secrets.token_hex(12)}")  # on Ray, the ingress has set it
-        start, response = time.monotonic(), _ResponseSender(send, state["id"], scope["path"], self.io_timeout_s)
+        start, response = time.monotonic(), _ResponseSender(send, scope, self.io_timeout_s)
         admitted = False
         try:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -123,10 +120,10 @@ class RequestMiddleware:
             self.metrics.cancelled.inc()
             response.status = response.status or 499
         except ApiError as error:
-            await response.send_error(error)
+            await response.send_error(error, receive)
         except Exception:
             log.exception("a request failed", extra={"id": response.id})
-            await response.send_error(internal_error())
+            await response.send_error(internal_error(), receive)
         finally:
             if admitted:
                 self.admission.leave()
@@ -181,17 +178,18 @@ class RequestMiddleware:
 
 
 class _ResponseSender:
-    """Adds the headers to a response, and gives up on a client that does not read it."""
+    """Adds the headers to a response; raises `ClientDisconnected` where the client does not read it in time."""
 
-    def __init__(self, send: Send, id: str, path: str, io_timeout_s: float) -> None:
-        self._send, self.id, self.path, self.io_timeout_s = send, id, path, io_timeout_s
+    def __init__(self, send: Send, scope: Scope, io_timeout_s: float) -> None:
+        self._send, self.scope, self.io_timeout_s = send, scope, io_timeout_s
+        self.id: str = scope["state"]["id"]
         self.status = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             ours = {**SECURITY_HEADERS, "x-request-id": self.id}
-            ours["cache-control"] = "no-store" if self.path.startswith("/v1/") else "no-cache"
+            ours["cache-control"] = "no-store" if self.scope["path"].startswith("/v1/") else "no-cache"
             given = {name.lower() for name, _ in message.get("headers", [])}
             more = [(k.encode(), v.encode()) for k, v in ours.items() if k.encode() not in given]
             message = {**message, "headers": [*message.get("headers", []), *more]}
@@ -201,17 +199,11 @@ class _ResponseSender:
         except (TimeoutError, OSError):
             raise ClientDisconnected from None
 
-    async def send_error(self, error: ApiError) -> None:
-        if self.status:  # the response has begun: it can only be cut off
+    async def send_error(self, error: ApiError, receive: Receive) -> None:
+        if self.status:  # the response has begun: the connection can only be closed
             return
-        body = error.encoded()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        try:
-            await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
-            await self.send({"type": "http.response.body", "body": body})
-        except ClientDisconnected:
-            pass
+        with contextlib.suppress(ClientDisconnected):
+            await error.response()(self.scope, receive, self.send)
 
 
 def _without_port(host: str) -> str:

@@ -9,19 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 from arpg.serve.api_error import ApiError
-from arpg.serve.responses import (
-    Event,
-    EventStream,
-    Job,
-    Preview,
-    Result,
-    SseEvent,
-    ToSse,
-    json_response,
-    to_base64,
-    to_png,
-    wait_for_result,
-)
+from arpg.serve.responses import Job, Preview, Result, SseEvent, json_response, respond, to_base64, to_png
 from arpg.serve.schemas import (
     TASKS,
     Classes,
@@ -33,12 +21,12 @@ from arpg.serve.schemas import (
     TaskParams,
     TaskResponse,
 )
-from arpg.serve.service import ImageService, find_thumbnails
+from arpg.serve.service import ImageService
 
 Responses = dict[int | str, dict[str, Any]]
 
 ERRORS: Responses = {
-    400: {"model": Error, "description": "Something in the request is wrong; the message says what."},
+    400: {"model": Error, "description": "The request is not valid; the message names the parameter and the reason."},
     401: {"model": Error, "description": "An API key is needed."},
     413: {"model": Error, "description": "Too many bytes or pixels."},
     429: {"model": Error, "description": "Too many pending requests; Retry-After says when to try again."},
@@ -56,7 +44,7 @@ THUMBNAILS = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
 
 
 def task_responses(model: type, description: str, events: Iterable[str], **more: Any) -> Responses:
-    """Describe a route that answers with images, or with server-sent events of these names."""
+    """Describe the responses of a route: images, or server-sent events of these names."""
     data = {"type": "string", "contentMediaType": "application/json"}
     schema = {
         "type": "object",
@@ -68,6 +56,7 @@ def task_responses(model: type, description: str, events: Iterable[str], **more:
 
 
 def native_routes(service: ImageService) -> APIRouter:
+    """Return the routes under /v1/arpg."""
     router = APIRouter(prefix="/v1/arpg", tags=["arpg"])
     reading: Responses = {status: ERRORS[status] for status in (401, 503)}
 
@@ -79,10 +68,9 @@ def native_routes(service: ImageService) -> APIRouter:
     @router.get("/classes", response_model=Classes, responses=reading)
     async def classes() -> dict[str, Any]:
         """All classes by id; none where the model takes text."""
-        names = service.pipeline.classes
-        has_thumbnails = service.folder is not None and find_thumbnails(service.folder) is not None
+        names = service.loaded.pipeline.classes
         entries = [{"id": i, "name": names.name(i)} for i in range(len(names))]
-        return {"classes": entries, "thumbnails": THUMBNAILS if has_thumbnails else None}
+        return {"classes": entries, "thumbnails": None if service.thumbnails is None else THUMBNAILS}
 
     @router.get(
         "/thumbnails.webp",
@@ -91,10 +79,9 @@ def native_routes(service: ImageService) -> APIRouter:
     )
     async def thumbnails() -> FileResponse:
         """One small image of each class, side by side; the file is in the model's folder."""
-        file = None if service.folder is None else find_thumbnails(service.folder)
-        if file is None:
+        if service.thumbnails is None:
             raise ApiError(404, "this model has no thumbnails")
-        return FileResponse(file, media_type="image/webp")
+        return FileResponse(service.thumbnails, media_type="image/webp")
 
     for task, schema in TASKS.items():
         _add_task_route(router, service, task, schema)
@@ -102,7 +89,7 @@ def native_routes(service: ImageService) -> APIRouter:
     @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
     async def condition(body: ExtractCondition) -> Response:
         """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
-        builder = service.builder
+        builder = service.loaded.builder
         image, kind = await service.run_in_worker(lambda: builder.extract_condition(body))
         size = {"width": image.width, "height": image.height}
         return json_response({"png": to_base64(to_png(image)), "kind": kind, **size})
@@ -112,11 +99,10 @@ def native_routes(service: ImageService) -> APIRouter:
 
 def _add_task_route(router: APIRouter, service: ImageService, task: str, schema: type[TaskParams]) -> None:
     async def run_task(call: Request, body: TaskParams) -> Response:
-        position = service.batcher.num_waiting
+        position = service.loaded.batcher.num_waiting
         job = service.start(call, lambda builder: builder.from_params(task, body), previews=body.stream)
-        if body.stream:
-            return EventStream(job, to_sse(job), [("queued", {"id": job.id, "position": position})])
-        return json_response(_task_response(job, await wait_for_result(job, call)))
+        queued = ("queued", {"id": job.id, "position": position})
+        return await respond(job, call, stream=body.stream, to_body=_to_body, to_sse=_to_sse, first=[queued])
 
     run_task.__annotations__["body"] = schema
     description = f"The images; with `stream`, server-sent events: queued, step ({StepEvent.__name__}), done or error."
@@ -131,7 +117,7 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
     )
 
 
-def _task_response(job: Job, result: Result) -> dict[str, Any]:
+def _to_body(job: Job, result: Result) -> dict[str, Any]:
     return {
         "id": job.id,
         "created": int(job.created),
@@ -144,16 +130,9 @@ def _task_response(job: Job, result: Result) -> dict[str, Any]:
     }
 
 
-def to_sse(job: Job) -> ToSse:
-    """Return a function from an event of a job to its server-sent events."""
-
-    def convert(event: Event) -> Iterable[SseEvent]:
-        if isinstance(event, Preview):
-            data = {name: getattr(event, name) for name in StepEvent.model_fields if name != "previews"}
-            yield "step", {**data, "previews": [to_base64(png) for png in event.pngs]}
-        elif isinstance(event, Result):
-            yield "done", _task_response(job, event)
-        else:
-            yield "error", event.body()
-
-    return convert
+def _to_sse(job: Job, event: Preview | Result) -> Iterable[SseEvent]:
+    if isinstance(event, Result):
+        yield "done", _to_body(job, event)
+    else:
+        data = {name: getattr(event, name) for name in StepEvent.model_fields if name != "previews"}
+        yield "step", {**data, "previews": [to_base64(png) for png in event.pngs]}

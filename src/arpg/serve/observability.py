@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,7 +16,7 @@ _RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "
 
 
 class Metrics:
-    """The metrics of one service, in a registry of its own so that several services can live in one process."""
+    """The metrics of one service, in a registry of its own so that one process can have several services."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -42,6 +41,7 @@ class Metrics:
         Gauge(name, help, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
@@ -49,6 +49,7 @@ class JsonFormatter(logging.Formatter):
     """A log record as one line of JSON, with its extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return `record` as one line of JSON."""
         entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -61,14 +62,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure_logging(stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Write all logs, uvicorn's own included, as JSON lines to `stream` (stderr by default)."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+def configure_logging() -> None:
+    """Write all logs, uvicorn's own included, as JSON lines to stderr."""
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("arpg").setLevel(level)
+    logging.getLogger("arpg").setLevel(logging.INFO)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers[:], logger.propagate = [], True

@@ -19,27 +19,15 @@ from starlette.datastructures import UploadFile
 from arpg.serve.api_error import ApiError, check
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
-from arpg.serve.responses import (
-    Event,
-    EventStream,
-    Job,
-    Preview,
-    Result,
-    SseEvent,
-    ToSse,
-    json_response,
-    to_base64,
-    wait_for_result,
-)
-from arpg.serve.schemas import MAX, Error, Feather, Sampling, Seed, Text
+from arpg.serve.responses import Job, Preview, Result, SseEvent, respond, to_base64
+from arpg.serve.schemas import MAX, Error, Feather, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 
 QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "standard": 1.0, "auto": 1.0, "high": 2.0, "hd": 2.0}  # of the steps
-PILLOW_FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
 
 
 class ImagesParams(Sampling):
-    """What both routes take: the fields of the API, and ours."""
+    """The fields of both routes: those of the OpenAI API, and our own."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=32000, description="Text, or the name or id of a class.")]
     negative: Text | None = Field(None, description="Ours: a prompt that guidance leads away from.")
@@ -61,6 +49,8 @@ class ImagesParams(Sampling):
 
 
 class GenerationParams(ImagesParams):
+    """Generate images of a prompt, or of the class that it names."""
+
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "3", "n": 2, "seed": 7, "steps": 12}]})
     moderation: Literal["auto", "low"] | None = Field(None, description="Not used.")
     style: Literal["vivid", "natural"] | None = Field(None, description="Not used.")
@@ -75,11 +65,15 @@ class EditParams(ImagesParams):
 
 
 class ImageData(BaseModel):
+    """One image of a response."""
+
     b64_json: str
     seed: int = Field(description="Ours.")
 
 
 class ImagesResponse(BaseModel):
+    """The images of a request, in base64."""
+
     created: int
     data: list[ImageData]
     output_format: str
@@ -87,6 +81,8 @@ class ImagesResponse(BaseModel):
 
 
 class ModelEntry(BaseModel):
+    """The served model."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -94,6 +90,8 @@ class ModelEntry(BaseModel):
 
 
 class ModelList(BaseModel):
+    """All models that are served: one."""
+
     object: Literal["list"]
     data: list[ModelEntry]
 
@@ -125,6 +123,7 @@ def _form_schema() -> dict[str, Any]:
 
 
 def openai_routes(service: ImageService) -> APIRouter:
+    """Return the routes of the OpenAI Images API."""
     router = APIRouter(prefix="/v1", tags=["openai"])
     entry = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "arpg"}
 
@@ -132,18 +131,13 @@ def openai_routes(service: ImageService) -> APIRouter:
         message = f"model {model!r} is not served here; expected {service.name!r}"
         check(model in (None, service.name), message, param="model", code="model_not_found", status=404)
 
-    async def respond(
+    async def run_task(
         call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
     ) -> Response:
         check_model(params.model)
-        num_previews = (params.partial_images or 0) if params.stream else 0
-        job = service.start(call, build, previews=num_previews > 0)
-        if params.stream:
-            return EventStream(job, to_sse(job, params, kind, num_previews))
-        result = await wait_for_result(job, call)
-        files = _encode_files(result, params)
-        data = [{"b64_json": to_base64(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)]
-        return json_response({"created": int(job.created), "data": data, **_format_of(result, params)})
+        form = ResponseFormat(params, kind)
+        job = service.start(call, build, previews=form.num_previews > 0)
+        return await respond(job, call, stream=bool(params.stream), to_body=form.body, to_sse=form.events)
 
     @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:
@@ -161,13 +155,13 @@ def openai_routes(service: ImageService) -> APIRouter:
         """Images of the prompt, or of the class that it names."""
 
         def build(builder: TaskBuilder) -> BuiltTask:
-            options, label = _options(builder, body), builder.label_of(body.prompt, body.negative)
+            params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
             size = _requested_size(body)
             if size in (None, builder.image_size):
-                return builder.build("generate", label, **options)
-            return builder.build("expand", label, size=size, **options)
+                return builder.build("generate", label, params)
+            return builder.build("expand", label, params, size=size)
 
-        return await respond(call, body, build, "image_generation")
+        return await run_task(call, body, build, "image_generation")
 
     @router.post("/images/edits", responses=IMAGES_RESPONSES, openapi_extra=_form_schema())
     async def edits(call: Request) -> Response:
@@ -175,7 +169,7 @@ def openai_routes(service: ImageService) -> APIRouter:
         body, files = await _read_form(call, service.limits.bytes)
 
         def build(builder: TaskBuilder) -> BuiltTask:
-            options, label = _options(builder, body), builder.label_of(body.prompt, body.negative)
+            params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
             image = builder.read_image(files["image"], param="image", alpha=True)
             mask = transparent_part(builder.read_image(files.get("mask", files["image"]), param="mask", alpha=True))
             anything = mask.getextrema() != (0, 0)
@@ -183,9 +177,9 @@ def openai_routes(service: ImageService) -> APIRouter:
             same_size = _requested_size(body) in (None, image.size)
             check(same_size, f"size is {body.size}; an edit is as large as its image", param="size")
             image = image.convert("RGB")
-            return builder.build("inpaint", label, image=image, mask=mask, feather=body.feather, **options)
+            return builder.build("inpaint", label, params, image=image, mask=mask, feather=body.feather)
 
-        return await respond(call, body, build, "image_edit")
+        return await run_task(call, body, build, "image_edit")
 
     return router
 
@@ -195,13 +189,13 @@ def transparent_part(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.where(np.asarray(image.getchannel("A")) == 0, 255, 0).astype(np.uint8))
 
 
-def _options(builder: TaskBuilder, params: ImagesParams) -> dict[str, Any]:
-    """Return what all tasks take, from the names of this API."""
-    sampling: Sampling = params
-    if params.quality is not None and params.steps is None and not isinstance(params.schedule, list):
+def _task_params(builder: TaskBuilder, params: ImagesParams) -> TaskParams:
+    """Return the parameters of all tasks, from the fields of this API."""
+    given = params.given()
+    if params.quality is not None and "steps" not in given and not isinstance(params.schedule, list):
         steps = round(builder.pipeline.sampling.steps * QUALITY_FACTORS[params.quality])
-        sampling = params.model_copy(update={"steps": max(1, min(builder.limits.steps, steps))})
-    return {"sampling": sampling, "num": params.n or 1, "seed": params.seed, "best_of": params.best_of or 1}
+        given["steps"] = max(1, min(builder.limits.steps, steps))
+    return TaskParams(num=params.n or 1, seed=params.seed, best_of=params.best_of or 1, **given)
 
 
 def _requested_size(params: ImagesParams) -> tuple[int, int] | None:
@@ -236,47 +230,51 @@ async def _read_form(call: Request, max_bytes: int) -> tuple[EditParams, dict[st
         raise ApiError(400, f"{param}: {first['msg']}", param=param) from None
 
 
-def _encode_files(result: Result, params: ImagesParams) -> list[bytes]:
-    if params.output_format in (None, "png"):
-        return list(result.pngs)
-    return [_encode(image, params) for image in result.images]
-
-
-def _encode(image: Image.Image, params: ImagesParams) -> bytes:
-    file = io.BytesIO()
-    compression = 100 if params.output_compression is None else params.output_compression
-    image.save(file, format=PILLOW_FORMATS[params.output_format or "png"], quality=min(95, max(1, compression)))
-    return file.getvalue()
-
-
-def _format_of(result: Result, params: ImagesParams) -> dict[str, Any]:
-    image = result.images[0]
-    return {"output_format": params.output_format or "png", "size": f"{image.width}x{image.height}"}
-
-
-def to_sse(job: Job, params: ImagesParams, kind: str, num_previews: int) -> ToSse:
-    """Return a function from an event to server-sent events as the API names them.
+class ResponseFormat:
+    """The results and previews of one job in the format of the API; `kind` starts the names of events.
 
     Of the previews only `num_previews` are sent, evenly spread.
     """
-    sent = 0
-    common = {"created_at": int(job.created), "background": "opaque", "quality": params.quality or "auto"}
 
-    def convert(event: Event) -> Iterable[SseEvent]:
-        nonlocal sent
-        if isinstance(event, Preview):
-            share = (event.window + event.step / max(1, event.steps or 1)) / event.windows
-            if sent < num_previews and share * (num_previews + 1) >= sent + 1 and share < 1:
-                data = {"b64_json": to_base64(event.pngs[0]), "partial_image_index": sent, "output_format": "png"}
-                yield f"{kind}.partial_image", {"type": f"{kind}.partial_image", "size": "auto", **data, **common}
-                sent += 1
-        elif isinstance(event, Result):
+    def __init__(self, params: ImagesParams, kind: str) -> None:
+        self.params, self.kind = params, kind
+        self.num_previews = (params.partial_images or 0) if params.stream else 0
+        self._num_sent = 0
+
+    def body(self, job: Job, result: Result) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        return {"created": int(job.created), "data": self._images(result), **self._format(result)}
+
+    def events(self, job: Job, event: Preview | Result) -> Iterable[SseEvent]:
+        """Return the server-sent events of a preview (at most one) or of a result (one per image)."""
+        name, common = f"{self.kind}.completed", {"created_at": int(job.created), "background": "opaque"}
+        common["quality"] = self.params.quality or "auto"
+        if isinstance(event, Result):
             usage: dict[str, Any] = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
             usage |= {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
-            for file, seed in zip(_encode_files(event, params), event.seeds, strict=True):
-                data = {"b64_json": to_base64(file), "seed": seed, "usage": usage, **_format_of(event, params)}
-                yield f"{kind}.completed", {"type": f"{kind}.completed", **data, **common}
-        else:
-            yield "error", event.body()
+            for image in self._images(event):
+                yield name, {"type": name, **image, "usage": usage, **self._format(event), **common}
+            return
+        name = f"{self.kind}.partial_image"
+        share = (event.window + event.step / max(1, event.steps or 1)) / event.windows
+        due = share * (self.num_previews + 1) >= self._num_sent + 1
+        if self._num_sent < self.num_previews and due and share < 1:
+            image = {"b64_json": to_base64(event.pngs[0]), "partial_image_index": self._num_sent}
+            yield name, {"type": name, "size": "auto", **image, "output_format": "png", **common}
+            self._num_sent += 1
 
-    return convert
+    def _images(self, result: Result) -> list[dict[str, Any]]:
+        files = list(result.pngs)
+        if self.params.output_format not in (None, "png"):
+            files = [self._encode(image) for image in result.images]
+        return [{"b64_json": to_base64(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)]
+
+    def _encode(self, image: Image.Image) -> bytes:
+        file, compression = io.BytesIO(), self.params.output_compression
+        quality = 95 if compression is None else min(95, max(1, compression))
+        image.save(file, format=self.params.output_format, quality=quality)
+        return file.getvalue()
+
+    def _format(self, result: Result) -> dict[str, str]:
+        image = result.images[0]
+        return {"output_format": self.params.output_format or "png", "size": f"{image.width}x{image.height}"}

@@ -7,7 +7,7 @@ depends on its seed alone, so the second try generates the same one.
 from __future__ import annotations
 
 import asyncio
-import inspect
+import dataclasses
 import logging
 import os
 import signal
@@ -20,25 +20,20 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpg.config import DEFAULT_MODEL
 from arpg.errors import require
 from arpg.serve.api_error import ApiError
+from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, read_keys
-from arpg.serve.middleware import (
-    AdmissionLimiter,
-    App,
-    ClientDisconnected,
-    Message,
-    Receive,
-    RequestMiddleware,
-    Scope,
-    Send,
-    wait_for_disconnect,
-)
+from arpg.serve.middleware import AdmissionLimiter, ClientDisconnected, RequestMiddleware, wait_for_disconnect
 from arpg.serve.observability import Metrics, configure_logging
+from arpg.serve.responses import json_response
 from arpg.serve.schemas import TASKS
-from arpg.serve.service import ALIASES, ImageService, ServeSettings, check_engine
+from arpg.serve.service import ImageService
+from arpg.serve.settings import ALIASES, ServeSettings
 
 log = logging.getLogger(__name__)
 
@@ -52,19 +47,21 @@ ROUTES = {  # what the metrics name; all other paths are "other"
     "/v1/models",
     *(f"/v1/arpg/{task}" for task in TASKS),
 }
+SCALE_TYPES: dict[str, Any] = {"model": str, "replicas": int, "max_replicas": int, "gpus": float}  # of `build`
+SETTING_TYPES = {
+    setting.name: int if setting.default is None else type(setting.default)
+    for setting in dataclasses.fields(ServeSettings)
+    if setting.name != "limits"
+}
 SCOPE_FIELDS = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
 
 
 class Replica:
-    """A whole application of its own that is called by messages instead of sockets."""
+    """The application of one model, called with ASGI messages instead of over a socket."""
 
-    def __init__(self, model: str, settings: ServeSettings, device: str, precision: str, engine: str = "auto") -> None:
-        from arpg.serve.app import create_app
-
+    def __init__(self, model: str, settings: ServeSettings) -> None:
         configure_logging()
-        self.service = ImageService.from_pretrained(
-            model, keys=ApiKeys(), settings=settings, device=device, precision=precision, engine=engine
-        )
+        self.service = ImageService.from_pretrained(model, keys=ApiKeys(), settings=settings)
         self.service.open()
         self.app = create_app(self.service)
 
@@ -111,9 +108,9 @@ class Ingress:
                 await send({"type": f"{message['type']}.complete"})
             await send({"type": "lifespan.shutdown.complete"})
         elif scope["path"] == "/healthz":
-            await _send_body(send, b'{"status": "ok"}', "application/json")
+            await json_response({"status": "ok"})(scope, receive, send)
         elif scope["path"] == "/metrics":
-            await _send_body(send, self.metrics.text(), self.metrics.CONTENT_TYPE)
+            await Response(self.metrics.text(), media_type=self.metrics.CONTENT_TYPE)(scope, receive, send)
         else:
             if scope["path"] in ROUTES:
                 scope["route"] = SimpleNamespace(path=scope["path"])  # its name in the metrics
@@ -171,7 +168,7 @@ class Ingress:
             raise RuntimeError("a replica failed") from error
 
 
-def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | None) -> App:
+def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | None) -> ASGIApp:
     """Build what clients connect to: the same middleware as on one machine, around the ingress."""
     configure_logging()
     metrics = Metrics()
@@ -179,10 +176,8 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
         Ingress(metrics),
         admission=AdmissionLimiter(settings.max_pending_requests, metrics, estimate_wait=lambda: 5.0),
         keys=keys,
-        metrics=metrics,
-        max_bytes=settings.limits.bytes,
+        settings=settings,
         hosts=hosts,
-        io_timeout_s=settings.io_timeout_s,
     )
 
 
@@ -191,16 +186,12 @@ def application(
     *,
     keys: ApiKeys,
     settings: ServeSettings,
-    device: str = "auto",
-    precision: str = "auto",
-    engine: str = "auto",
     replicas: int = 1,
     max_replicas: int | None = None,
     gpus: float = 0,
     hosts: frozenset[str] | None = None,
 ) -> serve.Application:
     """Build the deployments. More replicas are started when those that run have more than a batch each to do."""
-    check_engine(engine)
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
     most = replicas if max_replicas is None else max_replicas
     require(most >= replicas, f"max_replicas is {most}; expected at least replicas ({replicas})")
@@ -213,7 +204,7 @@ def application(
         ray_actor_options={"num_gpus": gpus, "num_cpus": 1 if gpus else 0.5},
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=5,
-    )(Replica).bind(model, settings, device, precision, engine)
+    )(Replica).bind(model, settings)
     to_ingress = serve.ingress(lambda: ingress_app(settings, keys, hosts))
 
     class IngressDeployment:
@@ -228,29 +219,15 @@ def application(
     )(to_ingress(IngressDeployment)).bind(replica)
 
 
-ARGUMENTS: dict[str, type] = {  # of `build`, with their types, besides those of `ServeSettings`
-    "model": str,
-    "device": str,
-    "precision": str,
-    "engine": str,
-    "replicas": int,
-    "max_replicas": int,
-    "gpus": float,
-}
-ARGUMENT_ALIASES = {"dtype": "precision", **ALIASES}  # old names
-
-
 def build(arguments: dict[str, str]) -> serve.Application:
     """For `serve run` and KubeRay: the options of `arpg serve` as strings; keys come from the environment."""
-    given = {ARGUMENT_ALIASES.get(name, name): value for name, value in arguments.items()}
-    known = ARGUMENTS.keys() | (inspect.signature(ServeSettings).parameters.keys() - {"limits"})
+    given = {ALIASES.get(name, name): value for name, value in arguments.items()}
+    known = {**SCALE_TYPES, **SETTING_TYPES}
     unknown = sorted(given.keys() - known)
     require(not unknown, f"unknown argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return application(
-        keys=read_keys(None, os.environ.get(KEYS_VARIABLE)),
-        settings=ServeSettings.from_strings(given),
-        **{name: kind(given[name]) for name, kind in ARGUMENTS.items() if name in given},
-    )
+    parsed = {name: known[name](value) for name, value in given.items()}
+    settings = ServeSettings(**{name: parsed.pop(name) for name in SETTING_TYPES if name in parsed})
+    return application(keys=read_keys(None, os.environ.get(KEYS_VARIABLE)), settings=settings, **parsed)
 
 
 def start(app: serve.Application, *, host: str, port: int) -> None:
@@ -269,9 +246,3 @@ def run(app: serve.Application, *, host: str, port: int) -> None:
     stop.wait()
     serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
-
-
-async def _send_body(send: Send, body: bytes, kind: str) -> None:
-    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

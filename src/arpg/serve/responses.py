@@ -17,9 +17,10 @@ from typing import Any
 from PIL import Image, PngImagePlugin
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, deadline_exceeded
-from arpg.serve.middleware import ClientDisconnected, Receive, Scope, Send, wait_for_disconnect
+from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
 
 KEEP_ALIVE_S = 15.0  # a stream without events sends a comment this often
 
@@ -50,36 +51,20 @@ class Result:
 
 Event = Preview | Result | ApiError
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
-ToSse = Callable[[Event], Iterable[SseEvent]]
-
-
-class EventQueue:
-    """Events from any thread to one reader on the event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-
-    def put(self, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-    async def get(self) -> Event:
-        return await self._queue.get()
-
-    @property
-    def num_unread(self) -> int:
-        return self._queue.qsize()
 
 
 class Job:
-    """The work for one call. Created on the event loop; its last event is a `Result` or an `ApiError`."""
+    """The work for one call: events from any thread to one reader on the event loop, where it is created.
+
+    The last event is a `Result` or an `ApiError`.
+    """
 
     def __init__(self, *, id: str, deadline: float, previews: bool) -> None:
         self.id = id
         self.previews = previews
         self.created = time.time()
-        self.events = EventQueue()
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._deadline = deadline
         self._start = time.monotonic()
         self._lock = threading.Lock()
@@ -88,6 +73,7 @@ class Job:
 
     @property
     def seconds(self) -> float:
+        """Seconds since the job was created."""
         return time.monotonic() - self._start
 
     @property
@@ -97,15 +83,22 @@ class Job:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to stop working on it: cancelled, past its deadline, or ended. Read by the threads at every step."""
+        """Whether it is cancelled, past its deadline, or ended. The threads read this at every step."""
         return self._cancelled or self._ended or self.seconds_left <= 0
 
+    @property
+    def num_unread(self) -> int:
+        """Events that the reader has not taken yet."""
+        return self._events.qsize()
+
     def cancel(self) -> None:
+        """Let the threads stop working on it."""
         self._cancelled = True
 
     def send_preview(self, preview: Preview) -> None:
+        """Send a preview, unless the job is to stop."""
         if not self.should_stop:
-            self.events.put(preview)
+            self._send(preview)
 
     def end(self, event: Result | ApiError) -> None:
         """Send the last event; only the first call counts, whichever thread it comes from."""
@@ -113,22 +106,27 @@ class Job:
             if self._ended:
                 return
             self._ended = True
-        self.events.put(event)
+        self._send(event)
 
     def stop(self) -> None:
         """End a job that was stopped: the deadline has passed, or nobody reads the response."""
         self.end(deadline_exceeded(self._deadline))
 
     async def next_event(self) -> Event:
+        """Return the next event; after the deadline, a 504."""
         try:
-            return await asyncio.wait_for(self.events.get(), max(0.0, self.seconds_left))
+            return await asyncio.wait_for(self._events.get(), max(0.0, self.seconds_left))
         except TimeoutError:
             self.stop()
             return deadline_exceeded(self._deadline)
 
+    def _send(self, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
 
 async def follow(job: Job, receive: Receive) -> AsyncGenerator[Event | None, None]:
-    """Yield the events of a job up to its last; None after a silence. Cancel the job if the client disconnects."""
+    """Yield the events of a job up to its last, and None where a keep-alive is due; a disconnect cancels the job."""
     disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
     pending: asyncio.Future[Event] | None = None
     try:
@@ -164,12 +162,25 @@ async def wait_for_result(job: Job, call: Request) -> Result:
     raise AssertionError("a job ends with a result or an error")
 
 
+ToBody = Callable[[Job, Result], dict[str, Any]]
+ToSse = Callable[[Job, Preview | Result], Iterable[SseEvent]]
+
+
+async def respond(
+    job: Job, call: Request, *, stream: bool, to_body: ToBody, to_sse: ToSse, first: Iterable[SseEvent] = ()
+) -> Response:
+    """Return the response of a job: the JSON of its result or, with `stream`, server-sent events, `first` before."""
+    if stream:
+        return EventStream(job, to_sse, first)
+    return json_response(to_body(job, await wait_for_result(job, call)))
+
+
 class EventStream(Response):
-    """The events of a job as server-sent events; `to_sse` makes those of each event."""
+    """The events of a job as server-sent events."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, to_sse: ToSse, first: Iterable[SseEvent] = ()) -> None:
+    def __init__(self, job: Job, to_sse: ToSse, first: Iterable[SseEvent]) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.job, self.to_sse, self.first = job, to_sse, first
@@ -186,17 +197,21 @@ class EventStream(Response):
             async for event in events:
                 if event is None:
                     await write(b": keep-alive\n\n")
+                elif isinstance(event, ApiError):
+                    await write(_sse_bytes(("error", event.body())))
                 else:
-                    for sse in self.to_sse(event):
+                    for sse in self.to_sse(self.job, event):
                         await write(_sse_bytes(sse))
         await write(b"", more=False)
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """Return a response with `body` as JSON."""
     return Response(json.dumps(body), status, media_type="application/json")
 
 
 def to_base64(data: bytes) -> str:
+    """Return `data` in base64."""
     return base64.b64encode(data).decode()
 
 

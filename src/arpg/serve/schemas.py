@@ -8,37 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
 import arpg
 from arpg.config import ModelConfig, TokenizerConfig
-from arpg.errors import require
 from arpg.extractors import can_extract
+from arpg.serve.settings import Limits
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, SETTINGS, TASK_SETTINGS, SamplingDefaults, Setting
 from arpg.tasks.control_input import BINARY_KINDS
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most that one request may ask for."""
-
-    images: int = 16
-    best_of: int = 8
-    candidates: int = 32  # images times best_of
-    steps: int = int(SETTINGS["steps"].maximum or 0)
-    side: int = 768  # pixels of a result, along its longer side
-    prompt: int = 2000  # characters
-    strength: int = 10  # of a condition image
-    pixels: int = 1 << 22  # of an image that is sent
-    bytes: int = 1 << 24  # of a request
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value >= 1, f"limit {name} is {value}; expected 1 or more")
-
 
 MAX = Limits()  # what the schema promises; a server may be configured to accept less
 TINY_PNG = (  # a grey square, so that the examples are requests that work
@@ -51,14 +30,14 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 ClassName = Annotated[str, Field(max_length=200)] | int
 Text = Annotated[str, Field(max_length=MAX.prompt)]
 Base64 = Annotated[str, Field(min_length=1, max_length=MAX.bytes, description="A PNG, JPEG or WebP file in base64.")]
-Feather = Annotated[int, Field(ge=0, le=256, description=TASK_SETTINGS["feather"].help)]
+Feather = Annotated[int, Field(ge=0, le=TASK_SETTINGS["feather"].maximum, description=TASK_SETTINGS["feather"].help)]
 Side = Annotated[int, Field(ge=0, le=MAX.side, description="Pixels to add on this side.")]
 Size = Annotated[list[Annotated[int, Field(ge=1, le=MAX.side)]], Field(min_length=2, max_length=2)]
 StepSizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX.steps)]
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown fields and text where a number is meant, so that no misspelt setting is ignored."""
+    """Refuses unknown fields and text where a number is expected, so that no misspelt setting is ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=False, allow_inf_nan=False)
 
@@ -79,7 +58,7 @@ _SettingFields = create_model("_SettingFields", __base__=StrictModel, **_fields)
 
 
 class Sampling(_SettingFields):  # type: ignore[valid-type,misc]
-    """The sampling settings. What is not given (or null) is the model's own recommendation."""
+    """The sampling settings. A setting that is missing or null has the value that the model recommends."""
 
     def given(self) -> dict[str, Any]:
         """Return the settings that are not left to the model."""
@@ -97,7 +76,7 @@ class ControlImage(StrictModel):
 
 
 class TaskParams(Sampling):
-    """What all tasks take."""
+    """The parameters of all tasks."""
 
     class_: ClassName | None = Field(None, alias="class", description="Name or id of a class; names ignore case.")
     prompt: Text | None = Field(None, description="Instead of a class, for models that take text.")
@@ -176,6 +155,8 @@ class ExtractCondition(StrictModel):
 
 
 class ConditionResponse(BaseModel):
+    """A condition image that was extracted from an image."""
+
     png: str = Field(description="Base64; grey.")
     kind: str
     width: int
@@ -183,6 +164,8 @@ class ConditionResponse(BaseModel):
 
 
 class ImageEntry(BaseModel):
+    """One image of a result."""
+
     png: str = Field(description="Base64; its text chunk `arpg` holds the settings.")
     seed: int
     width: int
@@ -190,6 +173,8 @@ class ImageEntry(BaseModel):
 
 
 class TaskResponse(BaseModel):
+    """The result of a task."""
+
     id: str
     created: int = Field(description="Seconds since 1970.")
     seconds: float = Field(description="From the request to the last image.")
@@ -210,6 +195,8 @@ class StepEvent(BaseModel):
 
 
 class Choice(BaseModel):
+    """A named value of a setting, and one line about it."""
+
     name: str
     about: str
 
@@ -229,28 +216,38 @@ class SettingInfo(BaseModel):
 
 
 class Thumbnails(BaseModel):
+    """One image with a square thumbnail of each class, row by row in the order of their ids."""
+
     url: str
     size: int
     columns: int
 
 
 class ClassEntry(BaseModel):
+    """A class of the model."""
+
     id: int
     name: str
 
 
 class Classes(BaseModel):
+    """All classes of the model."""
+
     classes: list[ClassEntry]
     thumbnails: Thumbnails | None
 
 
 class ControlInfo(BaseModel):
+    """The condition images that a model takes."""
+
     kinds: list[Choice]
     extracts: list[str] = Field(description="The kinds that this server can extract from an image.")
     binary_kinds: list[str] = Field(description="The kinds that are white lines on black and nothing between.")
 
 
 class Info(BaseModel):
+    """The model, the settings with their defaults and choices, and the limits of the server."""
+
     model: str
     version: str
     classes: int
@@ -263,11 +260,14 @@ class Info(BaseModel):
     defaults: dict[str, Any]
     guidance_by_steps: list[tuple[int, float]]
     settings: list[SettingInfo]
+    task_settings: list[SettingInfo] = Field(description="Numbers that only some tasks take: feather and strength.")
     choices: dict[str, list[Choice]]
     limits: dict[str, int]
 
 
 class ErrorDetail(BaseModel):
+    """What is wrong, and with which parameter of the request."""
+
     message: str
     type: str
     param: str | None = None
@@ -276,6 +276,8 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
+    """An error, in the form of the OpenAI API."""
+
     error: ErrorDetail
 
 
@@ -284,7 +286,8 @@ def model_info(
 ) -> dict[str, Any]:
     """Return the body of `/v1/arpg/info`: the model, its defaults, all settings and choices, and the limits."""
     defaults = dataclasses.asdict(sampling.settings())
-    method, kinds, best_of = TASK_SETTINGS["method"], TASK_SETTINGS["kind"].choices, TASK_SETTINGS["best_of"]
+    method, kinds = TASK_SETTINGS["method"], TASK_SETTINGS["kind"].choices
+    best_of, feather, strength = (TASK_SETTINGS[name] for name in ("best_of", "feather", "strength"))
     control = model.control
     return {
         "model": name,
@@ -308,6 +311,7 @@ def model_info(
             *(_setting_info(setting, limits, defaults[setting.name]) for setting in SETTINGS.values()),
             _setting_info(best_of, limits, best_of.default),
         ],
+        "task_settings": [_setting_info(each, limits, each.default) for each in (feather, strength)],
         "choices": {
             **{setting.name: _choices(setting.choices) for setting in SETTINGS.values() if setting.choices},
             **{name: _choices(method.choices) for name in (method.name, *method.aliases)},

@@ -1,4 +1,4 @@
-"""ImageService: the one owner of a served model: pipeline, batcher, worker threads, limits, keys and metrics."""
+"""ImageService: a served model with its pipeline, batcher, worker threads, limits, keys and metrics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +19,8 @@ from starlette.requests import Request
 from torch import Tensor
 
 from arpg.checkpoint import bundled_folder, read_folder
-from arpg.config import ENGINES
 from arpg.decode import Step, make_plan
-from arpg.errors import InputError, one_of, require
+from arpg.errors import InputError
 from arpg.hub import resolve
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.api_error import ApiError, bad_request, internal_error
@@ -31,57 +30,21 @@ from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.middleware import AdmissionLimiter
 from arpg.serve.observability import Metrics
 from arpg.serve.responses import Job, Preview, Result, to_png
-from arpg.serve.schemas import Limits, model_info
+from arpg.serve.schemas import model_info
+from arpg.serve.settings import ServeSettings
 from arpg.serve.workers import TokenizerThread, WorkerPools, serving_pipeline
 from arpg.tasks.task import ImageTask
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ALIASES = {"queue": "max_pending_requests", "patience": "io_timeout_s"}  # old names of settings
 MAX_UNREAD_PREVIEWS = 8  # of a slow reader; more are left out
 MAX_PREVIEW_LAG_S = 2.0  # previews of older steps are left out
 
 
 @dataclass(frozen=True)
-class ServeSettings:
-    """How a server behaves, apart from the model it serves."""
-
-    max_batch: int = 16  # images decoded together
-    max_wait_ms: float = 10.0  # how long an idle server waits for more requests
-    max_pending_requests: int = 64  # waiting or running; more get a 429
-    deadline: float = 120.0  # seconds for one request
-    io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
-    threads: int | None = None  # of torch; None: torch's default
-    limits: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "max_pending_requests"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected 1 or more")
-        for name in ("deadline", "io_timeout_s"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} is {value}; expected more than 0 seconds")
-        require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
-
-    @classmethod
-    def from_strings(cls, given: Mapping[str, str]) -> ServeSettings:
-        """Parse settings that are given as text, by their names or old names."""
-        kinds = {f.name: float if isinstance(f.default, float) else int for f in dataclasses.fields(cls)}
-        found = {ALIASES.get(name, name): value for name, value in given.items()}
-        parsed: dict[str, Any] = {name: kind(found[name]) for name, kind in kinds.items() if name in found}
-        return cls(**parsed)
-
-
-def check_engine(engine: str) -> None:
-    """Refuse the graph engine: rows join and leave a server's batches, so no two decodes have a shape in common."""
-    one_of("engine", engine, ENGINES)
-    require(engine != "graph", "engine is 'graph', which a server cannot replay; expected auto, eager or compiled")
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """What exists once the model is loaded."""
+class LoadedModel:
+    """The parts of a service that exist once its model is loaded."""
 
     pipeline: Pipeline
     tokenizer: TokenizerThread
@@ -91,7 +54,7 @@ class _Loaded:
 
 
 class ImageService:
-    """A served model. `load` returns its pipeline; it is called by `open`, so that a server can respond before."""
+    """A served model. `open` calls `load`, which returns the pipeline; until then, calls get a 503."""
 
     def __init__(
         self,
@@ -110,34 +73,23 @@ class ImageService:
         )
         self.seconds_per_image = 1.0  # a moving average, for Retry-After
         self._load = load
-        self._state: _Loaded | None = None
+        self._state: LoadedModel | None = None
         self._closed = False
         gauge = self.metrics.gauge
         gauge("arpg_rows_waiting", "Images not in a batch yet", lambda: self._rows("num_waiting"))
         gauge("arpg_rows_running", "Images being decoded", lambda: self._rows("num_running"))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model: str,
-        *,
-        keys: ApiKeys,
-        settings: ServeSettings,
-        device: str = "auto",
-        precision: str = "auto",
-        engine: str = "auto",
-    ) -> ImageService:
-        """Serve a model by its name. Check what can be checked at once; the weights are loaded by `open`."""
-        check_engine(engine)
-        choose_device(device)
+    def from_pretrained(cls, model: str, *, keys: ApiKeys, settings: ServeSettings) -> ImageService:
+        """Serve a model by its name. The device and the folder are checked here; `open` loads the weights."""
+        choose_device(settings.device)
         folder = resolve(model)
-        return cls(
-            lambda: Pipeline.from_pretrained(folder, device=device, precision=precision, engine=engine),
-            name=Path(model).name or model,
-            folder=folder,
-            keys=keys,
-            settings=settings,
-        )
+
+        def load() -> Pipeline:
+            where = {"device": settings.device, "precision": settings.precision, "engine": settings.engine}
+            return Pipeline.from_pretrained(folder, **where)
+
+        return cls(load, name=Path(model).name or model, folder=folder, keys=keys, settings=settings)
 
     def open(self) -> None:
         """Load the model and start the threads; this takes a while."""
@@ -145,22 +97,14 @@ class ImageService:
         size, threads = settings.max_batch, settings.threads
         tokenizer = TokenizerThread(loaded.tokenizer, max_batch=size, threads=threads)
         pipeline = serving_pipeline(loaded, tokenizer, self.metrics)
-        self._state = _Loaded(
-            pipeline=pipeline,
-            tokenizer=tokenizer,
-            batcher=Batcher(
-                pipeline.model,
-                max_batch=size,
-                max_wait=settings.max_wait_ms / 1000,
-                threads=threads,
-                metrics=self.metrics,
-            ),
-            pools=WorkerPools(),
-            builder=TaskBuilder(pipeline, self.name, self.limits),
-        )
+        max_wait = settings.max_wait_ms / 1000
+        batcher = Batcher(pipeline.model, max_batch=size, max_wait=max_wait, threads=threads, metrics=self.metrics)
+        builder = TaskBuilder(pipeline, self.name, self.limits)
+        self._state = LoadedModel(pipeline, tokenizer, batcher, WorkerPools(), builder)
         log.info("ready", extra={"model": self.name, "device": str(pipeline.model.device)})
 
     def close(self) -> None:
+        """Stop the threads; jobs that are not finished end with an error."""
         self._closed = True
         if self._state is not None:
             self._state.batcher.close()
@@ -175,54 +119,42 @@ class ImageService:
 
     @property
     def ready(self) -> bool:
+        """Whether the service accepts work."""
         return self.alive and not self.admission.draining
 
     @property
-    def pipeline(self) -> Pipeline:
-        return self._loaded.pipeline
-
-    @property
-    def batcher(self) -> Batcher:
-        return self._loaded.batcher
-
-    @property
-    def tokenizer(self) -> TokenizerThread:
-        return self._loaded.tokenizer
-
-    @property
-    def builder(self) -> TaskBuilder:
-        return self._loaded.builder
-
-    @property
-    def _loaded(self) -> _Loaded:
+    def loaded(self) -> LoadedModel:
+        """The parts of the loaded model; raises a 503 before they exist."""
         if self._state is None:
             raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=5)
         return self._state
 
+    @property
+    def thumbnails(self) -> Path | None:
+        """The file with the thumbnails of the classes, if there is one."""
+        return None if self.folder is None else find_thumbnails(self.folder)
+
     def info(self) -> dict[str, Any]:
         """Return the body of `/v1/arpg/info`."""
-        pipe = self.pipeline
+        pipe = self.loaded.pipeline
         return model_info(self.name, pipe.model.config, pipe.tokenizer.config, pipe.sampling, self.limits)
 
     def start(self, call: Request, build: Callable[[TaskBuilder], BuiltTask], *, previews: bool) -> Job:
         """Start a job for an HTTP call; `build` is called in a worker thread."""
-        builder = self.builder
+        loaded = self.loaded
         job = Job(id=call.state.id, deadline=self.settings.deadline, previews=previews)
-        self.submit(self._loaded.pools.prepare, job, lambda: _TaskRun(self, job, *build(builder)).submit_next())
+        self.submit(loaded.pools.prepare, job, lambda: _TaskRun(self, job, *build(loaded.builder)).submit_next())
         return job
 
     async def run_in_worker(self, work: Callable[[], T]) -> T:
         """Run `work`, which belongs to no job, in a worker thread."""
         try:
-            return await asyncio.wrap_future(self._loaded.pools.prepare.submit(work))
+            return await asyncio.wrap_future(self.loaded.pools.prepare.submit(work))
         except InputError as error:
             raise bad_request(error) from None
 
-    def submit_preview(self, job: Job, work: Callable[[], None]) -> None:
-        self.submit(self._loaded.pools.preview, job, work)
-
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
-        """Run a part of a job in a worker thread; an exception there is the end of the job."""
+        """Run a part of a job in a worker thread; an exception ends the job."""
 
         def guarded() -> None:
             if job.should_stop:
@@ -248,6 +180,7 @@ class ImageService:
         job.end(internal_error())
 
     def record_images(self, count: int, seconds: float) -> None:
+        """Record that a request for `count` images took `seconds`, in the metrics and for Retry-After."""
         self.metrics.images.inc(count)
         self.seconds_per_image += 0.2 * (seconds / count - self.seconds_per_image)
 
@@ -279,7 +212,7 @@ class _TaskRun:
         pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end)
         if job.previews:
             pending.on_step = self.on_step
-        self.service.batcher.submit(pending)
+        self.service.loaded.batcher.submit(pending)
 
     def on_step(self, pending: PendingRows) -> None:
         """In the batching thread: copy the tokens; a worker makes the preview."""
@@ -289,7 +222,7 @@ class _TaskRun:
         ids, known, decoded_at = pending.ids_BN.clone(), pending.known_BN.clone(), self.decoded_at
         counts = [len(plan.sizes) for plan in pending.plan.samples]
         done = sum(pending.steps_B) * max(counts) // max(1, sum(counts))
-        if self.job.events.num_unread > MAX_UNREAD_PREVIEWS:
+        if self.job.num_unread > MAX_UNREAD_PREVIEWS:
             return
         with self.lock:
             most = max(1, int(MAX_PREVIEW_LAG_S / max(1e-6, self.preview_seconds)))
@@ -326,7 +259,7 @@ class _TaskRun:
                     self.working = False
             self._work_off()
 
-        self.service.submit_preview(self.job, run)
+        self.service.submit(self.service.loaded.pools.preview, self.job, run)
 
     def accept(self, step: Step) -> None:
         self.task.accept(step)

@@ -10,20 +10,20 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arpg.pipeline import Pipeline
 from arpg.serve.observability import Metrics
-from arpg.text_encoder import PromptCache, TextEncoder
+from arpg.text_encoder import PromptCache, PromptEncoder
 from arpg.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)
 class TokenizerCall:
-    """A call that a thread waits for: decode ids, or (`grid` None) encode pixels."""
+    """A call that a thread waits for: decode ids, or encode pixels where `grid` is None."""
 
     value: Tensor
     grid: tuple[int, int] | None
@@ -53,18 +53,23 @@ class TokenizerThread:
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
+        """Return the images of code ids; with `known_BN`, as a preview."""
         return self._wait_for(TokenizerCall(ids_BN, grid, known_BN, Future()))
 
     def encode(self, image_B3HW: Tensor) -> Tensor:
+        """Return the code ids of images."""
         return self._wait_for(TokenizerCall(image_B3HW, None, None, Future()))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the weights by name."""
         return self._tokenizer.state_dict()
 
     def close(self) -> None:
+        """Stop the thread after the calls that are waiting."""
         self._calls.put(None)
         self._thread.join()
 
@@ -77,24 +82,18 @@ class TokenizerThread:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         pending: list[TokenizerCall] = []
-        while True:
-            if not pending:
-                first = self._calls.get()
-                if first is None:
-                    return
-                pending.append(first)
-            closing = False
-            while not self._calls.empty():
+        closing = False
+        while pending or not closing:
+            if not pending or not self._calls.empty():
                 call = self._calls.get()
                 if call is None:
                     closing = True
                 else:
                     pending.append(call)
+                continue
             chosen = self._choose(pending)
             pending = [call for call in pending if call not in chosen]
             self._execute(chosen)
-            if closing:
-                self._calls.put(None)
 
     def _choose(self, pending: list[TokenizerCall]) -> list[TokenizerCall]:
         """Choose the oldest call for finished images; else the oldest preview and those that fit in its batch."""
@@ -114,10 +113,10 @@ class TokenizerThread:
             if calls[0].grid is None:
                 result = self._tokenizer.encode(value)
             else:
-                known = None if calls[0].known_BN is None else torch.cat([cast(Tensor, c.known_BN) for c in calls])
-                result = self._tokenizer.decode(value, calls[0].grid, known_BN=known)
+                known = [call.known_BN for call in calls if call.known_BN is not None]
+                result = self._tokenizer.decode(value, calls[0].grid, known_BN=torch.cat(known) if known else None)
             parts = torch.split(result, [len(call.value) for call in calls])
-        except Exception as error:  # raised in the threads that wait; this one goes on
+        except Exception as error:  # raised in the waiting threads; this one continues
             for call in calls:
                 call.future.set_exception(error)
             return
@@ -128,38 +127,40 @@ class TokenizerThread:
 class WorkerPools:
     """Threads that prepare jobs (read images, encode prompts) and others that make previews and PNG files.
 
-    The pools are separate, so that previews go on while images and prompts are read.
+    The pools are separate, so that previews continue while images and prompts are read.
     """
 
-    def __init__(self, size: int = 4) -> None:
-        self.prepare: Executor = ThreadPoolExecutor(size, thread_name_prefix="arpg-prepare")
-        self.preview: Executor = ThreadPoolExecutor(size, thread_name_prefix="arpg-preview")
+    def __init__(self) -> None:
+        self.prepare: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
+        self.preview: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-preview")
 
     def close(self) -> None:
+        """Wait for the work that is running, and drop the rest."""
         for pool in (self.prepare, self.preview):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 class TimedTextEncoder:
-    """A text encoder that records how long each call takes."""
+    """A text encoder that records in the metrics how long each call takes."""
 
-    def __init__(self, encoder: TextEncoder, metrics: Metrics) -> None:
+    def __init__(self, encoder: PromptEncoder, metrics: Metrics) -> None:
         self._encoder, self._metrics = encoder, metrics
 
-    def states(self, prompts: Sequence[str], *, batch_size: int = 1) -> list[Tensor]:
+    def states(self, prompts: Sequence[str]) -> list[Tensor]:
+        """Return the states of each prompt."""
         with self._metrics.prompt.time():
-            return self._encoder.states(prompts, batch_size=batch_size)
+            return self._encoder.states(prompts)
 
 
 def serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics) -> Pipeline:
     """Return `pipeline` with the tokenizer in a thread of its own and prompts that are cached in memory only.
 
-    Clients could fill a cache on disk. The text encoder is loaded now, so that a server that is ready does not have to
-    load it at the first prompt, and one that lacks it does not start.
+    Clients could fill a cache on disk. The text encoder is loaded here, not at the first prompt, so that a server
+    without it does not start.
     """
     own, prompts = pipeline.prompts, None
     if own is not None:
-        encoder = cast(TextEncoder, TimedTextEncoder(own.encoder, metrics))
+        encoder = TimedTextEncoder(own.encoder, metrics)
         prompts = PromptCache(own.config, load=lambda: encoder)
     return Pipeline(
         pipeline.model,

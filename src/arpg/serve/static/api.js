@@ -2,7 +2,7 @@
 
 import { readEvents } from "./event_stream.js";
 
-/** The server answered, with an error: `message`, `param`, `code`, `nearest` and what HTTP says. */
+/** An error response: `message`, `param`, `code`, `nearest`, and the status and headers of HTTP. */
 export class ApiError extends Error {
   constructor(status, error = {}, retryAfter = null) {
     super(error.message || `The server answered with status ${status}.`);
@@ -10,10 +10,10 @@ export class ApiError extends Error {
   }
 }
 
-/** The server did not answer at all, or broke off. */
-export class Gone extends Error {}
+/** There was no response, or the connection was lost. */
+export class ConnectionLost extends Error {}
 
-// What is wrong with a job may come after the stream has begun; then the type stands for the status.
+// An error may come after the stream has begun; its type then replaces the status.
 const STATUS = { invalid_request_error: 400, authentication_error: 401, rate_limit_error: 429 };
 const KEY = "arpg.key";
 
@@ -39,7 +39,7 @@ async function call(path, { body, signal } = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Gone("The server does not answer.");
+    throw new ConnectionLost("The server does not respond.");
   }
   if (response.ok) return response;
   const answer = await response.json().catch(() => ({}));
@@ -50,13 +50,13 @@ async function call(path, { body, signal } = {}) {
 export const info = async () => (await call("/v1/arpg/info")).json();
 export const classes = async () => (await call("/v1/arpg/classes")).json();
 
-/** What an image shows of a kind: {png, kind, width, height}. */
+/** Extract a condition image from an image; returns {png, kind, width, height}. */
 export const condition = async (body) => (await call("/v1/arpg/condition", { body })).json();
 
 /** Fetched with the key, which an image element could not send. */
 export const blobUrl = async (path) => URL.createObjectURL(await (await call(path)).blob());
 
-/** Whether the server is there and takes work. */
+/** Whether the server accepts requests. */
 export async function ready() {
   try {
     return (await fetch("/readyz", { cache: "no-store" })).ok;
@@ -77,7 +77,7 @@ export async function* run(task, body, signal) {
     }
   } catch (error) {
     if (!(error instanceof TypeError)) throw error;
-    if (!done) throw new Gone("The connection to the server broke off.");
+    if (!done) throw new ConnectionLost("The connection to the server was lost.");
   }
-  if (!done) throw new Gone("The server ended before the image was done.");
+  if (!done) throw new ConnectionLost("The server stopped before the image was finished.");
 }

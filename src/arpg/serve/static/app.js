@@ -8,7 +8,7 @@ import { Form } from "./form.js";
 import { History } from "./history.js";
 import * as notices from "./notices.js";
 import { LoadedImage, onIncoming, save, toBlob } from "./loaded_image.js";
-import { check, makeBody, NotYet, takesImage } from "./request.js";
+import { check, makeBody, MissingInput, takesImage } from "./request.js";
 import { howLong, Settings } from "./settings.js";
 import { Sketch } from "./sketch.js";
 import { SNIPPETS } from "./snippets.js";
@@ -16,7 +16,7 @@ import { Stage } from "./stage.js";
 
 let info, form, settings, picker, stage, sketch, compare, history;
 const SMALL = matchMedia("(max-width: 960px)"); // as in style.css
-let job = null; // the AbortController of what runs now
+let job = null; // the AbortController of the running job
 
 async function boot() {
   let classes;
@@ -118,7 +118,7 @@ function update() {
   byId("snippet-control").hidden = !now.control;
 }
 
-/** What a condition image covers: the image with its new sides, or a new image. */
+/** The size of the condition image: that of the image with its new sides, or of a new image. */
 function covered() {
   const image = takesImage(form.read()) && form.task !== "expand" && (stage.source || stage.image);
   if (!image) return info.image_size;
@@ -132,7 +132,7 @@ async function copySnippet() {
     await navigator.clipboard.writeText(byId("snippet").textContent);
     label.textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren(byId("snippet")); // no right to the clipboard: mark it for copying by hand
+    getSelection().selectAllChildren(byId("snippet")); // no access to the clipboard: select the text for copying by hand
     label.textContent = "Press Ctrl C";
   }
   setTimeout(() => (label.textContent = "Copy"), 2000);
@@ -186,7 +186,7 @@ async function whole(now) {
   return body;
 }
 
-/** Run one job to its end; a busy server is called again after the time it asks for. */
+/** Run one job to its end; a busy server is called again after its Retry-After. */
 async function follow(task, body, signal, { queued, step }) {
   while (true) {
     try {
@@ -246,7 +246,7 @@ async function runBoth(now, signal) {
   byId("live").textContent = "Both are done";
 }
 
-// Past runs and images that say how they were made.
+// Past runs, and images with settings in them.
 
 function remember({ last, ...entry }) {
   const map = last && { grid: last.grid, decoded_at: last.decoded_at, steps: last.steps, step: last.step };
@@ -259,7 +259,7 @@ async function restore({ task, body, answer, map, label, about }) {
   const source = body.image ? await LoadedImage.fromBase64(body.image) : null;
   settings.restore(body);
   setSubject(body);
-  stage.state = "empty"; // what is shown now is not carried over
+  stage.state = "empty"; // the image shown now is not used
   form.restore(task, body);
   if (source) {
     stage.setSource(source);
@@ -298,14 +298,14 @@ async function openFile(file, target = null) {
   try {
     made = about && JSON.parse(about);
   } catch {
-    made = null; // a text of another program under our name
+    made = null; // written by another program
   }
   if (made) {
     settings.restore({ ...made.settings, ...Object.fromEntries(settings.names.map((name) => [name, made.settings?.[name] ?? made[name]])) });
     setSubject(made);
     if (info.control && made.control) sketch.restore(null, made.control);
     if (Number.isInteger(made.seed)) form.setSeed(made.seed, true);
-    notices.show("info", `The image says how it was made: its ${info.takes === "text" ? "prompt" : "class"}, seed and settings are set.`);
+    notices.show("info", `The image contains its settings: its ${info.takes === "text" ? "prompt" : "class"}, seed and settings are set.`);
   } else if (scaled) {
     notices.show("info", `The image was scaled from ${scaled.join(" × ")} to ${size}, the most this server takes.`);
   }
@@ -315,12 +315,12 @@ async function openFile(file, target = null) {
   update();
 }
 
-// What went wrong, and what to do.
+// Errors, and what to do about them.
 
 const FIELDS = { control: "control-kind", class: "class-input", prompt: "prompt", negative: "negative", mask: "board", box: "box-l", size: "size-w", num: "num", seed: "seed", feather: "feather" };
 
 function fail(error, again = () => {}) {
-  if (error instanceof api.Gone) {
+  if (error instanceof api.ConnectionLost) {
     const back = () => (info ? notices.show("info", "The server is back.", [["Try again", again]]) : again());
     return notices.gone(error.message, back);
   }
@@ -329,7 +329,7 @@ function fail(error, again = () => {}) {
   const nearest = (error.nearest || []).map((name) => [name, () => (picker.choose(name), generate())]);
   const retry = error.status >= 500 ? [["Try again", again]] : [];
   notices.show("error", error.message, [...nearest, ...retry]);
-  const field = byId(error instanceof NotYet ? error.field : FIELDS[error.param] || `set-${error.param}`);
+  const field = byId(error instanceof MissingInput ? error.field : FIELDS[error.param] || `set-${error.param}`);
   if (!field) return;
   if (error.param && field.matches("input, textarea")) field.setAttribute("aria-invalid", "true");
   const fold = field.closest("details");

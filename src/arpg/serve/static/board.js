@@ -1,6 +1,6 @@
-// The board: the canvas with the image, on which one paints a mask, draws a box or pulls the edges out.
+// The board: the canvas with the image, for drawing a mask or a box and dragging the edges.
 
-const PAD = 0.5; // how much room there is around the image for pulling, in images
+const PAD = 0.5; // space around the image for dragging the edges, as a share of its size
 
 export class Board {
   /** Modes: view, paint, box, edges. `on` has stroke(), box() and sides(), called after the user changed them. */
@@ -9,7 +9,7 @@ export class Board {
     this.sides = { left: 0, top: 0, right: 0, bottom: 0 };
     this.context = canvas.getContext("2d");
     this.pointer = null;
-    this.held = null; // the view stays as it is while something is dragged
+    this.held = null; // the view is fixed during a drag
     this.handles = [...canvas.parentElement.querySelectorAll(".handle")];
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
     document.addEventListener("themechange", () => this.draw());
@@ -32,7 +32,7 @@ export class Board {
     this.draw();
   }
 
-  /** The longest a side may be pulled, so that the whole stays within the limit. */
+  /** The most pixels that a side may add within the limit. */
   room(side) {
     const across = side === "left" || side === "right";
     const other = { left: "right", right: "left", top: "bottom", bottom: "top" }[side];
@@ -132,7 +132,7 @@ export class Board {
 
   #down(event) {
     if (!this.image || event.button !== 0) return;
-    this.on.press?.(); // a result that is painted on becomes the image to work on
+    this.on.press?.(); // a result that is drawn on becomes the image to work on
     if (this.mode !== "paint" && this.mode !== "box") return;
     event.preventDefault();
     this.canvas.setPointerCapture(event.pointerId);

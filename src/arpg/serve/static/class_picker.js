@@ -27,7 +27,7 @@ export class ClassPicker {
     this.#chips();
   }
 
-  /** What is written, whether or not there is such a class: the server has the last word. */
+  /** The text of the field; the server checks whether there is such a class. */
   get value() {
     return this.input.value.trim();
   }
@@ -45,7 +45,7 @@ export class ClassPicker {
 
   open(all = false) {
     const query = all ? "" : this.value.toLowerCase();
-    // Names that start like this first, then those with a word that does, then the rest.
+    // Names that start with the text first, then names with a word that does, then the rest.
     const rank = ({ id, name }) => {
       const at = name.toLowerCase().indexOf(query);
       if (at === 0 || String(id) === query) return 0;

@@ -1,4 +1,4 @@
-// Two settings side by side: each with its image, its order map and what is different about it.
+// Two settings side by side: each with its image, its order map and the settings that differ.
 
 import { byId, make } from "./dom.js";
 import { drawEmptyMap, drawOrderMap, stepText } from "./order_map.js";

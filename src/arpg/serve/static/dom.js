@@ -34,7 +34,14 @@ export function setRadio(name, value) {
   document.querySelector(`input[name="${name}"][value="${value}"]`).checked = true;
 }
 
-/** The filled part of a slider's track is drawn in CSS from this number. */
+/** Give a slider the range, the default and the help text that `task_settings` of /v1/arpg/info has for `name`. */
+export function describeSlider(id, info, name) {
+  const { slider: [min, max, step], default: value, help } = info.task_settings.find((setting) => setting.name === name);
+  Object.assign(byId(id), { min, max, step, value });
+  byId(`${id}-about`).textContent = help;
+}
+
+/** Set the number from which the style sheet fills a part of the slider's track. */
 export function paintSlider(input) {
   const span = Number(input.max) - Number(input.min) || 1;
   input.style.setProperty("--fill", `${(100 * (Number(input.value) - Number(input.min))) / span}%`);

@@ -28,5 +28,5 @@ function parse(block) {
     if (line.startsWith("event:")) event = line.slice(6).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
   }
-  return data.length ? { event, data: JSON.parse(data.join("\n")) } : null; // a comment keeps the line open
+  return data.length ? { event, data: JSON.parse(data.join("\n")) } : null; // a comment that keeps the connection alive
 }

@@ -1,13 +1,13 @@
-// The form: task, seed, number of images, and the numbers of each task, kept in step with the board.
+// The form: task, seed, number of images, and the numbers of each task, synchronised with the board.
 
-import { byId, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
+import { byId, describeSlider, make, paintSlider, radio, setIcon, setRadio } from "./dom.js";
 import { canFit } from "./request.js";
 
 const TASKS = {
   generate: ["Generate", "Generate a new image."],
   inpaint: ["Fill", "Brush over the part to fill. Everything else stays as it is."],
-  edit: ["Replace", "Draw a box on the image and put something else there."],
-  outpaint: ["Extend", "Pull the edges: the image is continued into the new space."],
+  edit: ["Replace", "Draw a box on the image to replace its content."],
+  outpaint: ["Extend", "Drag the edges outwards: the image is continued into the new area."],
   expand: ["Enlarge", "Make an image larger than the model was trained for."],
 };
 const SIDES = ["left", "top", "right", "bottom"];
@@ -28,6 +28,7 @@ export class Form {
       byId(`side-${side}`).step = info.stride;
       byId(`side-${side}`).addEventListener("input", () => onchange("sides"));
     }
+    describeSlider("feather", info, "feather");
     this.#slider("feather", (value) => `${value} px`, () => onchange("feather"));
     this.#seed();
     this.#expand();
@@ -81,7 +82,7 @@ export class Form {
     byId("size-h").value = height;
   }
 
-  /** Everything the request depends on, but the subject and the settings. */
+  /** All inputs of the request except class, prompt and settings. */
   read() {
     return {
       task: this.task,
@@ -130,7 +131,7 @@ export class Form {
 
   #seed() {
     byId("seed").addEventListener("input", () => {
-      this.setSeed(byId("seed").value, true); // who writes a seed wants that one
+      this.setSeed(byId("seed").value, true); // a seed that is typed in is kept
       this.onchange("seed");
     });
     byId("seed-lock").addEventListener("click", () => this.setSeed(this.seed, !this.locked));
@@ -143,7 +144,7 @@ export class Form {
     });
   }
 
-  /** What is enlarged keeps its shape: the size it has now, from which the new one follows. */
+  /** Set the size of the image to enlarge; the new size has the same aspect ratio. */
   setBase(base) {
     if (String(base) === String(this.base)) return;
     this.base = base;
@@ -191,7 +192,7 @@ export class Form {
     this.onchange("task");
   }
 
-  /** Whether something else than a class or a prompt may decide. */
+  /** Show the option to give no class or prompt where the task allows it. */
   fit() {
     const form = this.read();
     byId("fits-field").hidden = !canFit(form);
@@ -200,7 +201,7 @@ export class Form {
     byId("class-chips").hidden = free || form.task !== "generate";
   }
 
-  /** A model takes classes or prompts; the page shows the field of the one. */
+  /** Show the field for classes or for prompts, whichever the model takes. */
   #subject(info) {
     const text = info.takes === "text";
     byId("prompt-field").hidden = !text;

@@ -12,7 +12,7 @@ export class History {
     byId("history-clear").addEventListener("click", () => this.clear());
   }
 
-  /** What earlier visits left. Without a database (private windows) the history lasts as long as the page. */
+  /** Load the entries of earlier visits. Without a database (private windows) the history ends with the page. */
   async load() {
     try {
       this.database = await open();
@@ -23,7 +23,7 @@ export class History {
     }
   }
 
-  /** An entry: {label, about, task, body, answer, map}. It is shown once it is kept. */
+  /** An entry: {label, about, task, body, answer, map}. It is shown once it is stored. */
   async add(entry) {
     const kept = { ...entry, id: this.next++ };
     const surplus = [...this.list.children].slice(MOST - 1);
@@ -41,7 +41,7 @@ export class History {
     this.#showEmpty();
   }
 
-  /** A full or broken database must not stop anybody from drawing: then the page remembers alone. */
+  /** Where the database is full or broken, the history is kept in memory only. */
   #write(change) {
     if (!this.database) return Promise.resolve();
     return new Promise((resolve) => {

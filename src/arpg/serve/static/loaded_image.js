@@ -11,7 +11,7 @@ export class LoadedImage {
     return new LoadedImage(await createImageBitmap(toBlob(base64)), base64, name);
   }
 
-  /** Opens any image the browser can; one over the limits is scaled down. Returns the image and what it says it is. */
+  /** Opens any image the browser can; one over the limits is scaled down. Returns the image and the settings in it. */
   static async fromFile(file, limits) {
     const bytes = new Uint8Array(await file.arrayBuffer());
     const name = file.name ? file.name.replace(/\.[^.]*$/, "") : "image";
@@ -19,7 +19,7 @@ export class LoadedImage {
     try {
       bitmap = await createImageBitmap(file);
     } catch {
-      throw new Error(`${file.name || "What was pasted"} is no image that this browser can open.`);
+      throw new Error(`${file.name || "What was pasted"} is not an image that this browser can open.`);
     }
     const about = await readText(bytes, "arpg");
     const scale = Math.min(
@@ -34,7 +34,7 @@ export class LoadedImage {
     const context = canvas.getContext("2d");
     context.imageSmoothingQuality = "high";
     context.fillStyle = "white";
-    context.fillRect(0, 0, ...size); // what is transparent becomes white, as on the page
+    context.fillRect(0, 0, ...size); // transparent pixels become white, as on the page
     context.drawImage(bitmap, 0, 0, ...size);
     const image = new LoadedImage(await createImageBitmap(canvas), await canvasBase64(canvas), name);
     return { image, about, scaled: scale < 1 ? [bitmap.width, bitmap.height] : null };

@@ -26,7 +26,7 @@ export class Mask {
     return this.#alpha().reduce((sum, alpha) => sum + (alpha >= 128), 0) / (this.width * this.height);
   }
 
-  /** Remember how it is now; called once before each change that can be undone. */
+  /** Save the state for undo; called once before each change. */
   begin() {
     this.undone.push(this.#alpha());
     if (this.undone.length > MOST_UNDO) this.undone.shift();
@@ -38,7 +38,7 @@ export class Mask {
     Object.assign(context, { strokeStyle: COLOUR, lineWidth: size, lineCap: "round", lineJoin: "round" });
     context.beginPath();
     context.moveTo(...from);
-    context.lineTo(to[0] + 0.001, to[1]); // a line without length would leave no dot
+    context.lineTo(to[0] + 0.001, to[1]); // a line without length would not be drawn
     context.stroke();
     context.globalCompositeOperation = "source-over";
     this.onchange();

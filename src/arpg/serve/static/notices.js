@@ -1,12 +1,12 @@
-// Messages above the page: what went wrong, what happens next, and the buttons to go on.
+// Messages above the page: errors, what happens next, and buttons to continue.
 
 import { byId, make } from "./dom.js";
 import { ready, setKey } from "./api.js";
 
-const PROBE = 1500; // milliseconds between two looks whether the server is back
+const PROBE = 1500; // milliseconds between two checks whether the server is back
 
 const place = byId("notice");
-let stopped = () => {}; // ends what the shown notice is waiting for
+let stopped = () => {}; // stops the countdown or the polling of the notice that is shown
 
 export function clear() {
   stopped();
@@ -15,7 +15,7 @@ export function clear() {
   place.replaceChildren();
 }
 
-/** `actions`: [[label, call]], of which each also takes the notice away; `more` are elements beside the text. */
+/** `actions`: [[label, call]], each of which also closes the notice; `more` are elements beside the text. */
 export function show(kind, text, actions = [], { more = [], away = ["Dismiss", clear] } = {}) {
   clear();
   const buttons = actions.map(([label, call]) => {
@@ -62,7 +62,7 @@ export function busy(message, seconds, signal) {
   return busy.now;
 }
 
-/** Looks again and again whether the server is there; then calls `back`. */
+/** Polls the server until it is ready, then calls `back`. */
 export function gone(message, back) {
   show("gone", `${message} Looking for it …`);
   let over = false;

@@ -40,7 +40,7 @@ export function drawOrderMap(canvas, { grid, decodedAt, steps }) {
 /** Exact decoding does not know beforehand how many steps there will be. */
 export const stepText = ({ step, steps }) => (steps ? `step ${step} of ${steps}` : `step ${step}`);
 
-/** How much of a window is done: by steps, or where these are unknown or fewer than said by tokens. */
+/** The finished share of a window: by steps, or by tokens where the number of steps is not known. */
 export function shareOf({ step, steps, decoded_at }) {
   const wanted = decoded_at[0].filter((at) => at > -2);
   const decoded = wanted.filter((at) => at >= 0).length / Math.max(1, wanted.length);

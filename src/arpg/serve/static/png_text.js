@@ -1,4 +1,4 @@
-// Text inside PNG files: what made the image, written by the server and the command line.
+// Text in PNG files: the settings of an image, written by the server and the command line.
 
 const SIGNATURE = [137, 80, 78, 71, 13, 10, 26, 10];
 
@@ -8,7 +8,7 @@ export async function readText(bytes, keyword) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   for (let at = 8; at + 12 <= bytes.length; ) {
     const length = view.getUint32(at);
-    if (at + 12 + length > bytes.length) break; // cut off
+    if (at + 12 + length > bytes.length) break; // truncated
     const kind = latin1(bytes.subarray(at + 4, at + 8));
     const data = bytes.subarray(at + 8, at + 8 + length);
     if (["tEXt", "zTXt", "iTXt"].includes(kind)) {

@@ -1,4 +1,4 @@
-// The steps of the last run, kept to be looked at again: a slider and a play button.
+// The steps of the last run, kept for replay: a slider and a play button.
 
 import { byId, paintSlider, setIcon } from "./dom.js";
 import { stepText } from "./order_map.js";
@@ -25,13 +25,13 @@ export class Replay {
   reset() {
     this.stop();
     Object.assign(this, { frames: [], image: 0, every: 1, seen: 0 });
-    this.turn += 1; // what is still being decoded is of no use any more
+    this.turn += 1; // frames that are still being decoded are out of date
     byId("replay").hidden = true;
   }
 
   /** A step event; shown at once. */
   add(frame) {
-    if (!frame.previews.length) return this.show(null, frame, this.image); // we read too slowly for images
+    if (!frame.previews.length) return this.show(null, frame, this.image); // the server leaves previews out for slow readers
     if (this.seen++ % this.every === 0) this.frames.push(frame);
     if (this.frames.length > MOST_FRAMES) {
       this.frames = this.frames.filter((_, i) => i % 2 === 0);
@@ -40,7 +40,7 @@ export class Replay {
     return this.#draw(frame);
   }
 
-  /** The run is over: its last frame is the finished image. */
+  /** Append the finished image as the last frame. */
   finish(last) {
     this.frames.push(last);
     this.slider.max = this.frames.length - 1;

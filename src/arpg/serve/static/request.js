@@ -1,7 +1,7 @@
-// From the form to the body of a request, checked for what only the page can know.
+// From the form to the body of a request, with the checks that the page can make.
 
-/** Something has to be done on the page first; `field` is the id of what to look at. */
-export class NotYet extends Error {
+/** An input is missing; `field` is the id of its element. */
+export class MissingInput extends Error {
   constructor(message, field) {
     super(message);
     this.field = field;
@@ -30,20 +30,20 @@ export function makeBody(form) {
 export const takesImage = ({ task, from }) =>
   task === "inpaint" || task === "edit" || task === "outpaint" || (task === "expand" && from === "image");
 
-/** Where the image or a condition image may decide what fits, no class is needed. */
+/** Whether the class or prompt is optional: an image or a condition image determines the content. */
 export const canFit = ({ task, from, control }) =>
   task === "inpaint" || task === "outpaint" || (task === "expand" && from === "image") || (task === "generate" && Boolean(control));
 
 export function check(form, { hasImage, maskShare }) {
-  if (takesImage(form) && !hasImage) throw new NotYet("There is no image yet: generate one, or open one of yours.", "file");
+  if (takesImage(form) && !hasImage) throw new MissingInput("There is no image yet: generate one, or open one of yours.", "file");
   if (!form.subject && !(form.fits && canFit(form))) {
-    if (form.takes === "text") throw new NotYet("Write a prompt first.", "prompt");
-    throw new NotYet("Choose a class first.", "class-input");
+    if (form.takes === "text") throw new MissingInput("Write a prompt first.", "prompt");
+    throw new MissingInput("Choose a class first.", "class-input");
   }
-  if (form.task === "inpaint" && !maskShare) throw new NotYet("Brush over the part to fill first.", "board");
-  if (form.task === "edit" && !form.box) throw new NotYet("Draw a box on the image first.", "box-l");
+  if (form.task === "inpaint" && !maskShare) throw new MissingInput("Brush over the part to fill first.", "board");
+  if (form.task === "edit" && !form.box) throw new MissingInput("Draw a box on the image first.", "box-l");
   if (form.task === "outpaint" && !Object.values(form.sides).some(Boolean)) {
-    throw new NotYet("Pull an edge of the image outwards first.", "side-right");
+    throw new MissingInput("Drag an edge of the image outwards first.", "side-right");
   }
-  if (form.task === "expand" && !form.size.every((side) => side >= 1)) throw new NotYet("Enter the new size first.", "size-w");
+  if (form.task === "expand" && !form.size.every((side) => side >= 1)) throw new MissingInput("Enter the new size first.", "size-w");
 }

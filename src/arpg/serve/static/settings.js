@@ -27,7 +27,7 @@ export class Settings {
     return this.info.settings.find((setting) => setting.name === name).default ?? 0;
   }
 
-  /** The values of a variant that differ from the defaults and matter: what a request has to say. */
+  /** The values of a variant that differ from the defaults and have an effect: the settings of a request. */
   given(variant = this.current) {
     const values = { ...this.variants[variant] };
     for (const name of inSteps(values) ? ["draft"] : ["steps", "schedule", "attention"]) delete values[name];
@@ -50,7 +50,7 @@ export class Settings {
     this.onchange();
   }
 
-  /** Take over what an image or a past request says, into the first variant. Unknown names are left out. */
+  /** Set the first variant to the settings of an image or a past request. Unknown names are left out. */
   restore(values) {
     byId("comparing").checked = false;
     this.current = 0;

@@ -1,7 +1,7 @@
 // The sketch: a condition image that is drawn by hand, opened, or extracted from an image; what is shown is what is sent.
 
 import * as api from "./api.js";
-import { byId, make, paintSlider, radio } from "./dom.js";
+import { byId, describeSlider, make, paintSlider, radio } from "./dom.js";
 import { canvasBase64, fromBytes, toBlob } from "./loaded_image.js";
 
 const MOST_UNDO = 40;
@@ -40,7 +40,7 @@ export class Sketch {
     return Number(byId("control-strength").value);
   }
 
-  /** What the request says of it, without the image; null: nothing is drawn. */
+  /** The `control` field of the request, without the image; null: the sketch is empty. */
   read() {
     return this.active ? { image: "", kind: this.kind, strength: this.strength } : null;
   }
@@ -51,7 +51,7 @@ export class Sketch {
     return canvasBase64(copy);
   }
 
-  /** It covers what is drawn: the model's size, the image, or the image with its new sides. */
+  /** Set the size: that of the model, of the image, or of the image with its new sides. */
   resize([width, height]) {
     if (this.canvas.width === width && this.canvas.height === height && this.ready) return;
     const before = this.ready && !this.empty ? this.context.getImageData(0, 0, this.canvas.width, this.canvas.height) : null;
@@ -63,7 +63,7 @@ export class Sketch {
     const old = new OffscreenCanvas(before.width, before.height);
     old.getContext("2d").putImageData(before, 0, 0);
     this.context.drawImage(old, 0, 0, width, height);
-    if (this.isBinary) this.#sharpen(40); // lines that shrink have faded
+    if (this.isBinary) this.#sharpen(40); // scaling down makes lines grey
   }
 
   /** From a past request. */
@@ -122,7 +122,7 @@ export class Sketch {
     if (this.undone.length > MOST_UNDO) this.undone.shift();
   }
 
-  /** A line's soft border is no edge: kinds of lines are black and white, as the model has learned them. */
+  /** Remove the grey borders of lines: binary kinds are black and white, as in training. */
   #sharpen(least = 96) {
     const pixels = this.context.getImageData(0, 0, this.canvas.width, this.canvas.height);
     const { data } = pixels;
@@ -139,7 +139,7 @@ export class Sketch {
   }
 
   #showState() {
-    byId("control-busy").textContent = this.empty ? "Nothing is drawn, so it has no effect." : `The result follows this ${this.kind} image.`;
+    byId("control-busy").textContent = this.empty ? "The sketch is empty and has no effect." : `The result follows this ${this.kind} image.`;
   }
 
   #line(from, to) {
@@ -149,7 +149,7 @@ export class Sketch {
     Object.assign(this.context, { strokeStyle: erase ? "black" : `rgb(${grey} ${grey} ${grey})`, lineWidth, lineCap: "round" });
     this.context.beginPath();
     this.context.moveTo(...from);
-    this.context.lineTo(to[0] + 0.001, to[1]); // a line without length would leave no dot
+    this.context.lineTo(to[0] + 0.001, to[1]); // a line without length would not be drawn
     this.context.stroke();
     if (!erase) this.empty = false;
   }
@@ -160,6 +160,7 @@ export class Sketch {
       this.#kind();
       this.#changed();
     });
+    describeSlider("control-strength", this.info, "strength");
     byId("control-strength").addEventListener("input", () => {
       this.#strength();
       this.on.change();
@@ -235,7 +236,7 @@ export class Sketch {
     }
   }
 
-  /** Arrow keys move the pen, space puts it on the paper or lifts it. */
+  /** Arrow keys move the pen, space starts or ends a line. */
   #keys() {
     const { canvas } = this;
     const pen = byId("sketch-pen");

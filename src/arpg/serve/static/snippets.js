@@ -6,7 +6,7 @@ const FILE_NAMES = { inpaint: "filled", edit: "edited", outpaint: "wide", expand
 const slug = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40);
 const target = ({ task, body }) => FILE_NAMES[task] || slug(body.class ?? body.prompt) || "out";
 
-/** In single quotes where a shell would read something into it. */
+/** In single quotes where the text has characters that are special in a shell. */
 export const shellQuote = (text) =>
   /^[\w@%+=:,./-]+$/.test(text) ? text : `'${String(text).replaceAll("'", "'\\''")}'`;
 

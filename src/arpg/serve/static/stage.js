@@ -1,4 +1,4 @@
-// The stage: the image being worked on, the run being watched, and its results.
+// The stage: the image to work on, the previews of the running job, and its results.
 
 import { Board } from "./board.js";
 import { byId, make, paintSlider, radio } from "./dom.js";
@@ -34,7 +34,7 @@ export class Stage {
     return this.state === "result" ? this.results[this.selected] : this.source;
   }
 
-  /** Another task starts from what is seen now. */
+  /** Another task starts from the image that is shown. */
   setTask(task) {
     if (task === this.task) return;
     this.task = task;
@@ -103,7 +103,7 @@ export class Stage {
     const where = event.windows > 1 ? `, window ${event.window + 1} of ${event.windows}` : "";
     byId("stage-about").textContent = `${stepText(event)}${where}`;
     if (Math.floor(4 * share) > this.announced) {
-      this.announced = Math.floor(4 * share); // a voice needs quarters, not every step
+      this.announced = Math.floor(4 * share); // screen readers announce quarters, not every step
       byId("live").textContent = `${stepText(event)}${where}`;
     }
     this.replay.add(event);
@@ -118,7 +118,7 @@ export class Stage {
     byId("live").textContent = `Done: ${title}, ${about}`;
     const last = this.last && { ...this.last, previews: answer.images.map((image) => image.png) };
     if (last) {
-      // Exact decoding takes fewer steps than it might have: now it is known how many.
+      // The number of steps of exact decoding is known only now.
       last.step = last.steps = Math.max(1, ...last.decoded_at.flat().map((at) => at + 1));
       if (!(last.windows > 1)) for (const frame of this.replay.frames) frame.steps = last.steps;
       this.replay.finish(last);
@@ -137,7 +137,7 @@ export class Stage {
     this.last = map || null;
   }
 
-  /** Back to how it was before the run. */
+  /** Restore the state before the run. */
   cancelled() {
     const { state, heading, about, frames } = this.before;
     this.replay.reset();

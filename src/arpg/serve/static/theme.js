@@ -18,7 +18,7 @@
     button.setAttribute("aria-label", `Theme: ${theme}`);
   };
   apply();
-  const announce = () => document.dispatchEvent(new Event("themechange")); // for what is drawn on canvases
+  const announce = () => document.dispatchEvent(new Event("themechange")); // canvases are drawn again
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", announce);
   document.addEventListener("DOMContentLoaded", () => {
     apply();

@@ -1,0 +1,60 @@
+"""The settings of a server and the limits of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from arpg.config import ENGINES
+from arpg.errors import one_of, require
+from arpg.settings import SETTINGS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one request may ask for."""
+
+    images: int = 16
+    best_of: int = 8
+    candidates: int = 32  # images times best_of
+    steps: int = int(SETTINGS["steps"].maximum or 0)
+    side: int = 768  # pixels of a result, along its longer side
+    prompt: int = 2000  # characters
+    strength: int = 10  # of a condition image
+    pixels: int = 1 << 22  # of an image that is sent
+    bytes: int = 1 << 24  # of a request
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 1, f"limit {name} is {value}; expected 1 or more")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a server loads its model, batches and limits requests. `ALIASES` has old names of some fields."""
+
+    device: str = "auto"
+    precision: str = "auto"
+    engine: str = "auto"
+    max_batch: int = 16  # images decoded together
+    max_wait_ms: float = 10.0  # how long an idle server waits for more requests
+    max_pending_requests: int = 64  # waiting or running; more get a 429
+    deadline: float = 120.0  # seconds for one request
+    io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
+    threads: int | None = None  # of torch; None: torch's default
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        one_of("engine", self.engine, ENGINES)
+        require(  # rows join and leave the batches of a server, so no two steps have the same shape
+            self.engine != "graph", "engine is 'graph', which a server cannot replay; expected auto, eager or compiled"
+        )
+        for name in ("max_batch", "max_pending_requests"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        for name in ("deadline", "io_timeout_s"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} is {value}; expected more than 0 seconds")
+        require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
+
+
+ALIASES = {"dtype": "precision", "queue": "max_pending_requests", "patience": "io_timeout_s"}
