@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arpg.files import write_whole
+from arpg.files import write_text, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,7 @@ def _drop_after(path: Path, step: int) -> None:
     """Drop the metrics after `step`, which a resumed run will report again."""
     if path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        text = "".join(line + "\n" for line in lines)
-        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(path, "".join(line + "\n" for line in lines))
 
 
 def _step_of(line: str) -> float:
