@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from arpg.bench.case import Case, open_pipeline
-from arpg.bench.record import commit, environment
+from arpg.bench.record import commit, environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
 from arpg.bench.throughput import MeasureOptions, measure
-from arpg.bench.timing import error_line, synchronize
-from arpg.device import choose_device
+from arpg.device import choose_device, synchronize
 from arpg.files import write_whole
 from arpg.pipeline import Pipeline
 from arpg.tables import fill_page, markdown_table

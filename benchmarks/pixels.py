@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arpg.bench.record import environment
+from arpg.bench.record import environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
-from arpg.bench.timing import error_line, synchronize
 from arpg.checkpoint import load_tokenizer
 from arpg.config import TOKENIZERS
-from arpg.device import choose_device
+from arpg.device import choose_device, synchronize
 from arpg.files import write_whole
 from arpg.hub import resolve
 from arpg.image import to_uint8

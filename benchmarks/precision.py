@@ -1,9 +1,9 @@
 """Compare precisions with float32 and engines with eager: error of the logits, equal samples, speed.
 
-    python benchmarks/precision.py --device cpu --batch 8 --out precision-garden-cpu.json
-    python benchmarks/precision.py --batch 136 --classifier runs/classifier --out precision-garden.json
-    python benchmarks/precision.py --model arpg-l --batch 16 --steps 32 --out precision-arpg-l.json
-    python benchmarks/precision.py --model arpg-l --batch 64 --steps 32 --products
+    python -m benchmarks.precision --device cpu --batch 8 --out precision-garden-cpu.json
+    python -m benchmarks.precision --batch 136 --classifier runs/classifier --out precision-garden.json
+    python -m benchmarks.precision --model arpg-l --batch 16 --steps 32 --out precision-arpg-l.json
+    python -m benchmarks.precision --model arpg-l --batch 64 --steps 32 --products
 
 Both computations are teacher-forced: they continue from the same tokens after every step. A preset has random weights.
 With a classifier (a folder), each precision also generates images, and their class accuracy is reported. Engines (on a
@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.bench.agreement import agreement, equal_share, generate, on_context, sampled_on_context, tokens_of
 from arpg.bench.case import Case, open_pipeline
-from arpg.bench.record import environment
-from arpg.bench.timing import error_line, graph_microseconds
+from arpg.bench.record import environment, error_line
 from arpg.config import MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
@@ -40,6 +38,15 @@ from arpg.files import write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline, prepare
 from arpg.quantization.precision import to_float8, to_precision
+from benchmarks.measures import (
+    agreement,
+    equal_share,
+    generate,
+    graph_microseconds,
+    on_context,
+    sampled_on_context,
+    tokens_of,
+)
 
 Rows = dict[str, dict[str, Any]]
 Calls = list[Callable[[], Tensor]]

@@ -1,11 +1,13 @@
-"""Devices: the device and type a model runs in, what a CPU offers (threads, bfloat16), and the peaks of known GPUs."""
+"""Devices: the device and type a model runs in, the threads of a CPU, peak memory, and the peaks of known GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,12 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has finished its work; nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The type that a model computes in; with weights of 8 bits, the type of everything else."""
     if isinstance(precision, torch.dtype):
@@ -105,19 +113,35 @@ def good_threads(root: Path = Path("/")) -> int:
     return max(1, min(usable, (os.cpu_count() or 1) - _others(root)))
 
 
-def has_bfloat16() -> bool:
-    """Whether its matrix products take bfloat16 as it is; elsewhere that is slower than float32."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
-
-
 def cpu_name(root: Path = Path("/")) -> str:
     """Return the CPU's model name."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start to count the peak memory anew; on a CPU that is possible on Linux only."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that CUDA's allocator, or on a CPU the process, has held since `reset_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    except (OSError, StopIteration, ValueError, IndexError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _core(root: Path, cpu: int) -> str:

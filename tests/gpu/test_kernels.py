@@ -17,7 +17,6 @@ from support.paths import ROOT
 pytest.importorskip("triton", reason="Triton is not installed")
 GPU = torch.cuda.is_available()
 
-from arpg.bench.agreement import agreement, generate, on_context  # noqa: E402
 from arpg.bench.case import Case  # noqa: E402
 from arpg.data.dataset import Batch  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
@@ -36,6 +35,7 @@ from arpg.noise import Stream as NoiseStream  # noqa: E402
 from arpg.noise import gumbel, seed_keys  # noqa: E402
 from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
 from arpg.settings import SamplingSettings  # noqa: E402
+from benchmarks.measures import agreement, generate, on_context  # noqa: E402
 from support.fused import fuse_everywhere  # noqa: E402
 from support.interpreted import mend  # noqa: E402
 from support.small import SMALL, small_model  # noqa: E402

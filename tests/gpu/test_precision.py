@@ -182,8 +182,8 @@ def test_a_pipeline_in_int8(folder, tmp_path):
 
 def test_agreement_on_the_same_context(model):
     """By hand: logits twice as large are off by 100%; of four draws one differs."""
-    from arpg.bench.agreement import agreement, generate, on_context
     from arpg.bench.case import Case
+    from benchmarks.measures import agreement, generate, on_context
 
     logits, drawn = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[1, 2]])
     other = torch.tensor([[1, 3]])
@@ -207,8 +207,8 @@ gpu_engines = [
 @pytest.mark.parametrize("batch", [2, 5])
 def test_engines_on_the_same_context(mode, batch):
     """What they draw follows what they are told was drawn, not what they drew themselves."""
-    from arpg.bench.agreement import equal_share, generate, on_context, sampled_on_context, tokens_of
     from arpg.bench.case import Case
+    from benchmarks.measures import equal_share, generate, on_context, sampled_on_context, tokens_of
 
     model = small_model().to("cuda" if torch.cuda.is_available() else "cpu")
     case = Case("small", batch, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
@@ -336,8 +336,8 @@ def test_products_on_a_gpu(precision):
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_eight_bits_in_compiled_code(precision):
     """What is handed from kernel to kernel in float8 goes through torch.compile, too, for any size."""
-    from arpg.bench.agreement import agreement, generate, on_context
     from arpg.bench.case import Case
+    from benchmarks.measures import agreement, generate, on_context
 
     if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from arpg.bench.case import Case
-from arpg.bench.timing import significant, synchronize
 from arpg.decode import decode
+from arpg.device import synchronize
 from arpg.pipeline import Pipeline
+from arpg.tables import significant
 
 Clock = Callable[[], float]
 Event = dict[str, Any]  # of a trace in Chrome's format: name, cat, ts and dur in microseconds

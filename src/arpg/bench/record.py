@@ -18,7 +18,7 @@ from arpg.bench.profile import SPLIT_PARTS
 from arpg.bench.throughput import PERCENTILES, Row
 from arpg.device import cpu_name
 from arpg.errors import InputError, require
-from arpg.files import write_whole
+from arpg.files import write_json, write_whole
 from arpg.tables import text_table
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,15 @@ def commit(folder: Path | None = None) -> str | None:
     return None if head is None else head + ("+" if changed else "")
 
 
+def error_line(error: Exception) -> str:
+    """Return the type and the first line of `error`, for a report that goes on with the next measurement."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:200]}"
+
+
 def write_record(path: Path, about: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
     """Write a record atomically. `more`: scaling and cold starts; empty ones are left out."""
     extra = {name: value for name, value in more.items() if value}
-    text = json.dumps({"format": FORMAT, "about": about, "rows": list(rows), **extra}, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, {"format": FORMAT, "about": about, "rows": list(rows), **extra})
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -23,14 +23,14 @@ import torch
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.profile import profile_tokens, split_time
 from arpg.bench.roofline import Limits, pixel_work, token_floor
-from arpg.bench.timing import peak_bytes, reset_peak, significant, synchronize
 from arpg.config import to_dict
 from arpg.decode.graphs import CapturedGraphs
 from arpg.decode.pipelined import pipelined_decode
-from arpg.device import set_threads
+from arpg.device import peak_bytes, reset_peak, set_threads, synchronize
 from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
+from arpg.tables import significant
 from arpg.tokenizer import VQTokenizer
 
 PERCENTILES = (50, 95, 99)

@@ -225,7 +225,7 @@ def sweep(
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.sweep import Scorers, draw_curves, table
         from arpg.evaluation.sweep import sweep as run
-        from arpg.files import write_whole
+        from arpg.files import write_text
         from arpg.pipeline import Pipeline
 
         set_threads()
@@ -257,7 +257,7 @@ def sweep(
             progress=_over_all(progress, num, len(combos)),
         )
     text = table(lines)
-    write_whole(output / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(output / "table.md", text)
     draw_curves(lines, output)
     out.print(text, markup=False)
     out.print(f"{len(lines)} combinations of {num} images in {output}/")
@@ -326,12 +326,11 @@ def _check_json(path: Path | None) -> None:
 
 
 def _write_json(path: Path | None, data: dict[str, Any]) -> None:
-    from arpg.files import write_whole
+    from arpg.files import write_text
 
     if path is None:
         return
     # JSON has no infinity: a perfect reconstruction has no PSNR.
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
-    text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
     out.print(f"wrote {path}")

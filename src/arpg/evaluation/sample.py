@@ -29,7 +29,7 @@ from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
 from arpg.decode.pipelined import pipelined_decode
 from arpg.errors import InputError, require
-from arpg.files import hash_tensors, write_whole
+from arpg.files import hash_tensors, read_array, write_array, write_json, write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
@@ -164,8 +164,7 @@ def sample_images(
     if path.exists():
         _check_same(about, path.read_text(encoding="utf-8"), where=parts)
     else:
-        text = json.dumps(about, indent=1) + "\n"
-        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_json(path, about)
 
     num = len(labels)
     mine = [(i, min(i + batch_size, num)) for i in range(0, num, batch_size)][share.rank :: share.size]
@@ -179,8 +178,7 @@ def sample_images(
     seeds = [seed + i for i in index.tolist()]
     batches = PixelBatches(pipe, labels[index], resolved, seeds=seeds, batch_size=batch_size, unit=UNIT)
     for (first, stop), pixels_BHW3 in zip(todo, batches if todo else [], strict=True):
-        pixels = pixels_BHW3.cpu().numpy()
-        write_whole(parts / f"{first:08d}-{stop:08d}.npy", lambda path, array=pixels: _save(path, array))  # type: ignore[misc]
+        write_array(parts / f"{first:08d}-{stop:08d}.npy", pixels_BHW3.cpu().numpy())
         done += stop - first
         if progress is not None:
             progress(done, total)
@@ -292,16 +290,8 @@ def _header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> No
     npy.write_array_header_1_0(file, about)
 
 
-def _save(path: Path, pixels: NDArray[np.uint8]) -> None:
-    with path.open("wb") as file:
-        np.save(file, pixels)
-
-
 def _open_part(path: Path, count: int, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
-    try:
-        pixels: NDArray[np.uint8] = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} is damaged ({error}); delete it and run the command again") from None
+    pixels = read_array(path, advice="delete it and run the command again")
     good = pixels.dtype == np.uint8 and len(pixels) == count and shape in (None, pixels.shape[1:])
     require(good, f"{path} holds {pixels.dtype} {list(pixels.shape)}, not {count} images; delete it and run again")
     return pixels

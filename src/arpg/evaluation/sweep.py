@@ -29,7 +29,7 @@ from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import INTERVAL, evaluate
 from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence
 from arpg.evaluation.sample import Labels, PixelBatches, Progress, fingerprint, json_settings
-from arpg.files import write_whole
+from arpg.files import write_json, write_text, write_whole
 from arpg.image import to_images
 from arpg.pipeline import Pipeline
 from arpg.settings import SETTINGS, SamplingDefaults, SamplingSettings
@@ -77,8 +77,7 @@ class Results:
         """Write a line, and return it."""
         entry = {"num": num, "settings": json_settings(settings), **line}
         self.own.append(entry)
-        text = "".join(json.dumps(each) + "\n" for each in self.own)
-        write_whole(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(self.path, "".join(json.dumps(each) + "\n" for each in self.own))
         self.lines = read_lines(self.folder)
         return entry
 
@@ -92,8 +91,7 @@ def claim_folder(folder: Path, about: Mapping[str, Any]) -> None:
         other = [f"{key} {found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
         require(not other, f"{folder} holds results of something else ({'; '.join(other)}); choose another folder")
         return
-    text = json.dumps(wanted, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, wanted)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
