@@ -71,7 +71,8 @@ def open_in(name: str, kind: str, device: torch.device) -> Pipeline:
 @torch.no_grad()
 def class_accuracy(pipe: Pipeline, case: Case, ids_BN: Tensor, folder: Path) -> float:
     """Return the share of images whose class the classifier recognises."""
-    from arpg.evaluation.classifier import Classifier, accuracy
+    from arpg.evaluation.classifier import Classifier
+    from experiments.garden.scorer_training import accuracy
 
     classifier = Classifier.load(folder, device=pipe.model.device)
     labels = torch.arange(case.batch) % pipe.model.config.num_classes
@@ -96,7 +97,7 @@ def engine_rows(name: str, case: Case, kinds: Sequence[str], engines: Sequence[s
                 other = Engine(eager.model, engine)
                 tokens = equal_share([tokens_of(other, case).cpu()], [free.cpu()])
                 found = [sampled.cpu() for sampled in sampled_on_context(other, case, free)]
-                rows[label] = {"equal draws": equal_share(found, expected), "equal tokens": tokens}
+                rows[label] = {"equal samples": equal_share(found, expected), "equal tokens": tokens}
             except Exception as error:  # a compiler fails in many ways; the others are still compared
                 rows[label] = {"left out": error_line(error)}
     return rows

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 
 from arpg.device import choose_device
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block, Progress, autocast_bf16, fit, load_scorer, save_scorer, seeded
+from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.evaluation.metrics import bootstrap
-from arpg.extractors import depth_map
 from arpg.files import write_whole
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.garden.composer import SIZE, Composer
@@ -37,9 +36,11 @@ from experiments.garden.scene_sets import (
     add_set_options,
     any_scenes,
     compose_parts,
+    depth_map,
     num_processes,
     reconstruct_half,
 )
+from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
 
 Depth = NDArray[np.float32]
 

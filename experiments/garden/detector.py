@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from arpg.device import choose_device
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block, Progress, autocast_bf16, fit, load_scorer, save_scorer, seeded
+from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.garden.composer import Composer, Scene
 from experiments.garden.objects import KINDS, TINTS
@@ -37,6 +37,7 @@ from experiments.garden.scene_sets import (
     reconstruct_half,
 )
 from experiments.garden.scene_spec import MAX_OBJECTS
+from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
 
 STRIDE = 4  # pixels per cell
 

@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, help="GenEval's evaluation_metadata.jsonl; default: held-out prompts.")
     parser.add_argument("--per-task", type=int, default=60, help="Prompts of each of the six tasks.")
     parser.add_argument("--images", type=int, default=4, help="Images per prompt.")
-    parser.add_argument("--batch-size", type=int, default=64, help="Images per batch; does not change them.")
+    parser.add_argument("--batch-size", type=int, default=64, help="Images per batch; tokens do not depend on it.")
     parser.add_argument("--json", type=Path, help="Also write the result to this JSON file.")
     add_sampling_options(parser, model="garden-text")
     options = parser.parse_args(arguments)

@@ -83,8 +83,6 @@ def test_a_measurement_is_what_the_metrics_say_of_the_images(pipeline, scorers):
     assert line["accuracy"] == 0.2
     assert sum(calls) == 40
     assert line["images/s"] > 0
-    quick = sweep.fid_only(generate_features(pipeline, settings(), scorers, labels=labels, seed=3), scorers)
-    assert quick == pytest.approx(line["fid"], rel=1e-3)
 
 
 def test_images_against_themselves(pipeline, eye):

@@ -34,16 +34,15 @@ import torch
 
 from arpg import Pipeline
 from arpg.decode.likelihood import make_orders, token_bits
-from arpg.evaluation.classifier import accuracy
 from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
+from arpg.evaluation.metrics import frechet_distance
 from arpg.evaluation.sample import PixelBatches, balanced_labels, fingerprint, json_settings, labels_like
 from arpg.evaluation.sweep import (
     Line,
     Results,
     SampleStats,
     Scorers,
-    fid_only,
     generate_features,
     measure,
     read_about,
@@ -56,6 +55,7 @@ from arpg.tasks import label_condition
 from experiments.garden.control_score import image_side
 from experiments.garden.photos import evenly_spaced, load_or_train_classifier, open_photos, read_photos
 from experiments.garden.scene_sets import reconstruct
+from experiments.garden.scorer_training import accuracy
 
 log = logging.getLogger("garden")
 
@@ -298,8 +298,12 @@ class Bench:
         began = time.monotonic()
         labels = labels_like(self.counts, max(8, round(self.share * num)))
         sampled = generate_features(self.pipe, settings, self.scorers, labels=labels, batch_size=self.batch_size)
-        line = measure(sampled, self.scorers) if num == FINAL else {"fid": round(fid_only(sampled, self.scorers), 4)}
-        line.pop("images/s", None)  # judges, and perhaps other processes, were at work meanwhile
+        if num == FINAL:
+            line = measure(sampled, self.scorers)
+        else:  # without the interval
+            ours = sampled.features.pool.to(self.scorers.inception.device)
+            line = {"fid": round(frechet_distance(ours, self.scorers.reference.pool), 4)}
+        line.pop("images/s", None)  # the scorers, and perhaps other processes, ran meanwhile
         seconds = time.monotonic() - began
         self.took[num] = max((seconds, settings.steps), self.took.get(num, (0.0, 0)))
         kept = self.results.add(settings, num, {**line, "seconds": round(seconds, 2)})

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from arpg import Pipeline, Plan, SamplingSettings, decode, make_plan, tasks
-from arpg.evaluation.classifier import Classifier, accuracy
+from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.sample import balanced_labels
 from arpg.image import to_uint8
 from arpg.tables import markdown_table
+from experiments.garden.scorer_training import accuracy
 
 log = logging.getLogger("garden")
 PARTS = 6  # of an order, for the acceptance by place

@@ -27,11 +27,11 @@ from arpg import Pipeline
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, open_images
 from arpg.errors import require
-from arpg.evaluation.classifier import accuracy
 from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.image import Pixels, check_pixels, sheet, to_images
 from arpg.tokenizer.losses import LPIPS
 from experiments.garden.photos import DOMAINS, SIZE, load_or_train_classifier, open_photos
+from experiments.garden.scorer_training import accuracy
 
 Labels = NDArray[np.int64]
 Index = NDArray[np.int64]

@@ -31,7 +31,7 @@ from arpg import Pipeline, make_plan, tasks
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
 from arpg.decode.likelihood import make_orders, token_bits
-from arpg.evaluation.classifier import Classifier, accuracy, predict
+from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import KernelDistance, kernel_distance
 from arpg.files import write_whole
@@ -44,6 +44,7 @@ from arpg.tasks.stages import expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer.losses import LPIPS
 from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
+from experiments.garden.scorer_training import accuracy, predict
 
 log = logging.getLogger("garden")
 HOLE = (24, 24, 72, 72)  # half the side

@@ -170,11 +170,6 @@ def generate_features(
     return SampleStats(features, accuracy, batches.rate)
 
 
-def fid_only(sampled: SampleStats, scorers: Scorers) -> float:
-    """Return the FID without its interval, for searches."""
-    return frechet_distance(sampled.features.pool.to(scorers.inception.device), scorers.reference.pool)
-
-
 def measure(sampled: SampleStats, scorers: Scorers, *, metrics: Sequence[str] = METRICS) -> dict[str, Any]:
     """Return `{metric: value, metric interval: [low, high], ..., "accuracy", "images/s"}`, as far as available."""
     device = scorers.inception.device
