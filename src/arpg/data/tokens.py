@@ -74,6 +74,7 @@ class TokenInfo:
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every code id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -96,6 +97,7 @@ class MapSet:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all condition images, as stored."""
         return sum(shard.nbytes for shard in self.shards)
 
 
