@@ -193,10 +193,10 @@ def _kernels(record: dict[str, Any]) -> str:
     parts = list(next(iter(found.values()))["kernels ms"])
     rows = []
     for name, each in found.items():
-        recorded = f"{each['recording']['s']} s" if "recording" in each else ""
-        cells = [*(f"{each['kernels ms'].get(part, 0):.4g}" for part in parts), f"{each['kernels']:,}", recorded]
+        captured = f"{each['capture']['s']} s" if "capture" in each else ""
+        cells = [*(f"{each['kernels ms'].get(part, 0):.4g}" for part in parts), f"{each['kernels']:,}", captured]
         rows.append([name, *cells])
-    return markdown_table(["ms", *parts, "kernels", "recorded in"], rows)
+    return markdown_table(["ms", *parts, "kernels", "captured in"], rows)
 
 
 def read(path: Path) -> dict[str, Any]:

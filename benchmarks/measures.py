@@ -117,5 +117,5 @@ def agreement(found: Steps, exact: Steps) -> dict[str, float]:
     return {
         "logit error": significant(statistics.mean(errors), 3),
         "largest logit error": significant(max(errors), 3),
-        "equal draws": equal_share([ids for _, ids in found], [ids for _, ids in exact]),
+        "equal samples": equal_share([ids for _, ids in found], [ids for _, ids in exact]),
     }

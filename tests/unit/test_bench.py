@@ -169,7 +169,7 @@ def test_kernels_are_summed_by_what_they_do():
         ("_swiglu_forward", "SwiGLU"),
         ("_rope_kernel", "rotation"),
         ("_rope_table", "rotation"),
-        ("_sample", "draw"),
+        ("_sample", "sampling"),
         ("_int8_gemm", "matrix products"),
         ("_small_gemm", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
@@ -198,8 +198,8 @@ def test_a_row_of_a_gpu():
     assert found["settings"]["engine"] == "graph"
     assert found["kernels"] > 10
     assert sum(found["kernels ms"].values()) > 0
-    assert found["recording"]["s"] > 0
-    assert found["recording"]["GiB"] > 0
+    assert found["capture"]["s"] > 0
+    assert found["capture"]["GiB"] > 0
     assert found["images/s"] > 0
     assert found["top kernels"]
 

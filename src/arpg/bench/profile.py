@@ -36,7 +36,7 @@ KERNEL_GROUPS = {
     "norms": r"^_residual_norm|rms_?norm|layer_?norm|rsqrt",
     "SwiGLU": r"^_swiglu|silu",
     "rotation": r"^_rope|_cos_.*sin|sin.*_cos",
-    "draw": r"^_sample|argmax|topk|sort|softmax|philox",
+    "sampling": r"^_sample|argmax|topk|sort|softmax|philox",
 }
 REST, GAPS = "copies, small", "gaps"
 KERNEL_PARTS = (*KERNEL_GROUPS, REST, GAPS)

@@ -163,8 +163,8 @@ def render_rows(rows: Sequence[Row]) -> str:
         if "split ms" in row:
             whole = sum(row["split ms"].values()) or 1.0
             line |= {name: f"{100 * row['split ms'][name] / whole:.0f}%" for name in SPLIT_PARTS}
-        if "recording" in row:
-            line["recorded in s"] = row["recording"]["s"]
+        if "capture" in row:
+            line["captured in s"] = row["capture"]["s"]
         lines.append(line)
     return f"{above}\n\n{_table(lines)}"
 
