@@ -108,13 +108,18 @@ def test_only_what_is_missing_is_measured(pipeline, scorers, tmp_path):
     assert [line["settings"]["steps"] for line in lines] == [2, 3]
     assert read_lines(tmp_path) == lines
 
-    def stop(line):
-        if line["settings"]["guidance"] == 2.0:
+    finished = []
+
+    def stop(done, total):
+        """Interrupt at the second combination."""
+        if done == total:
+            finished.append(total)
+        if len(finished) == 2:
             raise KeyboardInterrupt
 
     more = combinations(pipeline.sampling, {"steps": [3, 2], "guidance": [2.0, 4.0]})
     with pytest.raises(KeyboardInterrupt):
-        sweep.sweep(pipeline, scorers, tmp_path, combos=more, on_result=stop, **run)
+        sweep.sweep(pipeline, scorers, tmp_path, combos=more, progress=stop, **run)
     assert scorers.inception.seen == 30  # what was finished is kept
     again = sweep.sweep(pipeline, scorers, tmp_path, combos=more, **run)
     assert scorers.inception.seen == 40  # one more; guidance 4 was there as the default

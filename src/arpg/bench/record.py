@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -18,10 +17,9 @@ from arpg.bench.profile import SPLIT_PARTS
 from arpg.bench.throughput import PERCENTILES, Row
 from arpg.device import cpu_name
 from arpg.errors import InputError, require
-from arpg.files import write_json, write_whole
+from arpg.figures import new_plot, save_plot
+from arpg.files import write_json
 from arpg.tables import text_table
-
-log = logging.getLogger(__name__)
 
 FORMAT = "arpg-bench-1"
 
@@ -226,13 +224,11 @@ def plot_rows(rows: Sequence[Row], path: Path) -> bool:
 
     Return whether matplotlib is installed and the file was written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator
-    except ImportError:
-        log.warning("no %s: matplotlib is not installed (pip install 'arpg[train]')", path)
+    figure = new_plot((10, 4.2), file=path)
+    if figure is None:
         return False
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    from matplotlib.ticker import LogLocator
+
     for axes, over, by in zip(figure.subplots(1, 2), ("steps", "batch"), ("batch", "steps"), strict=True):
         lines = plot_lines(rows, over, by)
         for name, points in lines.items():
@@ -245,7 +241,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> bool:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix.lstrip(".") or "png"))
+    save_plot(figure, path)
     return True
 
 

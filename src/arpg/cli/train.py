@@ -79,8 +79,7 @@ def tokenize(
 
     loaded = load_tokenizer(resolve(tokenizer), device=choose_device(device), dtype=torch.float32)
     sets = [open_images(path) for path in images]
-    with progress_bar() as progress:
-        task = progress.add_task("tokenizing", total=None)
+    with progress_bar("tokenizing") as progress:
         tokens = run(
             loaded,
             concatenate(sets) if len(sets) > 1 else sets[0],
@@ -89,7 +88,7 @@ def tokenize(
             ten_crops=ten_crops,
             batch_size=batch_size,
             control=control,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=progress,
         )
     out.print(
         f"{tokens.num_images} images, {tokens.views} views of {tokens.grid[0]}x{tokens.grid[1]} tokens in {folder}"
@@ -119,13 +118,12 @@ def embed(
     else:
         load = load_encoder(encoder, max_tokens=max_tokens, device=choose_device(device))
         width = load.width
-    with progress_bar() as progress:
-        task = progress.add_task("embedding", total=None)
+    with progress_bar("embedding") as progress:
         states = write_text_states(
             tokens,
             TextConfig(encoder, width, max_tokens),
             load,
             batch_size=batch_size,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=progress,
         )
     out.print(f"{len(states)} captions in {folder}, {width} numbers for each token")
