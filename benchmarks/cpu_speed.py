@@ -29,7 +29,7 @@ from arpg.bench.record import environment
 from arpg.config import MODELS
 from arpg.decode.sampling import sample
 from arpg.device import set_threads
-from arpg.files import write_whole
+from arpg.files import write_text
 from arpg.model import ARPG
 from arpg.noise import seed_keys
 from arpg.pipeline import Pipeline
@@ -133,7 +133,7 @@ def multinomial(logits_BSV: Tensor, position_BS: Tensor) -> Tensor:
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU's matrix products take bfloat16; elsewhere that is slower than float32."""
+    """Return whether the CPU's matrix products take bfloat16; elsewhere that is slower than float32."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -216,7 +216,7 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
-        write_whole(options.out, lambda path: path.write_text(text + "\n"))
+        write_text(options.out, text + "\n")
 
 
 if __name__ == "__main__":

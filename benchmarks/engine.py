@@ -29,7 +29,7 @@ from arpg.bench.record import commit, environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
 from arpg.bench.throughput import MeasureOptions, measure
 from arpg.device import choose_device, synchronize
-from arpg.files import write_whole
+from arpg.files import write_json, write_text
 from arpg.pipeline import Pipeline
 from arpg.tables import fill_page, markdown_table
 
@@ -206,8 +206,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, record)
 
 
 def say(text: str) -> None:
@@ -274,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say("\n" + page_part(record))
     if options.write:
         page = fill_page(options.page.read_text(encoding="utf-8"), {"engine": page_part(record)})
-        write_whole(options.page, lambda path: path.write_text(page, encoding="utf-8"))
+        write_text(options.page, page)
 
 
 if __name__ == "__main__":

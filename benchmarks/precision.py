@@ -34,7 +34,7 @@ from arpg.config import MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
 from arpg.errors import InputError
-from arpg.files import write_whole
+from arpg.files import write_text
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline, prepare
 from arpg.quantization.precision import to_float8, to_precision
@@ -220,7 +220,7 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
-        write_whole(options.out, lambda path: path.write_text(text + "\n"))
+        write_text(options.out, text + "\n")
     if wrong := differs(result.get("against eager", {})):
         raise SystemExit(f"not the tokens of eager: {'; '.join(wrong)}")
 

@@ -10,7 +10,6 @@ Shapes: n images, B batch, H W pixels.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.evaluation.sample import fingerprint
 from arpg.evaluation.sweep import claim_folder
-from arpg.files import write_whole
+from arpg.files import write_json
 from arpg.image import Pixels, check_writable
 from arpg.tables import text_table
 from arpg.tokenizer import VQTokenizer
@@ -423,6 +422,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"model": options.model, "reference": options.reference if inception else None}
         files = {"classifier": options.classifier, "depth_net": options.depth_net, "inception": options.inception}
         about |= {name: path and str(path) for name, path in files.items()}
-        text = json.dumps(about | report, indent=1) + "\n"
-        write_whole(options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(options.json, about | report)
         log.info("wrote %s", options.json)

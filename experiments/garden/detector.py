@@ -279,7 +279,7 @@ def detection_loss(maps: Maps, kind_BO: Tensor, colour_BO: Tensor, box_BO4: Tens
 
 
 def heat_target(kind_BO: Tensor, box_BO4: Tensor, shape: Sequence[int]) -> Tensor:
-    """`[B, K, h, w]`: 1 in the cell of a centre, falling off around it with the size of the object."""
+    """Return `[B, K, h, w]`: 1 in the cell of a centre, falling off around it with the size of the object."""
     kinds, high, wide = shape
     heat = torch.zeros(len(kind_BO), kinds, high, wide, device=kind_BO.device)
     x, y, width, height = _centres(box_BO4)

@@ -139,7 +139,7 @@ class Pipeline:
         write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
     def generate_task(self, classes: Classes = None, **options: Any) -> ImageTask:
-        """Images of classes or prompts from empty grids, see `generate`."""
+        """Sample images of classes or prompts from empty grids, see `generate`."""
         spec = self._generate_spec(classes, **options)
         return ImageTask(self.engine, self.tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)])
 

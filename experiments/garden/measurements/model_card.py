@@ -44,7 +44,7 @@ log = logging.getLogger("garden")
 def mean_pairwise_lpips(
     pixels: Pixels, labels: Labels, lpips: LPIPS, *, pairs_per_class: int, seed: int, batch_size: int = 64
 ) -> dict[str, Any]:
-    """`mean` over classes and `per_class` (class -> mean LPIPS of its pairs); 0 where all images are alike.
+    """Return `mean` over classes and `per_class` (class -> mean LPIPS of its pairs); 0 where all images are alike.
 
     All pairs of a class, or `pairs_per_class` different ones. A class with one image has no pair and does not count.
     """

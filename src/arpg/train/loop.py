@@ -192,7 +192,7 @@ class RunningLosses:
         if step != _NEVER:
             raise InputError(
                 f"the loss of step {step} is not finite; its batch is {training.describe_batch(step)}; "
-                "lower optim.lr or look at those images, and continue with --resume"
+                "lower optim.lr or check those images, and continue with --resume"
             )
 
 

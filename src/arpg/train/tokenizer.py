@@ -177,7 +177,7 @@ class TokenizerTraining(Training):
         return loss
 
     def _restart_codes(self, step: int, out: Reconstruction) -> None:
-        """Every `restart_every` steps, replace codes that were not used since the last time by encoder outputs."""
+        """Replace codes that were not used for `restart_every` steps by encoder outputs."""
         every = self.recipe.loss.restart_every
         if every == 0:
             return
