@@ -228,7 +228,7 @@ def test_command(folder, eye, photos, tmp_path, monkeypatch, capsys):
         assert err.count("\n") == 1
 
 
-def test_pictures_of_any_size_are_cropped(eye, tmp_path):
+def test_images_of_any_size_are_cropped(eye, tmp_path):
     (tmp_path / "a").mkdir()
     for i, (width, height) in enumerate([(30, 20), (16, 16), (9, 25)]):
         noise(width, height, seed=i).save(tmp_path / "a" / f"{i}.png")

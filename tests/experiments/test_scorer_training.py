@@ -105,7 +105,7 @@ def test_classifier_has_the_intended_size_and_takes_other_image_sizes():
 
 def test_augment_crops_and_flips():
     images = to_images(squares(2, seed=5)[0])
-    # No draw moves or recolours: whole image (scale 1), no flip, factors in the middle of their ranges.
+    # No random number moves or recolours: whole image (scale 1), no flip, factors in the middle of their ranges.
     still = torch.tensor([[1.0, 0.5, 0.5, 0.9, 0.5, 0.5, 0.5]]).expand(2, -1).clone()
     torch.testing.assert_close(augment(images, still), images, rtol=0, atol=1e-4)
     still[:, 3] = 0.1

@@ -122,7 +122,7 @@ def test_a_row_fits_together(pipe, monkeypatch):
 
 
 def test_it_generates_what_the_settings_say(pipe):
-    """As many images, tokens and pixels as asked for: the tokenizer sees them."""
+    """As many images, tokens and pixels as requested: the tokenizer sees them."""
     seen = []
     decode = pipe.tokenizer.decode
     pipe.tokenizer.decode = lambda ids, grid: seen.append((tuple(ids.shape), grid)) or decode(ids, grid)
@@ -205,7 +205,7 @@ def test_a_row_of_a_gpu():
 
 
 def test_batches_one_after_the_other(pipe):
-    """As many as asked for, and one before them; each seed once."""
+    """As many as requested, and one before them; each seed once."""
     seen = []
     decode = pipe.tokenizer.decode
     pipe.tokenizer.decode = lambda ids, grid: seen.append(ids.tolist()) or decode(ids, grid)
