@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import enum
+import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer.main
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Append the generated part to the two reference pages, and fill in the table of settings."""
+    """Append the generated part to the two reference pages, and fill in the tables of settings."""
     if page.file.src_uri == "reference/cli.md":
         return markdown + "\n" + "\n".join(command_line())
     if page.file.src_uri == "reference/http.md":
         return markdown + "\n" + "\n".join(http())
-    return markdown.replace("<!-- settings -->", "\n".join(settings()))
+    from arpg.settings import SETTINGS, TASK_SETTINGS
+
+    for comment, table in (("<!-- settings -->", SETTINGS), ("<!-- task settings -->", TASK_SETTINGS)):
+        if comment in markdown:
+            markdown = markdown.replace(comment, "\n".join(settings(table)))
+    return markdown
 
 
-def settings() -> Iterator[str]:
-    """Yield the table of sampling settings; a page gets it in the place of `<!-- settings -->`."""
-    from arpg.settings import SETTINGS
-
-    yield "| setting | option | values | meaning |\n|---|---|---|---|"
-    for setting in SETTINGS.values():
+def settings(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of settings; a page gets it in the place of `<!-- settings -->` or `<!-- task settings -->`."""
+    yield "| setting | option | values | also accepted | meaning |\n|---|---|---|---|---|"
+    for setting in table.values():
         kind = {int: "integer", float: "number", str: "text"}[setting.kind]
         values = " ".join(f"`{name}`" for name in setting.names) or kind
-        yield f"| `{setting.name}` | `--{setting.name.replace('_', '-')}` | {values} | {_cell(setting.help)} |"
-    for setting in SETTINGS.values():
+        option = {"num_images": "-n"}.get(setting.name, "--" + setting.name.replace("_", "-"))
+        also = " ".join(f"`{name}`" for name in setting.aliases)
+        yield f"| `{setting.name}` | `{option}` | {values} | {also} | {_cell(setting.help)} |"
+    for setting in table.values():
         if setting.choices:
             yield f"\nValues of `{setting.name}`:\n"
             yield from (f"- `{name}`: {text}" for name, text in setting.choices.items())
@@ -40,7 +46,8 @@ def command_line() -> Iterator[str]:
 
     root = typer.main.get_command(app)
     for name, command in root.commands.items():
-        yield from _command(f"arpg {name}", command, 2)
+        if not command.hidden:
+            yield from _command(f"arpg {name}", command, 2)
 
 
 def _command(name: str, command: Any, level: int) -> Iterator[str]:
@@ -72,7 +79,7 @@ def _argument(param: Any) -> str:
 def _option(param: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
     default = param.default
-    if callable(default) or default in (None, False, "", (), []):
+    if callable(default) or default is False or default in (None, "", (), []):
         default = None
     shown = "required" if param.required else "" if default is None else f"`{getattr(default, 'value', default)}`"
     return f"| {names} | {_cell(_value(param))} | {_cell(shown)} | {_cell(_text(param.help))} |"
@@ -95,6 +102,7 @@ def http() -> Iterator[str]:
     """Yield the Markdown of every route, from the OpenAPI schema of a server whose model is not loaded."""
     schema = _schema()
     parts = schema["components"]["schemas"]
+    used: set[str] = set()
     yield "## Routes\n"
     yield "| route | meaning |\n|---|---|"
     routes = [(path, verb, route) for path, verbs in schema["paths"].items() for verb, route in verbs.items()]
@@ -106,9 +114,16 @@ def http() -> Iterator[str]:
         yield f"{_text(route.get('description') or route.get('summary'))}\n"
         for kind, content in route.get("requestBody", {}).get("content", {}).items():
             yield f"Request body, `{kind}`:\n"
-            yield from _fields(_resolve(content["schema"], parts))
-        codes = ", ".join(f"`{code}` {_text(found.get('description'))}" for code, found in route["responses"].items())
-        yield f"Responses: {codes}\n"
+            body = _resolve(content["schema"], parts)
+            used |= _referenced(body)
+            yield from _fields(body)
+        yield "Responses:\n"
+        yield from (f"- `{code}`: {_text(found.get('description'))}" for code, found in route["responses"].items())
+        yield ""
+    for name in sorted(used):
+        yield f"## {name}\n"
+        yield f"{_text(parts[name].get('description'))}\n"
+        yield from _fields(parts[name])
 
 
 def _schema() -> dict[str, Any]:
@@ -134,6 +149,14 @@ def _resolve(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     return parts[schema["$ref"].rsplit("/", 1)[-1]] if "$ref" in schema else schema
 
 
+def _referenced(schema: Any) -> set[str]:
+    """Return the names of the types that a schema refers to."""
+    if isinstance(schema, dict):
+        own = {schema["$ref"].rsplit("/", 1)[-1]} if "$ref" in schema else set()
+        return own.union(*(_referenced(value) for value in schema.values()))
+    return set().union(*map(_referenced, schema)) if isinstance(schema, list) else set()
+
+
 def _fields(schema: dict[str, Any]) -> Iterator[str]:
     required = schema.get("required", [])
     yield "| field | type | default | meaning |\n|---|---|---|---|"
@@ -146,18 +169,26 @@ def _fields(schema: dict[str, Any]) -> Iterator[str]:
 
 def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
-        return field["$ref"].rsplit("/", 1)[-1]
+        name = field["$ref"].rsplit("/", 1)[-1]
+        return f"[{name}](#{name.lower()})"
     if "anyOf" in field:
         return " or ".join(kind for kind in (_type(each) for each in field["anyOf"]) if kind != "null")
     if "enum" in field:
         return " ".join(f"`{value}`" for value in field["enum"])
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {})) or 'anything'}"
-    limits = [f"{word} {field[key]}" for key, word in _LIMITS.items() if key in field]
+    limits = [f"{word} {_number(field[key])}" for key, word in _LIMITS.items() if key in field]
+    limits += [f"of at most {_number(field['maxLength'])} characters"] if "maxLength" in field else []
     return " ".join([str(field.get("type", "anything")), *limits])
 
 
-_LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "maxLength": "at most"}
+_LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
+
+
+def _number(value: float) -> str:
+    if value >= 1e9 and float(value) == 2.0 ** round(math.log2(value)):
+        return f"2^{round(math.log2(value))}"
+    return f"{value:,g}" if value != int(value) else f"{int(value):,}"
 
 
 def _text(text: str | None) -> str:

@@ -80,6 +80,7 @@ def test_a_replayed_run_is_the_run(recipe, world, tmp_path, monkeypatch):
     assert kept[1] == plain.loss(half)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -296,7 +296,9 @@ def test_the_gradients_of_training_through_the_kernels(monkeypatch):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_first_query_is_made_once(compiled, monkeypatch):
-    """All slots ask the same at first: one is normed and projected. Its gradients are those of all."""
+    """All slots have the same query at first: one is normed and projected. Its gradients are those of all."""
+    if compiled and GPU:
+        pytest.skip("counted by a hook, which the compiler of torch 2.11 leaves out")
     monkeypatch.setattr(ops, "can_fuse_half", lambda x: True)
     gradients = []
     for apart in (False, True):
@@ -341,7 +343,8 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     *_, plain = decode(model, request, plan, resolved)
     calls = []
     fuse_everywhere(monkeypatch, on_inference=calls.append)
-    *_, fused = decode(model, request, plan, resolved)
+    with dispatch.kernel_policy(dispatch.KernelPolicy(small_gemm=False)):  # that one takes half precision only
+        *_, fused = decode(model, request, plan, resolved)
     assert fused.ids_BN.tolist() == plain.ids_BN.tolist()
     assert calls
     assert dispatch.TRITON_AVAILABLE
