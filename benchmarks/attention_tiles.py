@@ -1,7 +1,7 @@
 """Check and time the decoding attention on a GPU for different tiles; prints tables, in about a minute.
 
-    python benchmarks/attention_tiles.py
-    python benchmarks/attention_tiles.py --one-image
+    python -m benchmarks.attention_tiles
+    python -m benchmarks.attention_tiles --one-image
 
 The column that decides is that of a whole generation: every launch of 32 arccos steps, with their queries and slots, in
 one CUDA graph. Every layer has its own cache, also in Pass 2, so that none of it stays in the L2 cache.
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.bench.timing import error_line, graph_microseconds, relative_error
+from arpg.bench.record import error_line
 from arpg.config import MODELS, ModelConfig
 from arpg.decode.schedule import step_sizes
 from arpg.kernels import attention, small_gemm
 from arpg.kernels.ops import Rope, apply_rope
 from arpg.model.rope import grid_positions, make_rope
+from benchmarks.measures import graph_microseconds, relative_error
 
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles

@@ -5,14 +5,15 @@ The plain loop has separate projections, grows its cache by concatenation, rotat
 compute the same: with our noise the plain loop must sample the same tokens. bfloat16 is compared on the same context,
 step by step. Tokens only; the split of the time includes pixels.
 
-python benchmarks/cpu_speed.py --model arpg-l --rounds 3 --out benchmarks/results/cpu-speed-arpg-l.json
-python benchmarks/cpu_speed.py --model garden --rounds 9 --out benchmarks/results/cpu-speed-garden.json
+python -m benchmarks.cpu_speed --model arpg-l --rounds 3 --out benchmarks/results/cpu-speed-arpg-l.json
+python -m benchmarks.cpu_speed --model garden --rounds 9 --out benchmarks/results/cpu-speed-garden.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,19 +23,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.bench.agreement import agreement, generate, on_context
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.profile import split_time
 from arpg.bench.record import environment
-from arpg.bench.timing import relative_error
 from arpg.config import MODELS
 from arpg.decode.sampling import sample
-from arpg.device import has_bfloat16, set_threads
-from arpg.files import write_whole
+from arpg.device import set_threads
+from arpg.files import write_text
 from arpg.model import ARPG
 from arpg.noise import seed_keys
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import unpack_linears
+from benchmarks.measures import agreement, generate, on_context, relative_error
 
 Sample = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
 
@@ -132,6 +132,13 @@ def multinomial(logits_BSV: Tensor, position_BS: Tensor) -> Tensor:
     return torch.multinomial(logits_BSV.softmax(-1).flatten(0, 1), 1).reshape(position_BS.shape)
 
 
+def has_bfloat16() -> bool:
+    """Return whether the CPU's matrix products take bfloat16; elsewhere that is slower than float32."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="arpg-l", help="a preset (random weights), garden or a folder")
@@ -209,7 +216,7 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
-        write_whole(options.out, lambda path: path.write_text(text + "\n"))
+        write_text(options.out, text + "\n")
 
 
 if __name__ == "__main__":

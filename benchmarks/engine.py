@@ -25,12 +25,11 @@ from typing import Any
 import torch
 
 from arpg.bench.case import Case, open_pipeline
-from arpg.bench.record import commit, environment
+from arpg.bench.record import commit, environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
 from arpg.bench.throughput import MeasureOptions, measure
-from arpg.bench.timing import error_line, synchronize
-from arpg.device import choose_device
-from arpg.files import write_whole
+from arpg.device import choose_device, synchronize
+from arpg.files import write_json, write_text
 from arpg.pipeline import Pipeline
 from arpg.tables import fill_page, markdown_table
 
@@ -194,10 +193,10 @@ def _kernels(record: dict[str, Any]) -> str:
     parts = list(next(iter(found.values()))["kernels ms"])
     rows = []
     for name, each in found.items():
-        recorded = f"{each['recording']['s']} s" if "recording" in each else ""
-        cells = [*(f"{each['kernels ms'].get(part, 0):.4g}" for part in parts), f"{each['kernels']:,}", recorded]
+        captured = f"{each['capture']['s']} s" if "capture" in each else ""
+        cells = [*(f"{each['kernels ms'].get(part, 0):.4g}" for part in parts), f"{each['kernels']:,}", captured]
         rows.append([name, *cells])
-    return markdown_table(["ms", *parts, "kernels", "recorded in"], rows)
+    return markdown_table(["ms", *parts, "kernels", "captured in"], rows)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -207,8 +206,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, record)
 
 
 def say(text: str) -> None:
@@ -275,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say("\n" + page_part(record))
     if options.write:
         page = fill_page(options.page.read_text(encoding="utf-8"), {"engine": page_part(record)})
-        write_whole(options.page, lambda path: path.write_text(page, encoding="utf-8"))
+        write_text(options.page, page)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import signal
 import statistics
 import time
@@ -24,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arpg.bench.record import environment
+from arpg.bench.record import environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
-from arpg.bench.timing import error_line, synchronize
 from arpg.checkpoint import load_tokenizer
 from arpg.config import TOKENIZERS
-from arpg.device import choose_device
-from arpg.files import write_whole
+from arpg.device import choose_device, synchronize
+from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import to_uint8
 from arpg.kernels.dispatch import TRITON_AVAILABLE
@@ -192,8 +190,7 @@ def line(row: dict[str, Any]) -> str:
 
 def keep(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
-        text = json.dumps(result, indent=1) + "\n"
-        write_whole(path, lambda temporary: temporary.write_text(text))
+        write_json(path, result)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Compare precisions with float32 and engines with eager: error of the logits, equal samples, speed.
 
-    python benchmarks/precision.py --device cpu --batch 8 --out precision-garden-cpu.json
-    python benchmarks/precision.py --batch 136 --classifier runs/classifier --out precision-garden.json
-    python benchmarks/precision.py --model arpg-l --batch 16 --steps 32 --out precision-arpg-l.json
-    python benchmarks/precision.py --model arpg-l --batch 64 --steps 32 --products
+    python -m benchmarks.precision --device cpu --batch 8 --out precision-garden-cpu.json
+    python -m benchmarks.precision --batch 136 --classifier runs/classifier --out precision-garden.json
+    python -m benchmarks.precision --model arpg-l --batch 16 --steps 32 --out precision-arpg-l.json
+    python -m benchmarks.precision --model arpg-l --batch 64 --steps 32 --products
 
 Both computations are teacher-forced: they continue from the same tokens after every step. A preset has random weights.
 With a classifier (a folder), each precision also generates images, and their class accuracy is reported. Engines (on a
@@ -28,18 +28,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.bench.agreement import agreement, equal_share, generate, on_context, sampled_on_context, tokens_of
 from arpg.bench.case import Case, open_pipeline
-from arpg.bench.record import environment
-from arpg.bench.timing import error_line, graph_microseconds
+from arpg.bench.record import environment, error_line
 from arpg.config import MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
 from arpg.errors import InputError
-from arpg.files import write_whole
+from arpg.files import write_text
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline, prepare
 from arpg.quantization.precision import to_float8, to_precision
+from benchmarks.measures import (
+    agreement,
+    equal_share,
+    generate,
+    graph_microseconds,
+    on_context,
+    sampled_on_context,
+    tokens_of,
+)
 
 Rows = dict[str, dict[str, Any]]
 Calls = list[Callable[[], Tensor]]
@@ -64,7 +71,8 @@ def open_in(name: str, kind: str, device: torch.device) -> Pipeline:
 @torch.no_grad()
 def class_accuracy(pipe: Pipeline, case: Case, ids_BN: Tensor, folder: Path) -> float:
     """Return the share of images whose class the classifier recognises."""
-    from arpg.evaluation.classifier import Classifier, accuracy
+    from arpg.evaluation.classifier import Classifier
+    from experiments.garden.scorer_training import accuracy
 
     classifier = Classifier.load(folder, device=pipe.model.device)
     labels = torch.arange(case.batch) % pipe.model.config.num_classes
@@ -89,7 +97,7 @@ def engine_rows(name: str, case: Case, kinds: Sequence[str], engines: Sequence[s
                 other = Engine(eager.model, engine)
                 tokens = equal_share([tokens_of(other, case).cpu()], [free.cpu()])
                 found = [sampled.cpu() for sampled in sampled_on_context(other, case, free)]
-                rows[label] = {"equal draws": equal_share(found, expected), "equal tokens": tokens}
+                rows[label] = {"equal samples": equal_share(found, expected), "equal tokens": tokens}
             except Exception as error:  # a compiler fails in many ways; the others are still compared
                 rows[label] = {"left out": error_line(error)}
     return rows
@@ -212,7 +220,7 @@ def main() -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:
-        write_whole(options.out, lambda path: path.write_text(text + "\n"))
+        write_text(options.out, text + "\n")
     if wrong := differs(result.get("against eager", {})):
         raise SystemExit(f"not the tokens of eager: {'; '.join(wrong)}")
 

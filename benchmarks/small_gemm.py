@@ -1,8 +1,8 @@
 """Time the fused small-batch layers (up to 32 rows) of ARPG-L on a GPU, and search their tiles.
 
-    python benchmarks/small_gemm.py             # a layer by number of rows: library, fused, weights prefetched
-    python benchmarks/small_gemm.py --products  # each matrix product, checked against float32
-    python benchmarks/small_gemm.py --tiles     # the fastest tile of each kind of product
+    python -m benchmarks.small_gemm             # a layer by number of rows: library, fused, weights prefetched
+    python -m benchmarks.small_gemm --products  # each matrix product, checked against float32
+    python -m benchmarks.small_gemm --tiles     # the fastest tile of each kind of product
 
 The network (24 layers and the head, both passes, 93 tokens known) runs as one CUDA graph; its logits are compared with
 float32. The first table shows up to how many rows the fused kernels pay (`SMALL_BATCH_ROWS` of
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.bench.timing import error_line, graph_microseconds, relative_error
+from arpg.bench.record import error_line
 from arpg.config import MODELS
 from arpg.kernels import small_gemm
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.kernels.small_gemm import Tile, linear
 from arpg.model import ARPG
+from benchmarks.measures import graph_microseconds, relative_error
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
 MODES = {

@@ -10,7 +10,6 @@ Shapes: n images, B batch, H W pixels.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +24,14 @@ from PIL import Image
 from arpg import ControlInput, Pipeline
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.errors import require
-from arpg.evaluation.classifier import Classifier, predict
+from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import CHUNK, Features, collect, from_array, reference_features
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.evaluation.sample import fingerprint
 from arpg.evaluation.sweep import claim_folder
-from arpg.files import write_whole
+from arpg.files import write_json
 from arpg.image import Pixels, check_writable
 from arpg.tables import text_table
 from arpg.tokenizer import VQTokenizer
@@ -54,6 +53,7 @@ from experiments.garden.control_images import (
 from experiments.garden.depth_net import DepthNet, DepthScenes, compose_depth_scenes, depth_error, rmse, to_depth
 from experiments.garden.sampling_options import add_sampling_options, load_pipeline, sampling_settings
 from experiments.garden.scene_sets import num_processes, reconstruct
+from experiments.garden.scorer_training import predict
 
 # The rows of a report: with control, without it, another model without control, and what bounds them.
 CONTROL, PLAIN, BASE = "control", "no control", "base model"
@@ -357,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--train-fruits", help="The fruit set of training, for the nearest scene.")
     add("--train-scenes", type=int, default=5000, help="Scenes among which the nearest is looked for.")
     add("--processes", type=int, help="Processes that compose; 0: this one. Default: one per core.")
-    add("--batch-size", type=int, default=64, help="Images per batch; does not change them.")
+    add("--batch-size", type=int, default=64, help="Images per batch; tokens do not depend on it.")
     add("--json", type=Path, help="Also write the result to this JSON file.")
     add_sampling_options(parser, model="garden-control")
     options = parser.parse_args(arguments)
@@ -422,6 +422,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"model": options.model, "reference": options.reference if inception else None}
         files = {"classifier": options.classifier, "depth_net": options.depth_net, "inception": options.inception}
         about |= {name: path and str(path) for name, path in files.items()}
-        text = json.dumps(about | report, indent=1) + "\n"
-        write_whole(options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(options.json, about | report)
         log.info("wrote %s", options.json)

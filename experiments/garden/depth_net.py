@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,9 @@ from torch.nn import functional as F
 
 from arpg.device import choose_device
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block, Progress, autocast_bf16, fit, load_scorer, save_scorer, seeded
+from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.evaluation.metrics import bootstrap
-from arpg.extractors import depth_map
-from arpg.files import write_whole
+from arpg.files import write_json
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import degrade
@@ -37,9 +35,11 @@ from experiments.garden.scene_sets import (
     add_set_options,
     any_scenes,
     compose_parts,
+    depth_map,
     num_processes,
     reconstruct_half,
 )
+from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
 
 Depth = NDArray[np.float32]
 
@@ -82,7 +82,7 @@ class DepthNet(nn.Module):
         return self.stem.weight.device
 
     def forward(self, image_B3HW: Tensor) -> Tensor:
-        """`[B, H, W]`: logits of the depth, from images in [-1, 1]."""
+        """Return logits of the depth `[B, H, W]`, from images in [-1, 1]."""
         batch, _, height, width = image_B3HW.shape
         if height % 16 or width % 16:
             raise InputError(f"images are {width}x{height} pixels; expected multiples of 16")
@@ -99,7 +99,7 @@ class DepthNet(nn.Module):
 
     @torch.no_grad()
     def estimate(self, pixels_nHW3: Pixels, *, batch_size: int = 256) -> Depth:
-        """`[n, H, W]`: the depth of each pixel."""
+        """Return the depth of each pixel, `[n, H, W]`."""
         check_pixels(pixels_nHW3)
         require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
         parts = [pixels_nHW3[i : i + batch_size] for i in range(0, len(pixels_nHW3), batch_size)]
@@ -115,7 +115,7 @@ class DepthNet(nn.Module):
 
 
 def rmse(depth_nHW: Depth, other_nHW: Depth) -> NDArray[np.float64]:
-    """The root of the mean squared difference over the pixels of each image."""
+    """Return the root of the mean squared difference over the pixels of each image."""
     require(
         depth_nHW.shape == other_nHW.shape and depth_nHW.ndim == 3,
         f"depths are {list(depth_nHW.shape)} and {list(other_nHW.shape)}; expected two alike, [n, H, W]",
@@ -204,7 +204,7 @@ def train_depth_net(
 
 
 def depth_error(net: DepthNet, scenes: DepthScenes) -> dict[str, Any]:
-    """The network's own error: `rmse` (the mean over scenes) with its interval, and `blank`, that of seeing nothing."""
+    """Return the network's own error: `rmse` (mean over scenes) with its interval, and `blank`, that of a constant."""
     depth_nHW = scenes.depth()
     errors = rmse(net.estimate(scenes.pixels_nHW3), depth_nHW)
     value = float(errors.mean())
@@ -246,8 +246,7 @@ def train_and_save(
         net, compose_depth_scenes(sets, num=fresh, seed=seed + 1, processes=min(processes, fresh // 256))
     )
     net.save(folder)
-    text = json.dumps(error, indent=1) + "\n"
-    write_whole(folder / "error.json", lambda path: path.write_text(text, encoding="utf-8"))
+    write_json(folder / "error.json", error)
     log.info("RMSE %.4f on %d new scenes; a blank image has %.4f", error["rmse"], fresh, error["blank"])
     return error
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from arpg.device import choose_device
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block, Progress, autocast_bf16, fit, load_scorer, save_scorer, seeded
+from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.garden.composer import Composer, Scene
 from experiments.garden.objects import KINDS, TINTS
@@ -37,6 +37,7 @@ from experiments.garden.scene_sets import (
     reconstruct_half,
 )
 from experiments.garden.scene_spec import MAX_OBJECTS
+from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
 
 STRIDE = 4  # pixels per cell
 
@@ -278,7 +279,7 @@ def detection_loss(maps: Maps, kind_BO: Tensor, colour_BO: Tensor, box_BO4: Tens
 
 
 def heat_target(kind_BO: Tensor, box_BO4: Tensor, shape: Sequence[int]) -> Tensor:
-    """`[B, K, h, w]`: 1 in the cell of a centre, falling off around it with the size of the object."""
+    """Return `[B, K, h, w]`: 1 in the cell of a centre, falling off around it with the size of the object."""
     kinds, high, wide = shape
     heat = torch.zeros(len(kind_BO), kinds, high, wide, device=kind_BO.device)
     x, y, width, height = _centres(box_BO4)

@@ -24,7 +24,7 @@ from PIL import Image
 
 from arpg.errors import InputError, require
 from arpg.evaluation.metrics import wilson
-from arpg.files import write_whole
+from arpg.files import write_json, write_text
 from arpg.image import Pixels, save
 from arpg.pipeline import Pipeline
 from arpg.tables import text_table
@@ -86,7 +86,7 @@ def read_prompts(path: Path) -> list[GenEvalPrompt]:
 def prepare_folder(folder: Path, number: int, prompt: GenEvalPrompt) -> Path:
     """Make the folder for the images of a prompt, and write its metadata."""
     here = folder / f"{number:05d}"
-    write_whole(here / METADATA, lambda path: path.write_text(prompt.to_json() + "\n", encoding="utf-8"))
+    write_text(here / METADATA, prompt.to_json() + "\n")
     (here / SAMPLES).mkdir(exist_ok=True)
     return here / SAMPLES
 
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, help="GenEval's evaluation_metadata.jsonl; default: held-out prompts.")
     parser.add_argument("--per-task", type=int, default=60, help="Prompts of each of the six tasks.")
     parser.add_argument("--images", type=int, default=4, help="Images per prompt.")
-    parser.add_argument("--batch-size", type=int, default=64, help="Images per batch; does not change them.")
+    parser.add_argument("--batch-size", type=int, default=64, help="Images per batch; tokens do not depend on it.")
     parser.add_argument("--json", type=Path, help="Also write the result to this JSON file.")
     add_sampling_options(parser, model="garden-text")
     options = parser.parse_args(arguments)
@@ -326,6 +326,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         about = {"model": options.model, "detector": str(options.detector), "prompts": len(prompts)}
         about |= {"images": options.images, "seed": options.seed, "settings": settings}
-        text = json.dumps(about | report, indent=1) + "\n"
-        write_whole(options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(options.json, about | report)
         log.info("wrote %s", options.json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 from arpg.classes import ClassNames
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
-from arpg.evaluation.classifier import Classifier, accuracy, train_classifier
-from arpg.files import write_whole
+from arpg.evaluation.classifier import Classifier
+from arpg.files import write_json
 from arpg.image import Pixels, adm_crop
+from experiments.garden.scorer_training import accuracy, train_classifier
 
 DOMAINS = ("fruits", "flowers")
 SIZE = 96  # pixels per side
@@ -87,6 +87,5 @@ def load_or_train_classifier(
     if test is not None:
         found: dict[str, Any] = {"real test images": float(accuracy(classifier, *test)["top1"])}
         log.info("the classifier recognises %.4f of the real test images", found["real test images"])
-        text = json.dumps(found, indent=1) + "\n"
-        write_whole(folder / "accuracy.json", lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(folder / "accuracy.json", found)
     return classifier

@@ -23,7 +23,6 @@ from arpg.data.tokenize import encode_pixels, fingerprint
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.device import choose_device
 from arpg.errors import require
-from arpg.extractors import depth_map
 from arpg.hub import resolve
 from arpg.image import Pixels, check_output, save, sheet, to_images, to_uint8
 from arpg.tokenizer import VQTokenizer
@@ -138,6 +137,13 @@ def compose_tokens(
             progress(done, num)
     writer.close()
     return open_tokens(folder)
+
+
+def depth_map(depth_HW: NDArray[np.floating]) -> Pixels:
+    """Convert known depth from 0 (near) to 1 (far), such as that of composed scenes, to 255..0 without scaling."""
+    good = bool(np.isfinite(depth_HW).all()) and float(depth_HW.min()) >= 0 and float(depth_HW.max()) <= 1
+    require(good, "the depth has values outside of 0 to 1; expected 0 (near) to 1 (far)")
+    return np.round(255 * (1 - depth_HW)).astype(np.uint8)
 
 
 def _training_scenes(composer: Composer, numbers: range, *, seed: int) -> tuple[Pixels, list[str], NDArray[np.uint8]]:

@@ -31,7 +31,7 @@ from arpg.checkpoint import BUNDLED, FolderConfig, load_model, load_tokenizer, r
 from arpg.config import TextConfig
 from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
-from arpg.files import read_tensors, write_whole
+from arpg.files import read_tensors, write_json, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.quantization.storage import pack as pack_weights
@@ -290,8 +290,7 @@ def compare_settings(arguments: Sequence[str] | None = None) -> None:
     for name in (name for name in options.only if name not in found):
         found[name] = score_settings(pipe, detector, prompts, SETTINGS[name])
         log.info("%-28s %.3f  %s", name, found[name]["overall"], found[name])
-        text = json.dumps(found, indent=1) + "\n"
-        write_whole(options.out, lambda path, text=text: path.write_text(text))  # type: ignore[misc]
+        write_json(options.out, found)
 
 
 def other_prompts(per_task: int) -> list[GenEvalPrompt]:

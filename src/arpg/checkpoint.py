@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
 from arpg.config import BUNDLED, ModelConfig, TokenizerConfig, from_dict, to_dict
-from arpg.errors import InputError, one_of, present, require
-from arpg.files import State, read_tensors, write_tensors, write_together
+from arpg.errors import one_of, present, require
+from arpg.files import State, read_json, read_tensors, write_tensors, write_together
 from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
 from arpg.quantization.storage import add_difference, pack_difference, unpack
@@ -62,10 +62,7 @@ def read_folder(folder: Path) -> FolderConfig:
     """Read the configuration and the class names of a model folder."""
     path = folder / CONFIG
     require(path.is_file(), f"{folder} is not a model folder: it has no {CONFIG}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
+    data = read_json(path)
     require(isinstance(data, dict) and data.get("format") == FORMAT, f'{path} does not say "format": "{FORMAT}"')
     unknown = sorted(set(data) - {"format", "model", "tokenizer", "tokenizer_of", "base", "sampling", "license"})
     require(not unknown, f"{path}: unknown key {', '.join(unknown)}")

@@ -1,11 +1,13 @@
-"""Devices: the device and type a model runs in, what a CPU offers (threads, bfloat16), and the peaks of known GPUs."""
+"""Devices: the device and type a model runs in, the threads of a CPU, peak memory, and the peaks of known GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,14 +64,20 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for it: from ordinary memory, a copy waits for all that is still to be done."""
+    """Copy `tensor` to the device without a synchronisation, through pinned memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has finished its work; nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The type that a model computes in; with weights of 8 bits, the type of everything else."""
+    """Return the type that a model computes in; with 8-bit weights, the type of everything else."""
     if isinstance(precision, torch.dtype):
         return precision
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,9 +86,9 @@ def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dt
 
 
 def set_threads(wanted: int | None = None) -> int:
-    """Let torch use so many threads, or as many as are good; how many that are.
+    """Set the number of torch's CPU threads, and return it.
 
-    What the user says wins: the argument, then $ARPG_THREADS, then $OMP_NUM_THREADS, which torch follows by itself.
+    The argument comes first, then $ARPG_THREADS, then $OMP_NUM_THREADS (which torch reads), then `good_threads`.
     """
     text = os.environ.get(VARIABLE) if wanted is None else str(wanted)
     if text is not None:
@@ -93,7 +101,7 @@ def set_threads(wanted: int | None = None) -> int:
 
 
 def good_threads(root: Path = Path("/")) -> int:
-    """The cores that this process may use, less those that others are using right now.
+    """Return the number of physical cores that this process may use, less those that are busy right now.
 
     Hyperthreads share what matrix products need. A thread without a core of its own makes all others wait for it,
     spinning, at the end of every operation: too many threads are far worse than too few.
@@ -105,13 +113,6 @@ def good_threads(root: Path = Path("/")) -> int:
     return max(1, min(usable, (os.cpu_count() or 1) - _others(root)))
 
 
-def has_bfloat16() -> bool:
-    """Whether its matrix products take bfloat16 as it is; elsewhere that is slower than float32."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
-
-
 def cpu_name(root: Path = Path("/")) -> str:
     """Return the CPU's model name."""
     for line in _read(root / "proc/cpuinfo").splitlines():
@@ -120,13 +121,36 @@ def cpu_name(root: Path = Path("/")) -> str:
     return platform.processor() or platform.machine()
 
 
+def reset_peak(device: torch.device) -> None:
+    """Start to count the peak memory anew; on a CPU that is possible on Linux only."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that CUDA's allocator, or on a CPU the process, has held since `reset_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    except (OSError, StopIteration, ValueError, IndexError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _core(root: Path, cpu: int) -> str:
-    """The logical CPUs that share its core; its own number where that is not known."""
+    """Return the list of logical CPUs that share the core of `cpu`; `cpu` itself where the system does not say."""
     return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").strip() or str(cpu)
 
 
 def _quota(root: Path) -> float | None:
-    """CPUs' worth of time that the container may use (cgroup v2, else v1); None: no limit."""
+    """Return the CPU quota of the container in CPUs (cgroup v2, else v1); None without a limit."""
     numbers = _read(root / "sys/fs/cgroup/cpu.max").split()
     if not numbers:
         v1 = root / "sys/fs/cgroup/cpu"
@@ -137,15 +161,15 @@ def _quota(root: Path) -> float | None:
 
 
 def _others(root: Path) -> int:
-    """How many other threads of the machine want to run: the median of a few looks."""
-    looks = []
+    """Return how many other threads of the machine are runnable: the median of five readings of the load average."""
+    readings = []
     for _ in range(5):
         fields = _read(root / "proc/loadavg").split()
         if len(fields) < 4:
             return 0
-        looks.append(max(0, int(fields[3].partition("/")[0]) - 1))
+        readings.append(max(0, int(fields[3].partition("/")[0]) - 1))
         time.sleep(0.002)
-    return int(statistics.median(looks))
+    return int(statistics.median(readings))
 
 
 def _read(path: Path) -> str:

@@ -96,13 +96,6 @@ def stretch_to_grey(near_HW: NDArray[np.floating[Any]]) -> Pixels:
     return np.round(255 * (near_HW - low) / (high - low)).astype(np.uint8)
 
 
-def depth_map(depth_HW: NDArray[np.floating[Any]]) -> Pixels:
-    """Convert known depth from 0 (near) to 1 (far), such as that of composed scenes, to 255..0 without scaling."""
-    good = bool(np.isfinite(depth_HW).all()) and float(depth_HW.min()) >= 0 and float(depth_HW.max()) <= 1
-    require(good, "the depth has values outside of 0 to 1; expected 0 (near) to 1 (far)")
-    return np.round(255 * (1 - depth_HW)).astype(np.uint8)
-
-
 def import_opencv() -> Any:
     """Import OpenCV; raise an `InputError` that names the extra where it is not installed."""
     try:

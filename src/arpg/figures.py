@@ -1,8 +1,9 @@
-"""Figures: the step of every token, the bits of every token, and decoding as a GIF."""
+"""Figures: the step of every token, the bits of every token, decoding as a GIF, and plots where matplotlib is there."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ MARGIN, CAPTION = 14, 26
 FRAME_MS, LAST_FRAME_MS = 120, 2000  # milliseconds that a frame of an animation is shown
 # Early to late: the stops of a dark-to-light colour ramp.
 RAMP = np.array([(38, 22, 74), (104, 37, 119), (178, 54, 95), (232, 103, 62), (251, 178, 76), (252, 244, 190)])
+
+log = logging.getLogger(__name__)
 
 
 def draw_plans(grid: tuple[int, int], settings: SamplingSettings, *, seed: int) -> Image.Image:
@@ -97,6 +100,22 @@ class Frames:
             images = [image if image.size == size else image.resize(size) for image in images]
             frames.append(images[0] if len(images) == 1 else sheet(images, columns=columns))
         return frames
+
+
+def new_plot(size: tuple[float, float], *, file: str | Path) -> Any:
+    """Return a matplotlib figure of `size` inches; None without matplotlib, with a warning that `file` is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        log.warning("no %s: matplotlib is not installed (pip install 'arpg[train]')", file)
+        return None
+    return Figure(figsize=size, layout="constrained")
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure, in the format of the file's ending."""
+    kind = path.suffix.lstrip(".") or "png"
+    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format=kind))
 
 
 def save_gif(frames: Sequence[Image.Image], path: Path) -> None:

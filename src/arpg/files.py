@@ -59,9 +59,14 @@ def write_together(writes: dict[Path, Callable[[Path], object]]) -> None:
                 folder.rmdir()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write `data` as indented JSON."""
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:

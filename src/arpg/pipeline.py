@@ -37,12 +37,6 @@ Seed = int | torch.Generator | Sequence[int | torch.Generator]
 class Pipeline:
     """Generates and edits images of classes or prompts.
 
-    >>> pipe = Pipeline.from_pretrained("arpg-xl")
-    >>> images = pipe.generate(["golden retriever", "volcano"], num_images=4, seed=0)
-    >>> task = pipe.outpaint_task(images[0], "volcano", right=48)  # every verb has a task, which can be streamed
-    >>> for previews in task.stream():
-    ...     previews[0].save("preview.png")
-
     Where a method takes a class, a model that was trained on text takes `prompt` and `negative` (a prompt that guidance
     leads away from) instead. Every task takes these options, and accepts the names of diffusers for some of them:
 
@@ -50,12 +44,19 @@ class Pipeline:
     - `seed` (`generator`): image i has seed `seed + i`; a list has one for each image. A `torch.Generator` stands for
       its initial seed: it is not advanced.
     - `best_of`: candidates sampled for each image (with consecutive seeds), of which the most likely is kept.
-    - `batch_size`: images decoded together; does not change them.
+    - `batch_size`: images decoded together; tokens do not depend on it, pixels may differ by one grey level.
     - `control`: a `ControlInput`, or a list with one for each image.
     - `steps` (`num_inference_steps`), `guidance` (`guidance_scale`) and the other sampling settings
       (`arpg.settings.SETTINGS`); what is not given is the model's recommendation.
 
     Methods that return images also take `on_step`, a function that is called with every `Step`.
+
+    Examples:
+        >>> pipe = Pipeline.from_pretrained("arpg-xl")
+        >>> images = pipe.generate(["golden retriever", "volcano"], num_images=4, seed=0)
+        >>> task = pipe.outpaint_task(images[0], "volcano", right=48)  # every verb has a task, which can be streamed
+        >>> for previews in task.stream():
+        ...     previews[0].save("preview.png")
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Pipeline:
         write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
     def generate_task(self, classes: Classes = None, **options: Any) -> ImageTask:
-        """Images of classes or prompts from empty grids, see `generate`."""
+        """Sample images of classes or prompts from empty grids, see `generate`."""
         spec = self._generate_spec(classes, **options)
         return ImageTask(self.engine, self.tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)])
 

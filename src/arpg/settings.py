@@ -114,8 +114,8 @@ SETTINGS: Mapping[str, Setting] = _table(
         "schedule",
         "How many tokens each step decodes.",
         {
-            "arccos": "Few tokens at first, many at the end; the paper's choice.",
-            "cosine": "Very few at first, very many at the end.",
+            "arccos": "Two thirds of the average at first; the last step is by far the largest. The paper's choice.",
+            "cosine": "Very few tokens at first, growing to one and a half times the average.",
             "linear": "The same number in every step.",
         },
         hint=" or the tokens of each step, like 16,48,80",
@@ -196,7 +196,13 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
         slider=(1, 8, 1),
         advanced=True,
     ),
-    Setting("batch_size", int, 32, "Images decoded together; does not change them.", minimum=1),
+    Setting(
+        "batch_size",
+        int,
+        32,
+        "Images decoded together; tokens do not depend on it, pixels may differ by one grey level.",
+        minimum=1,
+    ),
     Setting(
         "feather",
         int,

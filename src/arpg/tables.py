@@ -1,7 +1,8 @@
-"""Tables: plain text for the terminal, Markdown, and Markdown between the marks of a page."""
+"""Tables: plain text for the terminal, Markdown, and Markdown between the marks of a page; rounded numbers."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,3 +38,10 @@ def fill_page(page: str, parts: Mapping[str, str]) -> str:
         page, count = re.subn(pattern, lambda m, text=text: f"{m[1]}{text}{m[2]}", page, flags=re.S)  # type: ignore[misc]
         assert count == 1, f"the page has {count} places for {name}; expected one"
     return page
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """Round `value` to this many significant digits."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))

@@ -1,4 +1,4 @@
-"""Attention maps: the weights are those the network used, they stand where they belong, and the pictures show them."""
+"""Attention maps: the weights are those the network used, they stand where they belong, and the figures show them."""
 
 import dataclasses
 import sys
@@ -139,7 +139,7 @@ def test_weights_stand_at_their_tokens():
     assert few[0].evenness < 0.5
 
 
-def test_the_picture_is_brightest_where_the_attention_is():
+def test_the_figure_is_brightest_where_the_attention_is():
     maps = made_up()
     columns = [column for column in choose_columns(maps) if column.kind == "pass2"]
     white = Image.new("RGB", (8, 8), "white")

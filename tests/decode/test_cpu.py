@@ -39,7 +39,7 @@ def tokens(model, **settings):
 
 
 @needs_packing
-def test_a_packed_model_draws_the_same_tokens():
+def test_a_packed_model_samples_the_same_tokens():
     plain, packed = small_model(), pack_linears(small_model())
     kinds = {type(layer).__name__ for layer in packed.modules() if isinstance(layer, PackedLinear)}
     assert kinds == {"PackedLinear"}
@@ -87,7 +87,7 @@ def test_what_cannot_be_packed_stays_and_gradients_flow():
     torch.testing.assert_close(x.grad, packed.head.weight.sum(0).expand(2, -1))
 
 
-def test_the_plain_loop_of_the_benchmark_draws_the_same(model):
+def test_the_plain_loop_of_the_benchmark_samples_the_same(model):
     """What our speed is held against computes the same thing."""
     from arpg.bench.case import Case
     from benchmarks.cpu_speed import PlainLoop, generate, on_context

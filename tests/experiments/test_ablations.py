@@ -29,7 +29,7 @@ def test_the_page_is_what_the_command_prints(name):
     assert page.split(begin)[1].split(end)[0] == parts[name]
 
 
-def test_the_page_shows_every_figure_that_is_drawn():
+def test_the_page_shows_every_figure_that_is_plotted():
     page = ablation_report.PAGE.read_text()
     for path in ablation_report.IMAGES.glob("ablations-*.png"):
         assert f"images/{path.name}" in page

@@ -43,7 +43,7 @@ def horseshoe():
     return large.resize((80, 80), Image.Resampling.BOX)
 
 
-def test_a_cut_out_on_white_is_the_picture_again():
+def test_a_cut_out_on_white_is_the_image_again():
     picture = horseshoe()
     cut = cut_out(picture)
     assert cut.size == (60, 60)
@@ -117,7 +117,7 @@ def centre(o):
     return (o.box[0] + o.box[2]) / 2, (o.box[1] + o.box[3]) / 2
 
 
-def test_objects_stand_as_asked(composer):
+def test_objects_stand_as_specified(composer):
     rng = np.random.default_rng(5)
     for relation in RELATIONS:
         for counts in ((1, 1), (2, 1), (1, 3), (2, 2)) if relation != "front" else ((1, 1),) * 4:
@@ -136,7 +136,7 @@ def test_objects_stand_as_asked(composer):
                 assert along >= (abs(ay - by) if relation in ("left", "right") else abs(ax - bx))
 
 
-def test_colours_are_those_asked(composer):
+def test_colours_are_those_specified(composer):
     """A tinted object's pixels are nearest to its tint, as shares of the channels."""
     rng = np.random.default_rng(1)
     for name in TINTS:

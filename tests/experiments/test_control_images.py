@@ -7,6 +7,7 @@ from scipy.ndimage import distance_transform_edt
 
 from arpg import InputError
 from experiments.garden.control_images import agreement, edge_maps, nearest, thicken
+from experiments.garden.scene_sets import depth_map
 from support.shapes import shapes
 
 
@@ -89,3 +90,10 @@ def test_blank_conditions_have_blank_neighbours():
     images = np.concatenate([shapes(3), np.full((1, 32, 32, 3), 90, np.uint8)])
     index, f1 = nearest(np.zeros((1, 32, 32), bool), [images])
     assert (index.tolist(), f1.tolist()) == ([3], [1])
+
+
+def test_known_depth_is_white_where_it_is_near():
+    assert depth_map(np.array([[0.0, 0.5, 1.0]], np.float32)).tolist() == [[255, 128, 0]]
+    for wrong in (-0.1, 1.5, np.nan):
+        with pytest.raises(InputError, match="outside of 0 to 1"):
+            depth_map(np.array([[0.5, wrong]], np.float32))

@@ -1,4 +1,4 @@
-"""The builders of the gallery's pictures, with small models: every sheet is there, and shows what it says."""
+"""The builders of the galleries, with small models: every sheet is there, and shows what it says."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def pipe():
 
 @pytest.fixture
 def tests(tmp_path, monkeypatch):
-    """Pictures of the small model's classes; bright parts stand for edges."""
+    """Images of the small model's classes; bright parts stand for edges."""
     monkeypatch.setattr(
         picture, "extract", lambda kind, image, **_: image.convert("L").point(lambda v: 255 * (v > 127))
     )
@@ -50,7 +50,7 @@ def test_control(pipe, tests, tmp_path):
     }
 
 
-def test_the_drawings_are_lines_that_a_model_can_be_given(pipe):
+def test_the_outlines_are_lines_that_a_model_can_be_given(pipe):
     drawings = gallery.drawings()
     shares = [np.mean(np.asarray(ControlInput(d, "canny").fit((96, 96))) > 0) for d in drawings.values()]
     assert all(0.02 < share < 0.2 for share in shares)

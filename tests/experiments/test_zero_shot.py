@@ -1,4 +1,4 @@
-"""The zero-shot benchmark: in batches it draws what the pipeline draws, and its numbers mean what they say."""
+"""The zero-shot benchmark: in batches it generates what the pipeline generates, and its numbers mean what they say."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def bench(pipeline, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("labels", [True, False])
-def test_batches_draw_what_the_pipeline_draws(bench, labels):
+def test_batches_generate_what_the_pipeline_generates(bench, labels):
     box = (2, 3, 7, 6)
     made = bench.fill(bench.pixels, bench.labels if labels else None, box, bench.pipe.sampling.settings(steps=3))
     mask = Image.fromarray(box_mask((8, 8), box).astype(np.uint8) * 255)
@@ -49,8 +49,8 @@ def test_classification_is_that_of_the_pipeline(bench, monkeypatch):
     assert zero_shot.classify(bench, None, 0.0)["images"] == 1, "it stops when the time is over"
 
 
-def test_a_picture_is_not_compared_with_its_own_original():
-    """Of the same distribution, the mean over many draws is zero; with pairs it would be clearly below."""
+def test_an_image_is_not_compared_with_its_own_original():
+    """Of the same distribution, the mean over many samples is zero; with pairs it would be clearly below."""
     generator = torch.Generator().manual_seed(0)
     values, paired = [], []
     for _ in range(200):

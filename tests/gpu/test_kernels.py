@@ -17,16 +17,15 @@ from support.paths import ROOT
 pytest.importorskip("triton", reason="Triton is not installed")
 GPU = torch.cuda.is_available()
 
-from arpg.bench.agreement import agreement, generate, on_context  # noqa: E402
 from arpg.bench.case import Case  # noqa: E402
 from arpg.data.dataset import Batch  # noqa: E402
 from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import attention, dispatch, ops, residual_norm  # noqa: E402
-from arpg.kernels import sample as sampler  # noqa: E402
+from arpg.kernels import gumbel as sampler  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
 from arpg.kernels.dispatch import FLOAT8  # noqa: E402
+from arpg.kernels.fused_rope import apply_rope, rope_table, split_qkv_rope, store_rope  # noqa: E402
 from arpg.kernels.ops import Stream  # noqa: E402
-from arpg.kernels.rope import apply_rope, rope_table, split_qkv_rope, store_rope  # noqa: E402
 from arpg.kernels.swiglu import swiglu  # noqa: E402
 from arpg.model import layers  # noqa: E402
 from arpg.model.cache import KeyValue  # noqa: E402
@@ -36,6 +35,7 @@ from arpg.noise import Stream as NoiseStream  # noqa: E402
 from arpg.noise import gumbel, seed_keys  # noqa: E402
 from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
 from arpg.settings import SamplingSettings  # noqa: E402
+from benchmarks.measures import agreement, generate, on_context  # noqa: E402
 from support.fused import fuse_everywhere  # noqa: E402
 from support.interpreted import mend  # noqa: E402
 from support.small import SMALL, small_model  # noqa: E402

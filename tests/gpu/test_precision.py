@@ -182,19 +182,19 @@ def test_a_pipeline_in_int8(folder, tmp_path):
 
 def test_agreement_on_the_same_context(model):
     """By hand: logits twice as large are off by 100%; of four draws one differs."""
-    from arpg.bench.agreement import agreement, generate, on_context
     from arpg.bench.case import Case
+    from benchmarks.measures import agreement, generate, on_context
 
     logits, drawn = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[1, 2]])
     other = torch.tensor([[1, 3]])
     found = agreement([(2 * logits, drawn), (logits, other)], [(logits, drawn), (logits, drawn)])
-    assert found == {"logit error": 0.5, "largest logit error": 1.0, "equal draws": 0.75}
+    assert found == {"logit error": 0.5, "largest logit error": 1.0, "equal samples": 0.75}
     case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
     ids = generate(model, case)
     exact = on_context(model, case, ids)
     close = agreement(on_context(to_precision(small_model(), "int8", CPU), case, ids), exact)
     assert 0 < close["logit error"] <= close["largest logit error"] < 0.2
-    assert close["equal draws"] > 0.7
+    assert close["equal samples"] > 0.7
 
 
 gpu_engines = [
@@ -207,8 +207,8 @@ gpu_engines = [
 @pytest.mark.parametrize("batch", [2, 5])
 def test_engines_on_the_same_context(mode, batch):
     """What they draw follows what they are told was drawn, not what they drew themselves."""
-    from arpg.bench.agreement import equal_share, generate, on_context, sampled_on_context, tokens_of
     from arpg.bench.case import Case
+    from benchmarks.measures import equal_share, generate, on_context, sampled_on_context, tokens_of
 
     model = small_model().to("cuda" if torch.cuda.is_available() else "cpu")
     case = Case("small", batch, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
@@ -233,11 +233,11 @@ def test_the_benchmark_compares_engines(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["precision.py", *options, "--out", str(out)])
     precision.main()
     found = json.loads(out.read_text())
-    assert found["against float32"]["float32"]["equal draws"] == 1.0
-    same = {"equal draws": 1.0, "equal tokens": 1.0}
+    assert found["against float32"]["float32"]["equal samples"] == 1.0
+    same = {"equal samples": 1.0, "equal tokens": 1.0}
     assert found["against eager"]["float32, eager"] == found["against eager"]["bfloat16, eager"] == same
     assert "CUDA graphs need a GPU" in found["against eager"]["float32, graph"]["left out"]
-    assert precision.differs({"float32, graph": {"equal draws": 0.99, "equal tokens": 1.0}}) == ["float32, graph"]
+    assert precision.differs({"float32, graph": {"equal samples": 0.99, "equal tokens": 1.0}}) == ["float32, graph"]
     assert precision.differs(found["against eager"]) == []
 
 
@@ -336,8 +336,8 @@ def test_products_on_a_gpu(precision):
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_eight_bits_in_compiled_code(precision):
     """What is handed from kernel to kernel in float8 goes through torch.compile, too, for any size."""
-    from arpg.bench.agreement import agreement, generate, on_context
     from arpg.bench.case import Case
+    from benchmarks.measures import agreement, generate, on_context
 
     if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")

@@ -45,17 +45,17 @@ def half(*shape):
 def main():
     from arpg.kernels import (
         attention,
+        fused_rope,
         group_norm,
+        gumbel,
         int8_gemm,
         residual_norm,
-        rope,
-        sample,
         small_gemm,
         swiglu,
         token_io,
     )
 
-    for module in (attention, sample, small_gemm, token_io, rope):
+    for module in (attention, fused_rope, gumbel, small_gemm, token_io):
         module.prefetch_weights = lambda x: True  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
@@ -89,13 +89,13 @@ def main():
         small_gemm.linear(half(rows, 2816), half(1024, 2816), add=few, sums_PM=squares)
         small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5, squares_PM=squares)
         small_gemm.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
-    rope.split_qkv_rope(qkv, *by)
-    rope.merge_qkv_rope(*qkv.unbind(2), *by)
-    rope.apply_rope(qkv[:, :, 0], *by)
-    rope.rope_table(torch.zeros(2, 5, 2), 64, 1e4)
+    fused_rope.split_qkv_rope(qkv, *by)
+    fused_rope.merge_qkv_rope(*qkv.unbind(2), *by)
+    fused_rope.apply_rope(qkv[:, :, 0], *by)
+    fused_rope.rope_table(torch.zeros(2, 5, 2), 64, 1e4)
     key, value = qkv[:, :, 1], qkv[:, :, 2]
-    rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=7)
-    rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths)
+    fused_rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=7)
+    fused_rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths)
     ids, known, place = (
         torch.zeros(2, 257, dtype=torch.long),
         torch.zeros(2, 257, dtype=torch.bool),
@@ -109,13 +109,13 @@ def main():
     token_io.scatter_tokens(ids, known, at, at)
 
     key, position = torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
-    sample.sample(half(2, 3, 8192), None, 1.0, key, 0, position)
-    sample.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position, static=True)
-    sample.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
-    sample.sample(half(4, 3, 16384), torch.ones(2, 1), 1.0, key, 0, position)
+    gumbel.sample(half(2, 3, 8192), None, 1.0, key, 0, position)
+    gumbel.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position, static=True)
+    gumbel.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
+    gumbel.sample(half(4, 3, 16384), torch.ones(2, 1), 1.0, key, 0, position)
     many = torch.zeros(2, 200, dtype=torch.long)
-    sample.sample(half(4, 200, 8192), torch.ones(2, 1), 1.0, key, 0, many)
-    sample.sample(half(2, 200, 8192), None, 1.0, key, 0, many)
+    gumbel.sample(half(4, 200, 8192), torch.ones(2, 1), 1.0, key, 0, many)
+    gumbel.sample(half(2, 200, 8192), None, 1.0, key, 0, many)
 
     x, weight, drop = half(2, 8, 1024), half(1024), torch.zeros(2, dtype=torch.int32)
     for p in (0.0, 0.1):

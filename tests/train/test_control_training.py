@@ -292,7 +292,7 @@ def test_tokens_without_condition_images(recipe, tmp_path):
         train_model(changed, tmp_path / "run", device="cpu")
 
 
-def test_a_folder_named_twice_is_drawn_twice_as_often(recipe, tmp_path):
+def test_a_folder_named_twice_is_sampled_twice_as_often(recipe, tmp_path):
     from arpg.train.distributed import init_distributed, shutdown_distributed
 
     twice = read_recipe(recipe, ModelRecipe, [f'data.train=["{tmp_path}/a", "{tmp_path}/a", "{tmp_path}/b"]'])

@@ -40,7 +40,7 @@ def test_tokens_round_trip(tmp_path, vocab_size, shard_size):
     write_tokens(tmp_path, ids, labels, vocab_size=vocab_size, shard_size=shard_size)
     assert len(list(tmp_path.glob("ids-*.npy"))) == -(-38 // shard_size)
     assert np.load(tmp_path / "ids-00000.npy").dtype == (np.uint16 if vocab_size <= 65536 else np.uint32)
-    tokens = open_tokens(tmp_path, vocab_size=vocab_size, num_classes=3)
+    tokens = open_tokens(tmp_path, vocab_size=vocab_size)
     assert (tokens.num_images, tokens.views, tokens.grid) == (38, 3, (2, 3))
     assert (tokens.vocab_size, tokens.num_classes, tokens.classes) == (vocab_size, 3, CLASSES)
     assert tokens.labels.dtype == np.int32
@@ -93,8 +93,6 @@ def test_the_published_layout(tmp_path, leading, dtype):
         np.testing.assert_array_equal(tokens.gather(np.arange(5), np.full(5, view)), ids[order, view])
     with pytest.raises(InputError, match="give vocab_size"):
         open_tokens(tmp_path)
-    with pytest.raises(InputError, match="11 classes; expected at most 10"):
-        open_tokens(tmp_path, vocab_size=50, num_classes=10)
     with pytest.raises(InputError, match="expected 0 to 19"):
         open_tokens(tmp_path, vocab_size=20)
     np.save(tmp_path / "2" / "e.npy", ids[0, :2])
@@ -166,9 +164,6 @@ def test_tokens_must_fit_the_model(tmp_path):
     write_tokens(tmp_path, *random_tokens(38))
     with pytest.raises(InputError, match="ids of 50 codes; expected 64"):
         open_tokens(tmp_path, vocab_size=64)
-    with pytest.raises(InputError, match="3 classes; expected at most 2"):
-        open_tokens(tmp_path, num_classes=2)
-    assert open_tokens(tmp_path, num_classes=8).num_classes == 3
 
 
 def test_a_writer_takes_nothing_that_does_not_fit(tmp_path):

@@ -130,7 +130,7 @@ def test_it_learns_and_leaves_a_model(recipe, tmp_path):
     assert pipe.generate("c", steps=4)[0].size == (8, 8)
     for made in ("loss.png", "samples-0000120.png", "tensorboard"):
         assert (tmp_path / "run" / made).exists(), made
-    # It draws what it was shown: class c is code 2 almost everywhere.
+    # It generates what it was trained on: class c is code 2 almost everywhere.
     step = list(pipe.generate_task("c", num_images=8, steps=16, guidance=1.0).steps())[-1]
     assert (step.ids_BN == 2).float().mean() > 0.4
 

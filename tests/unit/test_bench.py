@@ -122,7 +122,7 @@ def test_a_row_fits_together(pipe, monkeypatch):
 
 
 def test_it_generates_what_the_settings_say(pipe):
-    """As many images, tokens and pixels as asked for: the tokenizer sees them."""
+    """As many images, tokens and pixels as requested: the tokenizer sees them."""
     seen = []
     decode = pipe.tokenizer.decode
     pipe.tokenizer.decode = lambda ids, grid: seen.append((tuple(ids.shape), grid)) or decode(ids, grid)
@@ -169,7 +169,7 @@ def test_kernels_are_summed_by_what_they_do():
         ("_swiglu_forward", "SwiGLU"),
         ("_rope_kernel", "rotation"),
         ("_rope_table", "rotation"),
-        ("_sample", "draw"),
+        ("_sample", "sampling"),
         ("_int8_gemm", "matrix products"),
         ("_small_gemm", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
@@ -198,14 +198,14 @@ def test_a_row_of_a_gpu():
     assert found["settings"]["engine"] == "graph"
     assert found["kernels"] > 10
     assert sum(found["kernels ms"].values()) > 0
-    assert found["recording"]["s"] > 0
-    assert found["recording"]["GiB"] > 0
+    assert found["capture"]["s"] > 0
+    assert found["capture"]["GiB"] > 0
     assert found["images/s"] > 0
     assert found["top kernels"]
 
 
 def test_batches_one_after_the_other(pipe):
-    """As many as asked for, and one before them; each seed once."""
+    """As many as requested, and one before them; each seed once."""
     seen = []
     decode = pipe.tokenizer.decode
     pipe.tokenizer.decode = lambda ids, grid: seen.append(ids.tolist()) or decode(ids, grid)

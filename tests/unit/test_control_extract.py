@@ -11,7 +11,6 @@ from arpg import InputError
 from arpg.extractors import (
     FastDepth,
     TransformersDepth,
-    depth_map,
     extract,
     open_depth,
     soft_edges,
@@ -166,13 +165,6 @@ def test_grey_from_depth():
     assert (stretch_to_grey(np.full((2, 2), 7.0)) == 128).all()
     with pytest.raises(InputError, match="not numbers"):
         stretch_to_grey(np.array([[np.nan]]))
-
-
-def test_known_depth_is_white_where_it_is_near():
-    assert depth_map(np.array([[0.0, 0.5, 1.0]], np.float32)).tolist() == [[255, 128, 0]]
-    for wrong in (-0.1, 1.5, np.nan):
-        with pytest.raises(InputError, match="outside of 0 to 1"):
-            depth_map(np.array([[0.5, wrong]], np.float32))
 
 
 def test_ready_made_conditions_stay():

@@ -43,7 +43,7 @@ def test_all_rows_small(folder, tmp_path, capsys, monkeypatch):
     assert text.count("\n| ") == 1 + len(table.ROWS)
 
 
-def test_a_row_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
+def test_a_row_that_fails_is_reported_and_tried_again(tmp_path, monkeypatch):
     path, rows = tmp_path / "a.json", table.ROWS[:3]
     bench = table.Bench("cpu", 1)
     asked = []

@@ -1,4 +1,4 @@
-"""The counter-based generator: published known answers, and draws that follow the right law."""
+"""The counter-based generator: published known answers, and samples that follow the right distribution."""
 
 import importlib
 
@@ -73,7 +73,7 @@ def test_gumbel_has_its_moments():
     assert abs(noise.var().item() - np.pi**2 / 6) < 0.02
 
 
-def test_draws_follow_the_softmax():
+def test_samples_follow_the_softmax():
     """Chi-square against the exact law, over positions, seeds and both; 7 degrees of freedom, p about 1e-5."""
     logits = torch.tensor([2.0, 0.0, -1.0, 1.5, -3.0, 0.5, 0.5, -0.25])
     law = logits.softmax(0)

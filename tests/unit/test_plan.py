@@ -138,7 +138,7 @@ def test_plans_are_checked():
     assert Plan((SamplePlan((), (), ()),)).num_steps == 0
 
 
-def test_the_picture_shows_every_order():
+def test_the_figure_shows_every_order():
     image = np.asarray(draw_plans((4, 6), SamplingSettings(steps=24), seed=0)).astype(int)
     colours = {tuple(c) for c in image.reshape(-1, 3)}
     assert (38, 22, 74) in colours

@@ -53,7 +53,7 @@ def test_order_of_operations():
     assert torch.equal(warp(LOGITS, settings), expected)
 
 
-def test_draws_stay_inside_what_is_kept():
+def test_samples_stay_inside_what_is_kept():
     settings = SamplingSettings(top_k=3, top_p=0.9)
     kept = warp(LOGITS, settings).isfinite()
     for seed in range(50):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arpg.evaluation.sweep import NUMBERS, Line, format_number
-from arpg.files import write_whole
+from arpg.files import write_text, write_whole
 from arpg.settings import ORDERS, SCHEDULES
 from arpg.tables import fill_page, markdown_table
 from experiments.garden.measurements.ablations import (
@@ -48,7 +48,7 @@ NOTHING = "Not measured yet.\n"
 
 
 def tables(measured: Measured) -> dict[str, str]:
-    """The Markdown of each part of the page."""
+    """Return the Markdown of each part of the page."""
     return {
         "conditions": _conditions(measured),
         "baselines": _baselines(measured),
@@ -106,7 +106,7 @@ def _steps(measured: Measured) -> str:
 
 
 def _bits(measured: Measured) -> str:
-    """What the orders cost, teacher-forced."""
+    """Return a table of the bits per token of each order, teacher-forced."""
     rows = []
     for order, found in measured.bits.get("orders", {}).items():
         above, apart = found["above random"]
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"{name}\n\n{text}\n")
     if options.write:
         page = fill_page(PAGE.read_text(encoding="utf-8"), parts)
-        write_whole(PAGE, lambda path: path.write_text(page, encoding="utf-8"))
+        write_text(PAGE, page)
         for path in draw_figures(measured, IMAGES):
             sys.stdout.write(f"wrote {path.relative_to(ROOT)}\n")
 
@@ -184,7 +184,7 @@ PAPER_ORDERS = ("random", "raster", "spiral-in", "spiral-out", "z-curve", "alter
 
 
 def verdicts(lines: Sequence[Line]) -> str:
-    """The paper's findings, each with what was measured here; differences count where they exceed the noise."""
+    """Return the paper's findings, each with what was measured here; differences count where they exceed the noise."""
     few, many = min(STEPS), max(STEPS)
     of = {(s, a): final(lines, steps=s, attention=a) for s in STEPS for a in ("block", "causal")}
     rows: list[list[Any]] = []
@@ -288,7 +288,7 @@ ATTENTIONS = {"block": "block-wise", "causal": "causal"}
 
 
 def draw_figures(measured: Measured, folder: Path) -> list[Path]:
-    """What has been measured: FID over steps, over speed, over guidance, and by order."""
+    """Plot what has been measured: FID over steps, over speed, over guidance, and by order."""
     from matplotlib.figure import Figure
 
     lines = measured.lines

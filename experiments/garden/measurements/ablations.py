@@ -34,28 +34,28 @@ import torch
 
 from arpg import Pipeline
 from arpg.decode.likelihood import make_orders, token_bits
-from arpg.evaluation.classifier import accuracy
 from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
+from arpg.evaluation.metrics import frechet_distance
 from arpg.evaluation.sample import PixelBatches, balanced_labels, fingerprint, json_settings, labels_like
 from arpg.evaluation.sweep import (
     Line,
     Results,
     SampleStats,
     Scorers,
-    fid_only,
     generate_features,
     measure,
     read_about,
     read_lines,
 )
-from arpg.files import write_whole
+from arpg.files import write_json
 from arpg.image import Pixels, to_images
 from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
 from arpg.tasks import label_condition
 from experiments.garden.control_score import image_side
 from experiments.garden.photos import evenly_spaced, load_or_train_classifier, open_photos, read_photos
 from experiments.garden.scene_sets import reconstruct
+from experiments.garden.scorer_training import accuracy
 
 log = logging.getLogger("garden")
 
@@ -80,7 +80,7 @@ class Measured:
     bits: dict[str, Any] = field(default_factory=dict)  # of each order
 
     def rate(self, settings: dict[str, Any]) -> float | None:
-        """Images per second with these settings; the scale of the guidance makes no difference."""
+        """Return images per second with these settings; the scale of the guidance makes no difference."""
         names = ("steps", *PLAIN)
         for line in self.speed["lines"]:
             if all(line["settings"][name] == settings[name] for name in names):
@@ -103,7 +103,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def matching(lines: Sequence[Line], num: int, **settings: Any) -> list[Line]:
-    """The lines of so many images with these settings; of what is not given, the model's own."""
+    """Return the lines of `num` images with these settings; a setting that is not given is the model's."""
     wanted = {**PLAIN, **settings}
     return [
         line
@@ -117,7 +117,7 @@ def lowest(lines: Sequence[Line]) -> Line:
 
 
 def final(lines: Sequence[Line], **settings: Any) -> Line | None:
-    """The final measurement at the guidance that the search found."""
+    """Return the final measurement at the guidance that the search found."""
     searched = matching(lines, SEARCH, **settings)
     if not searched:
         return None
@@ -126,7 +126,7 @@ def final(lines: Sequence[Line], **settings: Any) -> Line | None:
 
 
 def of_order(lines: Sequence[Line], order: str, steps: int) -> Line | None:
-    """Orders share the guidance that is best for the random one."""
+    """Return the line of an order; all orders take the guidance that is best for the random one."""
     searched = matching(lines, SEARCH, steps=steps)
     if not searched:
         return None
@@ -135,7 +135,7 @@ def of_order(lines: Sequence[Line], order: str, steps: int) -> Line | None:
 
 
 def comparable(lines: Sequence[Line]) -> bool:
-    """Whether block-wise and causal attention can be compared over steps: both are there for two numbers of steps."""
+    """Return whether both attentions are measured for two numbers of steps or more, so that they can be compared."""
     both = [all(final(lines, steps=steps, attention=a) for a in ("block", "causal")) for steps in STEPS]
     return sum(both) >= 2
 
@@ -145,7 +145,7 @@ def unguided(lines: Sequence[Line], steps: int) -> Line | None:
 
 
 def noise(a: Line, b: Line) -> float:
-    """Half the width of the interval of a difference of FIDs."""
+    """Return half the width of the interval of a difference of FIDs."""
     halves = [(line["fid interval"][1] - line["fid interval"][0]) / 2 for line in (a, b) if "fid interval" in line]
     return math.hypot(*halves)
 
@@ -155,7 +155,7 @@ SCALE = 3.0  # any but 1 costs the same
 
 
 def speed_settings(pipe: Pipeline) -> Iterator[SamplingSettings]:
-    """Steps with both attentions; at 24 steps also the schedules, some orders, and no guidance."""
+    """Yield the settings to time: steps with both attentions; at 24 steps also schedules, orders and no guidance."""
     base = pipe.sampling.settings(steps=SPEED_STEPS, guidance=SCALE)
     for steps in STEPS:
         for attention in ("block", "causal"):
@@ -169,7 +169,7 @@ def speed_settings(pipe: Pipeline) -> Iterator[SamplingSettings]:
 
 
 def measure_speed(pipe: Pipeline, folder: Path, *, batch_size: int, repeats: int, deadline: float) -> bool:
-    """Whether all are measured. Each: batches that warm up and are recorded, then `repeats` that are timed."""
+    """Time every setting after a warm-up, `repeats` batches each; return whether all are measured."""
     path = folder / SPEED
     about = {
         "weights": fingerprint(pipe),
@@ -189,8 +189,7 @@ def measure_speed(pipe: Pipeline, folder: Path, *, batch_size: int, repeats: int
         batches = _time(pipe, settings, batch_size, 1 + repeats)
         timed = [round(images / seconds, 1) for images, seconds in batches.times[1:]]
         lines.append({"settings": json_settings(settings), "images/s": round(batches.rate, 1), "batches": timed})
-        text = json.dumps({"about": about, "lines": lines}, indent=1) + "\n"
-        write_whole(path, lambda temporary, text=text: temporary.write_text(text))  # type: ignore[misc]
+        write_json(path, {"about": about, "lines": lines})
         name = f"{settings.steps} steps, {settings.attention}, {settings.order}, {settings.schedule}"
         log.info("%8.1f images/s  %s, guidance %s", batches.rate, name, settings.guidance_schedule)
     return True
@@ -210,7 +209,7 @@ Z = 1.96
 
 @torch.no_grad()
 def bits_in(pipe: Pipeline, ids_BN: torch.Tensor, labels: Sequence[int], order: str) -> Any:
-    """`[B, 3]`: mean bits of the tokens in the first, middle and last third of the order; image i has seed i."""
+    """Return `[B, 3]`: mean bits of the tokens in the first, middle and last third of the order; image i has seed i."""
     model = pipe.model
     order_BN = make_orders(order, model.config.grid, range(len(labels)))
     parts = []
@@ -222,7 +221,7 @@ def bits_in(pipe: Pipeline, ids_BN: torch.Tensor, labels: Sequence[int], order: 
 
 
 def summary(bits: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each order: bits per token, by thirds, and above the random order, image by image, with 95 %."""
+    """Return for each order the bits per token, by thirds, and above the random order (paired, 95 % interval)."""
     found = {}
     for order, bits_B3 in bits.items():
         above = (bits_B3 - bits["random"]).mean(1)
@@ -262,8 +261,7 @@ def order_bits(arguments: Sequence[str] | None = None) -> None:
         log.info("%-12s%8.3f bits per token", order, bits[order].mean())
     device = torch.cuda.get_device_name() if pipe.model.device.type == "cuda" else "CPU"
     found = {"model": options.model, "images": len(labels), "device": device, "orders": summary(bits)}
-    text = json.dumps(found, indent=1) + "\n"
-    write_whole(options.out / BITS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_json(options.out / BITS, found)
 
 
 LOOK_AGAIN = 0.5  # seconds between looks for what the first process prepares
@@ -288,7 +286,7 @@ class Bench:
     took: dict[int, tuple[float, int]] = field(default_factory=dict)  # images: the most seconds and their steps
 
     def line(self, settings: SamplingSettings, num: int) -> Line:
-        """A final measurement has all numbers, one of the search only the FID."""
+        """Measure `settings` unless it is done: a final measurement has all numbers, one of the search only the FID."""
         found = self.results.find(settings, num)
         if found is not None:
             return found
@@ -298,8 +296,12 @@ class Bench:
         began = time.monotonic()
         labels = labels_like(self.counts, max(8, round(self.share * num)))
         sampled = generate_features(self.pipe, settings, self.scorers, labels=labels, batch_size=self.batch_size)
-        line = measure(sampled, self.scorers) if num == FINAL else {"fid": round(fid_only(sampled, self.scorers), 4)}
-        line.pop("images/s", None)  # judges, and perhaps other processes, were at work meanwhile
+        if num == FINAL:
+            line = measure(sampled, self.scorers)
+        else:  # without the interval
+            ours = sampled.features.pool.to(self.scorers.inception.device)
+            line = {"fid": round(frechet_distance(ours, self.scorers.reference.pool), 4)}
+        line.pop("images/s", None)  # the scorers, and perhaps other processes, ran meanwhile
         seconds = time.monotonic() - began
         self.took[num] = max((seconds, settings.steps), self.took.get(num, (0.0, 0)))
         kept = self.results.add(settings, num, {**line, "seconds": round(seconds, 2)})
@@ -308,7 +310,7 @@ class Bench:
         return kept
 
     def best(self, settings: SamplingSettings, start: float) -> SamplingSettings:
-        """The settings with the guidance that has the least FID: a walk downhill over SCALES from `start`.
+        """Return the settings with the guidance that has the least FID: a walk downhill over SCALES from `start`.
 
         Where another walk, from elsewhere, has found a lower place, that one counts, as in the report.
         """
@@ -330,7 +332,7 @@ class Bench:
 
 
 def experiments(bench: Bench) -> Iterator[Callable[[], object]]:
-    """What is to be measured, the most important first: the model as it comes, then what the paper specs."""
+    """Return what is measured, the most important first: the model's defaults, then the paper's comparisons."""
     base = bench.pipe.sampling.settings(steps=24)
     scale = {"block": 3.0, "causal": 3.0}
 
@@ -366,7 +368,7 @@ def experiments(bench: Bench) -> Iterator[Callable[[], object]]:
 def measure_baselines(
     scorers: Scorers, pipe: Pipeline, train: Pixels, test: Pixels, *, labels: tuple[Any, Any], num: int
 ) -> dict[str, Any]:
-    """What is possible: real images that the model has not seen, and training images through the tokenizer.
+    """Measure what is possible: real images that the model has not seen, and training images through the tokenizer.
 
     As many of these as there are samples, so that the numbers compare; and all of them, which is the tokenizer's rFID.
     """
@@ -400,7 +402,7 @@ def _name(settings: SamplingSettings) -> str:
 
 
 def measure_quality(pipe: Pipeline, options: argparse.Namespace, *, deadline: float) -> bool:
-    """Whether everything of this share is measured. The first share prepares what the others need."""
+    """Measure this share; return whether all of it is done. The first share prepares what the others need."""
     process, processes = options.share
     path = options.out / BASELINES
     while process and not path.exists():
@@ -439,7 +441,7 @@ def measure_quality(pipe: Pipeline, options: argparse.Namespace, *, deadline: fl
     if not path.exists():
         labels = (train_labels, test_labels)
         found = measure_baselines(scorers, pipe, train, test, labels=labels, num=round(share * FINAL))
-        write_whole(path, lambda temporary: temporary.write_text(json.dumps(found, indent=1) + "\n"))
+        write_json(path, found)
     try:
         for experiment in list(experiments(bench))[process::processes]:
             experiment()

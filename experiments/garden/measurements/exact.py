@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from arpg import Pipeline, Plan, SamplingSettings, decode, make_plan, tasks
-from arpg.evaluation.classifier import Classifier, accuracy
+from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.sample import balanced_labels
 from arpg.image import to_uint8
 from arpg.tables import markdown_table
+from experiments.garden.scorer_training import accuracy
 
 log = logging.getLogger("garden")
 PARTS = 6  # of an order, for the acceptance by place
@@ -125,7 +126,7 @@ class Bench:
         self.rows.append(row)
 
     def _decode(self, settings: SamplingSettings, num: int) -> tuple[Plan, list[Any], float]:
-        """The plan, every step, and the seconds from the plan to the last token."""
+        """Return the plan, every step, and the seconds from the plan to the last token."""
         request = tasks.generate(self.pipe.model, self.labels[:num].tolist(), range(num))
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         self._wait()
@@ -147,7 +148,7 @@ class Bench:
 
 
 def acceptance(known_TBN: Any, plan: Plan, settings: SamplingSettings) -> dict[str, Any]:
-    """The share of the checked guesses that were right, over all and in each part of the order."""
+    """Return the share of drafted tokens that were accepted, over all and in each part of the order."""
     right, wrong = (np.zeros(known_TBN.shape[2]) for _ in range(2))
     for b, sample in enumerate(plan.samples):
         done_T = [0, *known_TBN[:, b, :].sum(1).tolist()]

@@ -25,7 +25,7 @@ from arpg.data.images import ImageSet
 from arpg.evaluation.features import Features, collect, from_array
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import evaluate
-from arpg.files import write_whole
+from arpg.files import write_json, write_text
 from arpg.image import Pixels, adm_crop
 from arpg.tables import fill_page, markdown_table
 from experiments.garden.photos import SIZE, open_photos
@@ -72,7 +72,7 @@ def choose(labels: np.ndarray) -> tuple[list[int], dict[int, list[int]]]:
 
 
 def measure(inception: Inception, read: Callable[[Sequence[int]], Pixels], labels: np.ndarray) -> Iterator[Line]:
-    """One line per level of each change: {"change", "level", "fid", "kid", "precision", "recall"}."""
+    """Return one line per level of each change: {"change", "level", "fid", "kid", "precision", "recall"}."""
     chosen, samples = choose(labels)
 
     def features(pixels: Pixels) -> Features:
@@ -136,10 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "seconds": round(time.monotonic() - began),
             "lines": lines,
         }
-        text = json.dumps(result, indent=1) + "\n"
-        write_whole(options.out, lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(options.out, result)
     result = json.loads(options.out.read_text(encoding="utf-8"))
     sys.stdout.write(table(result))
     if options.write:
         page = fill_page(PAGE.read_text(encoding="utf-8"), {"truths": table(result)})
-        write_whole(PAGE, lambda path: path.write_text(page, encoding="utf-8"))
+        write_text(PAGE, page)

@@ -27,11 +27,11 @@ from arpg import Pipeline
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, open_images
 from arpg.errors import require
-from arpg.evaluation.classifier import accuracy
 from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.image import Pixels, check_pixels, sheet, to_images
 from arpg.tokenizer.losses import LPIPS
 from experiments.garden.photos import DOMAINS, SIZE, load_or_train_classifier, open_photos
+from experiments.garden.scorer_training import accuracy
 
 Labels = NDArray[np.int64]
 Index = NDArray[np.int64]
@@ -44,7 +44,7 @@ log = logging.getLogger("garden")
 def mean_pairwise_lpips(
     pixels: Pixels, labels: Labels, lpips: LPIPS, *, pairs_per_class: int, seed: int, batch_size: int = 64
 ) -> dict[str, Any]:
-    """`mean` over classes and `per_class` (class -> mean LPIPS of its pairs); 0 where all images are alike.
+    """Return `mean` over classes and `per_class` (class -> mean LPIPS of its pairs); 0 where all images are alike.
 
     All pairs of a class, or `pairs_per_class` different ones. A class with one image has no pair and does not count.
     """

@@ -31,10 +31,10 @@ from arpg import Pipeline, make_plan, tasks
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
 from arpg.decode.likelihood import make_orders, token_bits
-from arpg.evaluation.classifier import Classifier, accuracy, predict
+from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import KernelDistance, kernel_distance
-from arpg.files import write_whole
+from arpg.files import write_json, write_text, write_whole
 from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
 from arpg.model import class_condition
 from arpg.settings import EXPAND_METHODS, SamplingSettings
@@ -44,6 +44,7 @@ from arpg.tasks.stages import expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer.losses import LPIPS
 from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
+from experiments.garden.scorer_training import accuracy, predict
 
 log = logging.getLogger("garden")
 HOLE = (24, 24, 72, 72)  # half the side
@@ -310,10 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             began = time.perf_counter()
             result[name] = part()
             result[name]["seconds"] = time.perf_counter() - began
-            text = json.dumps(_short(result), indent=1) + "\n"
-            write_whole(path, lambda temporary, text=text: temporary.write_text(text))  # type: ignore[misc]
+            write_json(path, _short(result))
             tables = _tables(_short(result))
-            write_whole(path.with_suffix(".md"), lambda temporary, text=tables: temporary.write_text(text))  # type: ignore[misc]
+            write_text(path.with_suffix(".md"), tables)
             log.info("%s took %.1f s", name, result[name]["seconds"])
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from arpg.bench.case import Case
-from arpg.bench.timing import significant, synchronize
 from arpg.decode import decode
+from arpg.device import synchronize
 from arpg.pipeline import Pipeline
+from arpg.tables import significant
 
 Clock = Callable[[], float]
 Event = dict[str, Any]  # of a trace in Chrome's format: name, cat, ts and dur in microseconds
@@ -35,7 +36,7 @@ KERNEL_GROUPS = {
     "norms": r"^_residual_norm|rms_?norm|layer_?norm|rsqrt",
     "SwiGLU": r"^_swiglu|silu",
     "rotation": r"^_rope|_cos_.*sin|sin.*_cos",
-    "draw": r"^_sample|argmax|topk|sort|softmax|philox",
+    "sampling": r"^_sample|argmax|topk|sort|softmax|philox",
 }
 REST, GAPS = "copies, small", "gaps"
 KERNEL_PARTS = (*KERNEL_GROUPS, REST, GAPS)

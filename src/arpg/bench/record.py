@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -18,10 +17,9 @@ from arpg.bench.profile import SPLIT_PARTS
 from arpg.bench.throughput import PERCENTILES, Row
 from arpg.device import cpu_name
 from arpg.errors import InputError, require
-from arpg.files import write_whole
+from arpg.figures import new_plot, save_plot
+from arpg.files import write_json
 from arpg.tables import text_table
-
-log = logging.getLogger(__name__)
 
 FORMAT = "arpg-bench-1"
 
@@ -63,11 +61,15 @@ def commit(folder: Path | None = None) -> str | None:
     return None if head is None else head + ("+" if changed else "")
 
 
+def error_line(error: Exception) -> str:
+    """Return the type and the first line of `error`, for a report that goes on with the next measurement."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:200]}"
+
+
 def write_record(path: Path, about: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
     """Write a record atomically. `more`: scaling and cold starts; empty ones are left out."""
     extra = {name: value for name, value in more.items() if value}
-    text = json.dumps({"format": FORMAT, "about": about, "rows": list(rows), **extra}, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, {"format": FORMAT, "about": about, "rows": list(rows), **extra})
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -159,8 +161,8 @@ def render_rows(rows: Sequence[Row]) -> str:
         if "split ms" in row:
             whole = sum(row["split ms"].values()) or 1.0
             line |= {name: f"{100 * row['split ms'][name] / whole:.0f}%" for name in SPLIT_PARTS}
-        if "recording" in row:
-            line["recorded in s"] = row["recording"]["s"]
+        if "capture" in row:
+            line["captured in s"] = row["capture"]["s"]
         lines.append(line)
     return f"{above}\n\n{_table(lines)}"
 
@@ -222,13 +224,11 @@ def plot_rows(rows: Sequence[Row], path: Path) -> bool:
 
     Return whether matplotlib is installed and the file was written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator
-    except ImportError:
-        log.warning("no %s: matplotlib is not installed (pip install 'arpg[train]')", path)
+    figure = new_plot((10, 4.2), file=path)
+    if figure is None:
         return False
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    from matplotlib.ticker import LogLocator
+
     for axes, over, by in zip(figure.subplots(1, 2), ("steps", "batch"), ("batch", "steps"), strict=True):
         lines = plot_lines(rows, over, by)
         for name, points in lines.items():
@@ -241,7 +241,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> bool:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format=path.suffix.lstrip(".") or "png"))
+    save_plot(figure, path)
     return True
 
 

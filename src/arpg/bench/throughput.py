@@ -23,14 +23,14 @@ import torch
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.profile import profile_tokens, split_time
 from arpg.bench.roofline import Limits, pixel_work, token_floor
-from arpg.bench.timing import peak_bytes, reset_peak, significant, synchronize
 from arpg.config import to_dict
 from arpg.decode.graphs import CapturedGraphs
 from arpg.decode.pipelined import pipelined_decode
-from arpg.device import set_threads
+from arpg.device import peak_bytes, reset_peak, set_threads, synchronize
 from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
+from arpg.tables import significant
 from arpg.tokenizer import VQTokenizer
 
 PERCENTILES = (50, 95, 99)
@@ -89,7 +89,7 @@ def measure(
         row["reserved GiB"] = significant(torch.cuda.max_memory_reserved(device) / 2**30)
     if pipe.engine.graphs.captured:
         newest = next(reversed(pipe.engine.graphs.captured.values()))
-        row["recording"] = {"s": significant(newest.seconds), "GiB": significant(newest.bytes / 2**30)}
+        row["capture"] = {"s": significant(newest.seconds), "GiB": significant(newest.bytes / 2**30)}
     if on_gpu and (options.split or options.top_kernels):
         found = profile_tokens(pipe, case, seed=0)
         row |= {name: value for name, value in found.items() if options.top_kernels or name != "top kernels"}
@@ -225,7 +225,7 @@ def measure_cold_start(
 ) -> dict[str, Any]:
     """Return the seconds of a fresh process with batch 1: import, load, first image, next image.
 
-    `recording s`, where a graph was captured, is part of the image that captured it.
+    `capture s`, where a graph was captured, is part of the image that captured it.
     """
     options = {"name": name, "random": random, "device": device, "dtype": dtype, "engine": engine}
     options |= {"threads": threads, "steps": steps}
@@ -258,5 +258,5 @@ def print_cold_start() -> None:
         "to the first image s": times[1] - began,
     }
     if pipe.engine.graphs.captured:
-        parts["recording s"] = sum(graphs.seconds for graphs in pipe.engine.graphs.captured.values())
+        parts["capture s"] = sum(graphs.seconds for graphs in pipe.engine.graphs.captured.values())
     sys.stdout.write(json.dumps({name: round(seconds, 3) for name, seconds in parts.items()}) + "\n")

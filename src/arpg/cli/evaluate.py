@@ -6,14 +6,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from arpg import config as configs
 from arpg.cli.options import (
@@ -63,7 +60,7 @@ def sample(
     from arpg.evaluation.sample import Share, sample_images
 
     labels = _labels(pipe, num, like)
-    with _image_progress("sampling", active=rank == 0) as progress:
+    with progress_bar("sampling", rate=True, active=rank == 0) as progress:
         sample_images(
             pipe,
             output,
@@ -110,13 +107,8 @@ def evaluate(
     def read(path: Path, *, keep: bool) -> Features:
         if network is None:
             return Features.load(path)
-        with progress_bar() as progress:
-            task = progress.add_task(path.name, total=None)
-
-            def on_progress(done: int, total: int) -> None:
-                progress.update(task, completed=done, total=total)
-
-            return read_features(path, network, size=size, batch_size=batch_size, keep=keep, progress=on_progress)
+        with progress_bar(path.name) as progress:
+            return read_features(path, network, size=size, batch_size=batch_size, keep=keep, progress=progress)
 
     theirs, ours = read(reference, keep=True), read(samples, keep=False)
     with err.status("comparing"):
@@ -158,15 +150,14 @@ def evaluate_tokenizer(
         tokenizer = load_tokenizer(resolve(model), device=chosen, dtype=torch.float32)
         distance = None if lpips is None else LPIPS.load(lpips, heads).to(chosen)
         network = Inception.load(inception, device=chosen) if rfid else None
-    with progress_bar() as progress:
-        task = progress.add_task("reconstructing", total=source.count)
+    with progress_bar("reconstructing") as progress:
         report = reconstruction_report(
             tokenizer,
             source,
             distance,
             batch_size=batch_size,
             inception=network,
-            progress=lambda done: progress.update(task, completed=done),
+            progress=lambda done: progress(done, source.count),
         )
     lines: dict[str, Callable[[float], str]] = {
         "psnr": lambda value: f"PSNR        {value:.3f} dB ({report['psnr_image']:.3f} as a mean over images)",
@@ -225,7 +216,7 @@ def sweep(
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.sweep import Scorers, draw_curves, table
         from arpg.evaluation.sweep import sweep as run
-        from arpg.files import write_whole
+        from arpg.files import write_text
         from arpg.pipeline import Pipeline
 
         set_threads()
@@ -236,7 +227,7 @@ def sweep(
     require(height == width, f"the model generates {width}x{height} pixels; real images are cropped to squares only")
     combos = combinations(pipe.sampling, axes)
     labels = _labels(pipe, num, like)
-    with _image_progress("reference") as progress:
+    with progress_bar("reference", rate=True) as progress:
         if images is None:
             real = read_features(Path(reference[0]), network, keep=True, progress=progress)
         else:
@@ -244,7 +235,7 @@ def sweep(
     about: dict[str, Any] = {"reference": ", ".join(reference), "real images": real.n, "classes like": like}
     if classifier is not None:
         about["classifier"] = str(classifier)
-    with _image_progress(f"{len(combos)} combinations") as progress:
+    with progress_bar(f"{len(combos)} combinations", rate=True) as progress:
         lines = run(
             pipe,
             Scorers(network, real, scorer),
@@ -257,7 +248,7 @@ def sweep(
             progress=_over_all(progress, num, len(combos)),
         )
     text = table(lines)
-    write_whole(output / "table.md", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(output / "table.md", text)
     draw_curves(lines, output)
     out.print(text, markup=False)
     out.print(f"{len(lines)} combinations of {num} images in {output}/")
@@ -284,30 +275,6 @@ def _process(device: str) -> tuple[int, int, str]:
     return rank, size, device
 
 
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.1f} images/s" if task.speed else "")
-
-
-@contextmanager
-def _image_progress(what: str, *, active: bool = True) -> Iterator[Any]:
-    """Yield `progress(done, total)`, which moves a bar with the time left and images per second."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Rate())
-    hidden = not active or not err.is_terminal
-    with Progress(*columns, console=err, transient=True, disable=hidden, speed_estimate_period=300) as bar:
-        task = bar.add_task(what, total=None)
-        started = False
-
-        def progress(done: int, total: int) -> None:
-            nonlocal started
-            if not started:  # what an earlier run did says nothing about the speed of this one
-                bar.reset(task, total=total, completed=done)
-                started = True
-            bar.update(task, completed=done, total=total)
-
-        yield progress
-
-
 def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Callable[[int, int], None]:
     """Return a progress function over the images of all combinations."""
     finished = 0
@@ -326,12 +293,11 @@ def _check_json(path: Path | None) -> None:
 
 
 def _write_json(path: Path | None, data: dict[str, Any]) -> None:
-    from arpg.files import write_whole
+    from arpg.files import write_text
 
     if path is None:
         return
     # JSON has no infinity: a perfect reconstruction has no PSNR.
     plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
-    text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
     out.print(f"wrote {path}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,10 +74,13 @@ class OutputOptions:
         def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
             return task.beside_conditions(rows, images) if self.beside else images
 
-        with _progress(len(task)) as report:
+        done = 0
+        with progress_bar("sampling") as progress:
 
             def on_step(step: Any) -> None:
-                report(step)
+                nonlocal done
+                done += 1
+                progress(done, None if step.num_steps is None else len(task) * step.num_steps)  # None: not known yet
                 if self.gif is not None:
                     frames.add(task.rows, shown(task.rows, task.preview(step)))
 
@@ -405,16 +407,3 @@ def _describe(label: Any, num_classes: int) -> dict[str, Any]:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:80].strip("-") or "image"
-
-
-@contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[Any], None]]:
-    """Show a progress bar over the steps of all requests."""
-    with progress_bar() as progress:
-        task = progress.add_task("sampling", total=None)
-
-        def on_step(step: Any) -> None:
-            total = None if step.num_steps is None else num_requests * step.num_steps  # None: not known yet
-            progress.update(task, advance=1, total=total)
-
-        yield on_step

@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL, ENGINES, PRECISIONS
 from arpg.errors import InputError, one_of, present, require
@@ -136,11 +137,31 @@ def add_options(
     return run
 
 
+class RateColumn(ProgressColumn):
+    """Images per second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate of `task` as text; empty until it is known."""
+        return Text(f"{task.speed:.1f} images/s" if task.speed else "")
+
+
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on the terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+def progress_bar(what: str, *, rate: bool = False, active: bool = True) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar on the terminal, with `rate` also images per second; yield `progress(done, total)`, which moves it."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    shown = [*columns, *([RateColumn()] if rate else [])]
+    hidden = not active or not err.is_terminal
+    with Progress(*shown, console=err, transient=True, disable=hidden, speed_estimate_period=300) as bar:
+        task = bar.add_task(what, total=None)
+        started = False
+
+        def progress(done: int, total: int | None) -> None:
+            nonlocal started
+            if not started:  # what an earlier run did says nothing about the speed of this one
+                bar.reset(task, total=total, completed=done)
+                started = True
+            bar.update(task, completed=done, total=total)
+
         yield progress
 
 

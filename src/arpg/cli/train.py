@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.options import DeviceOption, out, progress_bar
+from arpg.cli.options import Command, DeviceOption, add_options, out, progress_bar
 from arpg.settings import CONTROL_KINDS
 
-RecipeArgument = Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
-OutOption = Annotated[Path, typer.Option("--out", "-o", help="The run's folder: logs, sheets, snapshots, the model.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue from the newest good snapshot.")]
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The arguments and options that both training verbs take."""
+
+    recipe: Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
+    folder: Annotated[Path, typer.Option("--out", "-o", help="The run's folder: logs, sheets, snapshots, the model.")]
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest good snapshot.")] = False
+    device: DeviceOption = "auto"
+
+    def run(self, train: Callable[..., Path], recipe: type[Any]) -> None:
+        """Read the recipe as the dataclass `recipe`, train with it, and print the folder of the result."""
+        from arpg.train.recipe import read_recipe
+
+        logging.getLogger("arpg").setLevel(logging.INFO)  # the reports of training
+        read = read_recipe(self.recipe, recipe, self.set_ or [])
+        out.print(f"wrote {train(read, self.folder, resume=self.resume, device=self.device)}")
 
 
-def train_tokenizer(
-    recipe: RecipeArgument,
-    folder: OutOption,
-    set_: SetOption = None,
-    resume: ResumeOption = False,
-    device: DeviceOption = "auto",
-) -> None:
+def with_training_options(command: Command) -> Command:
+    """Give a command the options of `TrainingOptions`, which its parameter `options` receives."""
+    return add_options(command, TrainingOptions, "options")
+
+
+@with_training_options
+def train_tokenizer(options: TrainingOptions) -> None:
     """Train a tokenizer on images."""
-    from arpg.train.recipe import TokenizerRecipe, read_recipe
-    from arpg.train.tokenizer import train_tokenizer as run
+    from arpg.train.recipe import TokenizerRecipe
+    from arpg.train.tokenizer import train_tokenizer
 
-    show_log()
-    out.print(f"wrote {run(read_recipe(recipe, TokenizerRecipe, set_ or []), folder, resume=resume, device=device)}")
+    options.run(train_tokenizer, TokenizerRecipe)
 
 
-def train(
-    recipe: RecipeArgument,
-    folder: OutOption,
-    set_: SetOption = None,
-    resume: ResumeOption = False,
-    device: DeviceOption = "auto",
-) -> None:
+@with_training_options
+def train(options: TrainingOptions) -> None:
     """Train an ARPG on tokens; the same command under `torchrun` uses many GPUs and machines."""
     from arpg.train.model import train_model
-    from arpg.train.recipe import ModelRecipe, read_recipe
+    from arpg.train.recipe import ModelRecipe
 
-    show_log()
-    out.print(
-        f"wrote {train_model(read_recipe(recipe, ModelRecipe, set_ or []), folder, resume=resume, device=device)}"
-    )
+    options.run(train_model, ModelRecipe)
 
 
 def tokenize(
@@ -72,8 +79,7 @@ def tokenize(
 
     loaded = load_tokenizer(resolve(tokenizer), device=choose_device(device), dtype=torch.float32)
     sets = [open_images(path) for path in images]
-    with progress_bar() as progress:
-        task = progress.add_task("tokenizing", total=None)
+    with progress_bar("tokenizing") as progress:
         tokens = run(
             loaded,
             concatenate(sets) if len(sets) > 1 else sets[0],
@@ -82,7 +88,7 @@ def tokenize(
             ten_crops=ten_crops,
             batch_size=batch_size,
             control=control,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=progress,
         )
     out.print(
         f"{tokens.num_images} images, {tokens.views} views of {tokens.grid[0]}x{tokens.grid[1]} tokens in {folder}"
@@ -112,18 +118,12 @@ def embed(
     else:
         load = load_encoder(encoder, max_tokens=max_tokens, device=choose_device(device))
         width = load.width
-    with progress_bar() as progress:
-        task = progress.add_task("embedding", total=None)
+    with progress_bar("embedding") as progress:
         states = write_text_states(
             tokens,
             TextConfig(encoder, width, max_tokens),
             load,
             batch_size=batch_size,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=progress,
         )
     out.print(f"{len(states)} captions in {folder}, {width} numbers for each token")
-
-
-def show_log() -> None:
-    """Show the log messages of training."""
-    logging.getLogger("arpg").setLevel(logging.INFO)

@@ -94,6 +94,7 @@ class CropStream:
 
     @property
     def in_memory(self) -> bool:
+        """Whether all images were read into memory, and not on demand."""
         return self._memory is not None
 
     def batch(self, step: int) -> Pixels:

@@ -1,6 +1,6 @@
 """What a model trains on: tokens with text states and condition maps as one dataset, and its batches.
 
-The text states of a token set lie beside it, memory-mapped:
+The text states of a token set are memory-mapped files in its folder:
 
     text.json                 which encoder, its width, and the most tokens of a caption
     text-00000.npy            float16, [tokens of all captions of the shard, E]

@@ -74,6 +74,7 @@ class TokenInfo:
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every code id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -96,6 +97,7 @@ class MapSet:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all condition images, as stored."""
         return sum(shard.nbytes for shard in self.shards)
 
 
@@ -261,8 +263,8 @@ class TokenWriter:
         self.shards.append(Shard(*names, size))
 
 
-def open_tokens(path: str | Path, *, vocab_size: int | None = None, num_classes: int | None = None) -> TokenSet:
-    """Open a token set; `vocab_size` and `num_classes` are those of the model to train on it."""
+def open_tokens(path: str | Path, *, vocab_size: int | None = None) -> TokenSet:
+    """Open a token set; `vocab_size` is that of the model to train on it."""
     folder = Path(path)
     require(folder.is_dir(), f"{folder} is not a folder; expected a token set, as `arpg tokenize` writes it")
     if (folder / TOKENS).exists():
@@ -276,11 +278,6 @@ def open_tokens(path: str | Path, *, vocab_size: int | None = None, num_classes:
         vocab_size in (None, tokens.vocab_size),
         f"{folder} has ids of {tokens.vocab_size} codes; expected {vocab_size}; use the tokenizer that made them",
     )
-    if num_classes is not None:
-        require(
-            tokens.num_classes <= num_classes,
-            f"{folder} has {tokens.num_classes} classes; expected at most {num_classes}; set the model's num_classes",
-        )
     return tokens
 
 

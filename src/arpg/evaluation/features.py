@@ -302,16 +302,16 @@ def _of_images(
     path: Path, inception: Inception, *, size: int | None, batch_size: int, keep: bool, progress: Progress | None
 ) -> Features:
     source = open_source(path, size=size)
-    place = home() / "features" / f"{_key(path, inception, size)}.npz" if keep else None
-    if place is not None and place.is_file():
+    cached = home() / "features" / f"{_key(path, inception, size)}.npz" if keep else None
+    if cached is not None and cached.is_file():
         try:
-            return Features.load(place)
+            return Features.load(cached)
         except InputError as error:
             log.warning("%s; computing the features again", error)
     on_batch = None if progress is None else (lambda done: progress(done, source.count))
     features = collect(inception, source.batches(batch_size), progress=on_batch)
-    if place is not None:
-        features.save(place)
+    if cached is not None:
+        features.save(cached)
     return features
 
 

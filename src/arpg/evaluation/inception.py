@@ -76,7 +76,7 @@ def _halve(x: Tensor) -> Tensor:
 
 
 def _tower(in_channels: int, *convs: tuple[int, Kernel], stride: int = 1) -> nn.Sequential:
-    """Convolutions named conv, conv_1, conv_2, ...; the last one has the stride."""
+    """Return convolutions named conv, conv_1, conv_2, ...; the last one has the stride."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (channels, kernel) in enumerate(convs):
         last = i + 1 == len(convs)
@@ -199,10 +199,10 @@ def enlarge(x_BCHW: Tensor, side: int = SIDE) -> Tensor:
     """Resize bilinearly as TensorFlow 1 does: output pixel i is at i * size / side; the last repeat the edge."""
     for dim in (2, 3):
         size = x_BCHW.shape[dim]
-        place = torch.arange(side, device=x_BCHW.device, dtype=torch.float64) * (size / side)
-        low = place.floor().long()
+        source = torch.arange(side, device=x_BCHW.device, dtype=torch.float64) * (size / side)
+        low = source.floor().long()
         high = (low + 1).clamp_max(size - 1)
-        share = (place - low).to(x_BCHW.dtype).view(-1, *[1] * (3 - dim))
+        share = (source - low).to(x_BCHW.dtype).view(-1, *[1] * (3 - dim))
         below, above = x_BCHW.index_select(dim, low), x_BCHW.index_select(dim, high)
         x_BCHW = below + (above - below) * share
     return x_BCHW

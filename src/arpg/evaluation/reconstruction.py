@@ -43,7 +43,7 @@ def reconstruction_report(
     source = images if isinstance(images, ImageSource) else from_array(images, where="pixels")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     device = tokenizer.device
-    # Numbers stay on the device, whole or double: nothing waits, and no batch size changes the result.
+    # Sums stay on the device, as integers or float64: no synchronisation, and no batch size changes the result.
     count_V = torch.zeros(tokenizer.config.codebook_size, dtype=torch.int64, device=device)
     squares, similar, distances = [], [], []
     collectors = None if inception is None else (Collector(inception), Collector(inception))
@@ -56,7 +56,7 @@ def reconstruction_report(
         values = again_BHW3[0].numel()
         squares.append((again_BHW3.long() - real_BHW3.long()).square().flatten(1).sum(1))
         similar.append(ssim(real_BHW3, again_BHW3))
-        # Not bincount: on a GPU it waits to learn the greatest id.
+        # Not bincount: on a GPU it synchronises to learn the largest id.
         count_V.scatter_add_(0, ids_BN.flatten(), torch.ones_like(ids_BN.flatten()))
         if lpips is not None:
             distances.append(lpips(image_B3HW.to(lpips.device), to_images(again_BHW3).to(lpips.device)).double())

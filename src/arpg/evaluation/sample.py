@@ -1,6 +1,6 @@
 """Images for an evaluation in one npz file, from any number of processes and batch sizes, resumed if interrupted.
 
-Image i has seed `seed + i` and the i-th label, whoever makes it. Finished batches lie in OUT.parts/ as
+Image i has seed `seed + i` and the i-th label, in whichever process. Finished batches are in OUT.parts/ as
 FIRST-STOP.npy until all are there; then they become one npz with ADM's layout: `arr_0`, uint8 [N, H, W, 3], and
 `arr_1`, the labels. Shapes: B batch, N images, H W pixels, C classes.
 """
@@ -29,7 +29,7 @@ from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
 from arpg.decode.pipelined import pipelined_decode
 from arpg.errors import InputError, require
-from arpg.files import hash_tensors, write_whole
+from arpg.files import hash_tensors, read_array, write_array, write_json, write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
@@ -38,14 +38,14 @@ from arpg.settings import SamplingSettings
 FORMAT = "arpg-samples-1"
 SETTINGS = "settings.json"
 UNIT = 16  # images whose pixels are made together in a file: convolutions round differently in another batch
-LOOK_AGAIN = 0.5  # seconds between looks for the parts of other processes
+POLL_SECONDS = 0.5  # between two checks for the parts of other processes
 
 Labels = NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
 
 def balanced_labels(num: int, num_classes: int) -> Labels:
-    """Return every class equally often, in turn; the remainder goes to classes at even distances."""
+    """Return every class equally often, interleaved; the remainder goes to evenly spaced classes."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
     require(num_classes >= 1, "the model has no classes: it takes prompts; expected one with classes")
     each, rest = divmod(num, num_classes)
@@ -66,9 +66,9 @@ def labels_like(counts_C: Sequence[int] | NDArray[np.int64], num: int) -> Labels
 def interleave(counts_C: NDArray[np.int64]) -> Labels:
     """Spread each class evenly over the whole, so that any part of it has about the same shares."""
     labels = np.repeat(np.arange(len(counts_C)), counts_C)
-    turn = np.concatenate([np.arange(count) for count in counts_C])
-    place = (turn + 0.5) / np.maximum(counts_C, 1)[labels]
-    return labels[np.lexsort((labels, place))]
+    index = np.concatenate([np.arange(count) for count in counts_C])  # of an image within its class
+    share = (index + 0.5) / np.maximum(counts_C, 1)[labels]
+    return labels[np.lexsort((labels, share))]
 
 
 def count_classes(images: ImageSet, pipe: Pipeline) -> NDArray[np.int64]:
@@ -164,8 +164,7 @@ def sample_images(
     if path.exists():
         _check_same(about, path.read_text(encoding="utf-8"), where=parts)
     else:
-        text = json.dumps(about, indent=1) + "\n"
-        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_json(path, about)
 
     num = len(labels)
     mine = [(i, min(i + batch_size, num)) for i in range(0, num, batch_size)][share.rank :: share.size]
@@ -179,14 +178,13 @@ def sample_images(
     seeds = [seed + i for i in index.tolist()]
     batches = PixelBatches(pipe, labels[index], resolved, seeds=seeds, batch_size=batch_size, unit=UNIT)
     for (first, stop), pixels_BHW3 in zip(todo, batches if todo else [], strict=True):
-        pixels = pixels_BHW3.cpu().numpy()
-        write_whole(parts / f"{first:08d}-{stop:08d}.npy", lambda path, array=pixels: _save(path, array))  # type: ignore[misc]
+        write_array(parts / f"{first:08d}-{stop:08d}.npy", pixels_BHW3.cpu().numpy())
         done += stop - first
         if progress is not None:
             progress(done, total)
     if share.rank == 0:
         while not _covered(parts, num).all():
-            time.sleep(LOOK_AGAIN)
+            time.sleep(POLL_SECONDS)
         _merge(parts, out, labels, about)
         shutil.rmtree(parts)
 
@@ -212,7 +210,7 @@ def json_settings(settings: SamplingSettings) -> dict[str, Any]:
 def fingerprint(pipe: Pipeline) -> str:
     """Return a hash of the weights of network and tokenizer, as they are in memory."""
     digest = hashlib.sha256()
-    if (precision := precision_of(pipe.model)) in ("fp8", "int8"):  # weights that look alike compute something else
+    if (precision := precision_of(pipe.model)) in ("fp8", "int8"):  # equal weights give other results then
         digest.update(precision.encode())
     hash_tensors(pipe.model.state_dict(), digest)
     return hash_tensors(pipe.tokenizer.state_dict(), digest)[:32]
@@ -292,16 +290,8 @@ def _header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> No
     npy.write_array_header_1_0(file, about)
 
 
-def _save(path: Path, pixels: NDArray[np.uint8]) -> None:
-    with path.open("wb") as file:
-        np.save(file, pixels)
-
-
 def _open_part(path: Path, count: int, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
-    try:
-        pixels: NDArray[np.uint8] = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} is damaged ({error}); delete it and run the command again") from None
+    pixels = read_array(path, advice="delete it and run the command again")
     good = pixels.dtype == np.uint8 and len(pixels) == count and shape in (None, pixels.shape[1:])
     require(good, f"{path} holds {pixels.dtype} {list(pixels.shape)}, not {count} images; delete it and run again")
     return pixels

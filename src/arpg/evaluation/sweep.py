@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,14 @@ from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import INTERVAL, evaluate
 from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence
 from arpg.evaluation.sample import Labels, PixelBatches, Progress, fingerprint, json_settings
-from arpg.files import write_whole
+from arpg.figures import new_plot, save_plot
+from arpg.files import write_json, write_text
 from arpg.image import to_images
 from arpg.pipeline import Pipeline
 from arpg.settings import SETTINGS, SamplingDefaults, SamplingSettings
-from arpg.tables import markdown_table
+from arpg.tables import markdown_table, significant
 
 ABOUT, RESULTS = "about.json", "results.jsonl"
-METRICS = ("fid", "kid", "precision", "recall")
 # Every sampling setting can be swept over; steps and guidance vary fastest.
 AXES = (*(name for name in SETTINGS if name not in ("steps", "guidance")), "steps", "guidance")
 # How each number is shown: its title, its digits, and what it is multiplied by.
@@ -49,9 +48,6 @@ NUMBERS = {
     "accuracy": ("recognised", 3, 1),
     "images/s": ("images/s", 1, 1),
 }
-
-log = logging.getLogger(__name__)
-
 
 Line = dict[str, Any]
 
@@ -77,8 +73,7 @@ class Results:
         """Write a line, and return it."""
         entry = {"num": num, "settings": json_settings(settings), **line}
         self.own.append(entry)
-        text = "".join(json.dumps(each) + "\n" for each in self.own)
-        write_whole(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(self.path, "".join(json.dumps(each) + "\n" for each in self.own))
         self.lines = read_lines(self.folder)
         return entry
 
@@ -92,8 +87,7 @@ def claim_folder(folder: Path, about: Mapping[str, Any]) -> None:
         other = [f"{key} {found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
         require(not other, f"{folder} holds results of something else ({'; '.join(other)}); choose another folder")
         return
-    text = json.dumps(wanted, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, wanted)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -172,22 +166,17 @@ def generate_features(
     return SampleStats(features, accuracy, batches.rate)
 
 
-def fid_only(sampled: SampleStats, scorers: Scorers) -> float:
-    """Return the FID without its interval, for searches."""
-    return frechet_distance(sampled.features.pool.to(scorers.inception.device), scorers.reference.pool)
-
-
-def measure(sampled: SampleStats, scorers: Scorers, *, metrics: Sequence[str] = METRICS) -> dict[str, Any]:
+def measure(sampled: SampleStats, scorers: Scorers) -> dict[str, Any]:
     """Return `{metric: value, metric interval: [low, high], ..., "accuracy", "images/s"}`, as far as available."""
     device = scorers.inception.device
     line: dict[str, Any] = {}
-    if "fid" in metrics:  # not through `evaluate`, which also estimates the bias and so takes twice as long
-        ours, theirs = sampled.features.pool.to(device), scorers.reference.pool.to(device)
-        line["fid"] = frechet_distance(ours, theirs)
-        if sampled.features.n >= INTERVAL and sampled.features.pool_MF is not None:
-            influence = frechet_influence(ours, theirs, sampled.features.pool_MF)
-            line["fid interval"] = list(bootstrap(line["fid"], influence.cpu().numpy()))
-    others = [metric for metric in metrics if metric != "fid" and scorers.reference.pool_MF is not None]
+    # FID not through `evaluate`, which also estimates the bias and so takes twice as long.
+    ours, theirs = sampled.features.pool.to(device), scorers.reference.pool.to(device)
+    line["fid"] = frechet_distance(ours, theirs)
+    if sampled.features.n >= INTERVAL and sampled.features.pool_MF is not None:
+        influence = frechet_influence(ours, theirs, sampled.features.pool_MF)
+        line["fid interval"] = list(bootstrap(line["fid"], influence.cpu().numpy()))
+    others = ["kid", "precision", "recall"] if scorers.reference.pool_MF is not None else []
     if scorers.inception.has_logits:
         others.append("is")
     report = evaluate(sampled.features, scorers.reference, metrics=others, device=device) if others else {}
@@ -209,7 +198,7 @@ def _classify(classifier: Classifier, pixels_BHW3: Tensor) -> Tensor:
 
 def _short(value: float | list[float]) -> float | list[float]:
     """Round to five significant digits; measurements have no more."""
-    return [float(f"{v:.5g}") for v in value] if isinstance(value, list) else float(f"{value:.5g}")
+    return [significant(v, 5) for v in value] if isinstance(value, list) else significant(value, 5)
 
 
 def combinations(defaults: SamplingDefaults, grid: Mapping[str, Sequence[Any]]) -> list[SamplingSettings]:
@@ -236,7 +225,6 @@ def sweep(
     about: Mapping[str, Any] | None = None,
     seed: int = 0,
     batch_size: int = 32,
-    on_result: Callable[[Line], None] | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
     """Measure what `folder` does not have yet, and return the lines of all combinations, in their order.
@@ -255,8 +243,6 @@ def sweep(
             line = results.add(settings, len(labels), measure(sampled, scorers))
         elif progress is not None:
             progress(len(labels), len(labels))
-        if on_result is not None:
-            on_result(line)
         lines.append(line)
     return lines
 
@@ -293,11 +279,6 @@ def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
     measured = [line for line in lines if "fid" in line]
     if not measured:
         return []
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.warning("no plots: matplotlib is not installed (pip install 'arpg[train]')")
-        return []
     names = [axis for axis in AXES if axis not in ("steps", "guidance")]
     varying = [axis for axis in names if len({_cell(line, axis) for line in measured}) > 1]
     series: dict[str, list[Line]] = defaultdict(list)
@@ -305,7 +286,9 @@ def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
         series[", ".join(_cell(line, axis) for axis in varying) or "all"].append(line)
     written = []
     for name, x_of, label in (("steps", _steps, "steps"), ("speed", _speed, "images/s")):
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        figure = new_plot((7, 4.5), file=f"{name}.png")
+        if figure is None:
+            return []
         axes = figure.subplots()
         for title, of_series in series.items():
             best = best_of(of_series)
@@ -321,7 +304,7 @@ def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
         if varying:
             axes.legend()
         path = folder / f"{name}.png"
-        write_whole(path, lambda temporary, figure=figure: figure.savefig(temporary, dpi=120, format="png"))  # type: ignore[misc]
+        save_plot(figure, path)
         written.append(path)
     return written
 

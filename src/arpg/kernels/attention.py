@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from arpg.kernels.dispatch import prefetch_weights
-from arpg.kernels.rope import store_rope
+from arpg.kernels.fused_rope import store_rope
 
 _MAX_QUERIES = 64  # of one program
 _BUSY_PROGRAMS = 512  # programs that keep a GPU busy

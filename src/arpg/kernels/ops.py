@@ -198,7 +198,7 @@ def rope_table(pos_BS2: Tensor, head_dim: int, base: float) -> Rope:
     The first half of a head's channels turns by the row, the second by the column.
     """
     if can_fuse(pos_BS2) and not torch.is_grad_enabled():
-        from arpg.kernels.rope import rope_table as fused
+        from arpg.kernels.fused_rope import rope_table as fused
 
         return Rope(*fused(pos_BS2, head_dim, base))
     angles, exists = position_angles(pos_BS2, head_dim // 4, base)
@@ -216,7 +216,7 @@ def position_angles(pos_BS2: Tensor, num_frequencies: int, base: float) -> tuple
 def apply_rope(x_BSHK: Tensor, rope: Rope) -> Tensor:
     """Rotate each pair of adjacent channels, at least in float32; the result has the type of `x`."""
     if can_fuse_half(x_BSHK):
-        from arpg.kernels.rope import apply_rope as fused
+        from arpg.kernels.fused_rope import apply_rope as fused
 
         rotated: Tensor = fused(x_BSHK, *rope)
         return rotated
@@ -231,7 +231,7 @@ def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
     if rope is None:
         return qkv_BS3HK.unbind(2)
     if can_fuse_half(qkv_BS3HK):
-        from arpg.kernels.rope import split_qkv_rope as fused
+        from arpg.kernels.fused_rope import split_qkv_rope as fused
 
         parts: tuple[Tensor, ...] = fused(qkv_BS3HK, *rope)
         return parts
@@ -318,7 +318,7 @@ def cache_write(
 ) -> None:
     """Write the rotated keys and the values into a layer's cache, from slot `first` (of each row) on."""
     if rope is not None and can_fuse_inference(key_BSHK):
-        from arpg.kernels.rope import store_rope
+        from arpg.kernels.fused_rope import store_rope
 
         store_rope(key_BSHK, value_BSHK, *rope, key_BTHK=key_BTHK, value_BTHK=value_BTHK, first=first)
         return
@@ -427,7 +427,7 @@ def gumbel_argmax(
     The noise is a function of seed, stream, position and code alone. `static` as in `embed_at`, also for `scale_BS`.
     """
     if can_fuse(logits_RSV):
-        from arpg.kernels.sample import sample as fused
+        from arpg.kernels.gumbel import sample as fused
 
         return fused(logits_RSV, scale_BS, temperature, key_B2, stream, position_BS, static=static)
     logits_BSV = guide(logits_RSV, scale_BS)

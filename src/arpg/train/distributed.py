@@ -30,6 +30,7 @@ class World:
 
     @property
     def main(self) -> bool:
+        """Whether this process is rank 0, the only one that writes files."""
         return self.rank == 0
 
 
@@ -92,11 +93,6 @@ def mean_over_ranks(value: Tensor, world: World) -> Tensor:
     total = value.detach().clone()
     dist.all_reduce(total)
     return total / world.size
-
-
-def barrier() -> None:
-    """Wait for all processes, on the CPU: `dist.barrier` would go through NCCL and wait for the device too."""
-    dist.all_reduce(torch.zeros(1))
 
 
 def _device(name: str, *, local_rank: int) -> torch.device:

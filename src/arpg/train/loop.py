@@ -1,67 +1,120 @@
-"""The training loop: steps, logs, validation, sample sheets, snapshots, and an orderly stop on a signal."""
+"""A training run and its loop: steps, logs, validation, sample sheets, snapshots, and an orderly stop on a signal."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from arpg.device import gpu_spec
 from arpg.errors import InputError, require
-from arpg.train.distributed import World, mean_over_ranks
-from arpg.train.optim import learning_rate
-from arpg.train.recipe import OptimRecipe, RunRecipe
+from arpg.train.distributed import World, init_distributed, mean_over_ranks, shutdown_distributed
+from arpg.train.optim import EMA, learning_rate
+from arpg.train.recipe import ModelRecipe, TokenizerRecipe
 from arpg.train.report import Report
 from arpg.train.snapshot import Snapshots
 
 _NEVER = 2**62
 
 
-class Training(Protocol):
-    """A training run: what the loop needs of it."""
+class Training(ABC):
+    """One run of a recipe: its parts, its state, and how they are saved and restored.
 
-    folder: Path
-    world: World
-    snapshots: Snapshots
+    A subclass sets `objective` (the trained module), `optimizer` and `ema`.
+    """
 
-    @property
-    def run(self) -> RunRecipe: ...
-    @property
-    def optim(self) -> OptimRecipe: ...
+    recipe: ModelRecipe | TokenizerRecipe
+    objective: nn.Module
+    optimizer: torch.optim.AdamW
+    ema: EMA
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder, self.world = folder, world
+
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        """The snapshots of this run; the first access is a collective call."""
+        return Snapshots(self.folder / "snapshots", self.world, keep=self.recipe.run.keep)
+
+    @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
         """Take one optimizer step; return this process's losses, on the device. "loss" is checked to be finite."""
 
+    @abstractmethod
     def validate(self) -> dict[str, float]:
         """Return the validation metrics; none without validation data."""
 
-    def sheet(self) -> Any:
-        """Return a sheet of samples (a PIL image), or None."""
+    @abstractmethod
+    def sheet(self) -> Image.Image | None:
+        """Return a sheet of samples, or None."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that a snapshot holds."""
-
-    def restore(self) -> int:
-        """Load the newest intact snapshot; return the step to continue with (0 without a snapshot)."""
-
+    @abstractmethod
     def export(self) -> Path:
         """Write the result as a model folder."""
 
+    @abstractmethod
     def describe_batch(self, step: int) -> str:
         """Name the images of a step's batch, for an error message."""
 
     def flops_per_step(self) -> float:
-        """Return the floating-point operations of a step; 0 where they are unknown."""
+        """Return the floating-point operations of a step; 0 (unknown) leaves the utilisation out."""
+        return 0.0
+
+    def autocast(self) -> torch.autocast:
+        """Return the autocast context of the forward pass."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.run.precision == "bf16")
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a snapshot holds."""
+        return {
+            "model": get_model_state_dict(self.objective),
+            "optimizer": get_optimizer_state_dict(self.objective, self.optimizer),
+            "ema": self.ema.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned; tensors that a snapshot was read into in place need no copy."""
+        set_model_state_dict(self.objective, state["model"])
+        set_optimizer_state_dict(self.objective, self.optimizer, state["optimizer"])
+
+    def restore(self) -> int:
+        """Load the newest intact snapshot; return the step to continue with (0 without a snapshot)."""
+        state = self.state()
+        step = self.snapshots.load(state)
+        if step is None:
+            return 0
+        self.load_state(state)
+        return step
+
+
+def train(start: Callable[[World], Training], *, resume: bool, device: str) -> Path:
+    """Join the process group, run the training that `start` returns to its end, and return the exported folder."""
+    world = init_distributed(device)
+    try:
+        return run_training(start(world), resume=resume)
+    finally:
+        shutdown_distributed()
 
 
 def run_training(training: Training, *, resume: bool) -> Path:
     """Train to the last step of the recipe; return the folder of the exported model."""
-    run, world, folder = training.run, training.world, training.folder
+    run, world, folder = training.recipe.run, training.world, training.folder
     done = training.snapshots.steps()
     require(
         resume or not done,
@@ -99,10 +152,10 @@ def run_training(training: Training, *, resume: bool) -> Path:
 
 
 def _metrics(training: Training, rate: float, losses: RunningLosses, step: int) -> dict[str, float]:
-    metrics = losses.means()
-    metrics["lr"] = learning_rate(training.optim, step, training.run.steps)
+    recipe, metrics = training.recipe, losses.means()
+    metrics["lr"] = learning_rate(recipe.optim, step, recipe.run.steps)
     metrics["steps/s"] = rate
-    metrics["images/s"] = rate * training.run.batch_size
+    metrics["images/s"] = rate * recipe.run.batch_size
     device, flops = training.world.device, training.flops_per_step()
     if device.type == "cuda" and flops and (spec := gpu_spec(torch.cuda.get_device_name(device))):
         metrics["mfu"] = rate * flops / (spec.bf16_flops * training.world.size)
@@ -139,7 +192,7 @@ class RunningLosses:
         if step != _NEVER:
             raise InputError(
                 f"the loss of step {step} is not finite; its batch is {training.describe_batch(step)}; "
-                "lower optim.lr or look at those images, and continue with --resume"
+                "lower optim.lr or check those images, and continue with --resume"
             )
 
 

@@ -10,19 +10,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from arpg import tasks
@@ -36,22 +29,23 @@ from arpg.errors import present
 from arpg.hub import resolve
 from arpg.image import sheet, to_pil
 from arpg.model import ARPG, text_condition
-from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
-from arpg.train.loop import run_training
+from arpg.train.distributed import World, mean_over_ranks, parallelize
+from arpg.train.loop import Training, train
 from arpg.train.objective import GraphedGradients, Objective
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
-from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe
-from arpg.train.snapshot import Snapshots
+from arpg.train.recipe import ModelRecipe
 
 log = logging.getLogger(__name__)
 
 
-class ModelTraining:
-    """One run of a model recipe: its parts, its state, and how they are saved and restored."""
+class ModelTraining(Training):
+    """One run of a model recipe."""
+
+    recipe: ModelRecipe
 
     def __init__(self, recipe: ModelRecipe, folder: Path, world: World) -> None:
-        self.recipe, self.folder, self.world = recipe, folder, world
-        run = recipe.run
+        super().__init__(folder, world)
+        self.recipe, run = recipe, recipe.run
         self.dataset = open_dataset(recipe.data.train, recipe.model, world.device)
         self.validation: Dataset | None = None
         if recipe.data.validation is not None:
@@ -72,7 +66,6 @@ class ModelTraining:
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
         self.batches = self._batches(self.dataset, recipe.label_drop)
-        self.snapshots = Snapshots(folder / "snapshots", world, keep=run.keep)
 
     def _batches(self, dataset: Dataset, label_drop: float) -> TokenBatches:
         recipe = self.recipe
@@ -88,17 +81,9 @@ class ModelTraining:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a part of a batch."""
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.run.precision == "bf16"):
+        with self.autocast():
             loss: Tensor = self.parallel(batch)
         return loss
-
-    @property
-    def run(self) -> RunRecipe:
-        return self.recipe.run
-
-    @property
-    def optim(self) -> OptimRecipe:
-        return self.recipe.optim
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Compute and clip the gradients of all parts, then update the weights and their moving average."""
@@ -141,22 +126,6 @@ class ModelTraining:
                     total += self.loss(batches.batch(step, self.world.rank * accumulate + micro))
         self.objective.train()
         return {"validation loss": float(mean_over_ranks(total / (count * accumulate), self.world))}
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": get_model_state_dict(self.objective),
-            "optimizer": get_optimizer_state_dict(self.objective, self.optimizer),
-            "ema": self.ema.state_dict(),
-        }
-
-    def restore(self) -> int:
-        state = self.state()
-        step = self.snapshots.load(state)
-        if step is None:
-            return 0
-        set_model_state_dict(self.objective, state["model"])
-        set_optimizer_state_dict(self.objective, self.optimizer, state["optimizer"])
-        return step
 
     def averaged_weights(self) -> dict[str, Tensor]:
         """Return the averaged weights, unsharded, on the CPU, by the network's own names (on every rank)."""
@@ -202,21 +171,18 @@ class ModelTraining:
         return samples.sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)))
 
     def describe_batch(self, step: int) -> str:
-        first = self.batches.indices(step, self.world.rank * self.run.accumulate)[:8].tolist()
+        """Name the first images of this process's part of a step's batch."""
+        first = self.batches.indices(step, self.world.rank * self.recipe.run.accumulate)[:8].tolist()
         return f"the images {', '.join(map(str, first))}, ... of {self.recipe.data.train}"
 
     def flops_per_step(self) -> float:
         """Return the operations of forward and backward: three times those of the forward pass."""
-        return 3 * forward_flops(self.recipe.model, self.dataset.tokens.grid) * self.run.batch_size
+        return 3 * forward_flops(self.recipe.model, self.dataset.tokens.grid) * self.recipe.run.batch_size
 
 
 def train_model(recipe: ModelRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
     """Run a recipe to its end; return the folder of the finished model."""
-    world = init_distributed(device)
-    try:
-        return run_training(ModelTraining(recipe, folder, world), resume=resume)
-    finally:
-        shutdown_distributed()
+    return train(lambda world: ModelTraining(recipe, folder, world), resume=resume, device=device)
 
 
 def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:

@@ -36,6 +36,7 @@ def learning_rate(recipe: OptimRecipe, step: int, num_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arpg.files import write_whole
+from arpg.figures import new_plot, save_plot
+from arpg.files import write_text, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,8 @@ class Report:
 
 def plot_losses(folder: Path) -> None:
     """Plot every metric of `metrics.jsonl` with "loss" in its name over the steps, into `loss.png`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        log.warning("no loss.png: matplotlib is not installed (pip install 'arpg[train]')")
+    figure = new_plot((8, 4.5), file="loss.png")
+    if figure is None:
         return
     series: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -87,7 +86,6 @@ def plot_losses(folder: Path) -> None:
         for name, value in entry.items():
             if "loss" in name:
                 series[name].append((entry["step"], value))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, points in sorted(series.items()):
         axes.plot(*zip(*points, strict=True), label=name, linewidth=1.2, marker="o" if "validation" in name else "")
@@ -96,15 +94,14 @@ def plot_losses(folder: Path) -> None:
     axes.grid(alpha=0.3)
     if series:
         axes.legend()
-    write_whole(folder / "loss.png", lambda path: figure.savefig(path, dpi=120, format="png"))
+    save_plot(figure, folder / "loss.png")
 
 
 def _drop_after(path: Path, step: int) -> None:
     """Drop the metrics after `step`, which a resumed run will report again."""
     if path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        text = "".join(line + "\n" for line in lines)
-        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(path, "".join(line + "\n" for line in lines))
 
 
 def _step_of(line: str) -> float:

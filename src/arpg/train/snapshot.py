@@ -81,12 +81,12 @@ class Snapshots:
         step = self._on_main(self._newest_intact)
         if step is None:
             return None
-        place = self._path(step)
+        path = self._path(step)
         try:
-            state_dict_loader.load(state, storage_reader=FileSystemReader(place), process_group=self._group)
+            state_dict_loader.load(state, storage_reader=FileSystemReader(path), process_group=self._group)
         except CheckpointException as error:
             reason = str(_causes(error)[0]).splitlines()[0]
-            raise InputError(f"{place} does not fit this run: {reason}; resume with the recipe of its run") from error
+            raise InputError(f"{path} does not fit this run: {reason}; resume with the recipe of its run") from error
         return step
 
     def _path(self, step: int, suffix: str = "") -> Path:
@@ -132,7 +132,7 @@ class Snapshots:
             if failure is None:
                 raise RuntimeError(f"{message} {_causes(error)[0]}") from error
             full = failure.errno in (errno.ENOSPC, errno.EDQUOT)
-            advice = "free some space" if full else "see that the folder can be written"
+            advice = "free some space" if full else "make the folder writable"
             raise InputError(f"{message} {failure.strerror}; {advice} and continue with --resume") from error
         for old in self._superseded(step):
             # Renamed first: a crash in the middle of a removal must not leave half a snapshot under its name.
@@ -142,16 +142,16 @@ class Snapshots:
                 log.warning("%s could not be removed: %s", self._path(old), error.strerror)
 
     def _publish(self, step: int) -> None:
-        partial, place, replaced = self._path(step, PARTIAL), self._path(step), self._path(step, REPLACED)
+        partial, published, replaced = self._path(step, PARTIAL), self._path(step), self._path(step, REPLACED)
         files = {path.name: [path.stat().st_size, _crc32(path)] for path in sorted(partial.iterdir())}
         with (partial / MANIFEST).open("w") as file:
             json.dump({"step": step, "files": files}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
-        if place.exists():  # damaged, or the run reached this step before
-            place.rename(replaced)
-        partial.rename(place)
+        if published.exists():  # damaged, or the run reached this step before
+            published.rename(replaced)
+        partial.rename(published)
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._bad.discard(step)
@@ -173,13 +173,13 @@ class Snapshots:
         return None
 
 
-def _damage(place: Path) -> str | None:
+def _damage(snapshot: Path) -> str | None:
     """Return what is wrong with a published snapshot, with the file; None where it is intact."""
-    path = place / MANIFEST
+    path = snapshot / MANIFEST
     try:
         files: dict[str, list[int]] = json.loads(path.read_text())["files"]
         for name, (size, checksum) in files.items():
-            path = place / name
+            path = snapshot / name
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size} bytes instead of {size}"
             if _crc32(path) != checksum:

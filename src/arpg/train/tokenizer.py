@@ -39,11 +39,10 @@ from arpg.tokenizer.losses import (
     restart_dead_codes,
     vector_quantize,
 )
-from arpg.train.distributed import World, init_distributed, parallelize, shutdown_distributed
-from arpg.train.loop import run_training
+from arpg.train.distributed import World, parallelize
+from arpg.train.loop import Training, train
 from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
-from arpg.train.recipe import OptimRecipe, RunRecipe, TokenizerRecipe
-from arpg.train.snapshot import Snapshots
+from arpg.train.recipe import TokenizerRecipe
 
 
 class Reconstruction(NamedTuple):
@@ -82,15 +81,18 @@ class TokenizerObjective(nn.Module):
         )
 
 
-class TokenizerTraining:
-    """One run of a tokenizer recipe: its parts, its state, and how they are saved and restored."""
+class TokenizerTraining(Training):
+    """One run of a tokenizer recipe."""
+
+    recipe: TokenizerRecipe
 
     def __init__(self, recipe: TokenizerRecipe, folder: Path, world: World) -> None:
         require(
             recipe.run.accumulate == 1 and recipe.run.parallel != "fsdp",
             "a tokenizer is trained with run.accumulate = 1 and run.parallel = none or ddp: it is small",
         )
-        self.recipe, self.folder, self.world = recipe, folder, world
+        super().__init__(folder, world)
+        self.recipe = recipe
         torch.manual_seed(recipe.seed)
         if recipe.init_from is not None:
             tokenizer = load_tokenizer(resolve(recipe.init_from), dtype=torch.float32)
@@ -133,15 +135,6 @@ class TokenizerTraining:
             )
             for source in recipe.data.validation
         }
-        self.snapshots = Snapshots(folder / "snapshots", world, keep=recipe.run.keep)
-
-    @property
-    def run(self) -> RunRecipe:
-        return self.recipe.run
-
-    @property
-    def optim(self) -> OptimRecipe:
-        return self.recipe.optim
 
     def step(self, step: int) -> dict[str, Tensor]:
         """Update the tokenizer, then the discriminator once it is on, then restart dead codes."""
@@ -151,7 +144,7 @@ class TokenizerTraining:
         set_learning_rate(self.discriminator_optimizer, loss.discriminator_lr * rate / self.recipe.optim.lr)
         adversarial = loss.adversarial > 0 and step >= loss.adversarial_start * run.steps
         image = self.stream.images(step, self.world.device)
-        with self._autocast():
+        with self.autocast():
             out: Reconstruction = self.parallel(image)
             total = loss.mse * out.mse + loss.lpips * out.lpips + out.codebook + loss.commitment * out.commitment
             if adversarial:
@@ -175,7 +168,7 @@ class TokenizerTraining:
         return {name: value.detach() for name, value in losses.items()}
 
     def _discriminator_step(self, real: Tensor, fake: Tensor) -> Tensor:
-        with self._autocast():
+        with self.autocast():
             logits = self.parallel_discriminator(torch.cat((real, fake.to(real.dtype))))
             loss = hinge_discriminator_loss(*logits.chunk(2))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -184,7 +177,7 @@ class TokenizerTraining:
         return loss
 
     def _restart_codes(self, step: int, out: Reconstruction) -> None:
-        """Every `restart_every` steps, replace codes that were not used since the last time by encoder outputs."""
+        """Replace codes that were not used for `restart_every` steps by encoder outputs."""
         every = self.recipe.loss.restart_every
         if every == 0:
             return
@@ -212,7 +205,7 @@ class TokenizerTraining:
         return metrics
 
     @torch.no_grad()
-    def sheet(self, num_images: int = 8) -> Any:
+    def sheet(self, num_images: int = 8) -> Image.Image | None:
         """Return a sheet of validation images above their reconstructions."""
         if not self.validation:
             return None
@@ -235,29 +228,19 @@ class TokenizerTraining:
             finally:
                 self.tokenizer.train()
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.run.precision == "bf16")
-
     def state(self) -> dict[str, Any]:
-        return {
-            "model": get_model_state_dict(self.objective),
-            "optimizer": get_optimizer_state_dict(self.objective, self.optimizer),
+        """Return the state that a snapshot holds: also that of the discriminator, and the counts of used codes."""
+        return super().state() | {
             "discriminator": get_model_state_dict(self.discriminator),
             "discriminator_optimizer": get_optimizer_state_dict(self.discriminator, self.discriminator_optimizer),
-            "ema": self.ema.state_dict(),
             "counts": self.counts_V,
         }
 
-    def restore(self) -> int:
-        state = self.state()
-        step = self.snapshots.load(state)
-        if step is None:
-            return 0
-        set_model_state_dict(self.objective, state["model"])
-        set_optimizer_state_dict(self.objective, self.optimizer, state["optimizer"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        super().load_state(state)
         set_model_state_dict(self.discriminator, state["discriminator"])
         set_optimizer_state_dict(self.discriminator, self.discriminator_optimizer, state["discriminator_optimizer"])
-        return step
 
     def export(self) -> Path:
         """Write `folder/model`: the averaged weights as a model folder that holds the tokenizer alone."""
@@ -270,13 +253,9 @@ class TokenizerTraining:
         return target
 
     def describe_batch(self, step: int) -> str:
-        return (
-            f"samples {step * self.run.batch_size} to {(step + 1) * self.run.batch_size - 1} of seed {self.recipe.seed}"
-        )
-
-    def flops_per_step(self) -> float:
-        """Unknown for a convolutional network of any shape; 0 leaves the utilisation out."""
-        return 0.0
+        """Name the samples of a step's batch."""
+        first = step * self.recipe.run.batch_size
+        return f"samples {first} to {first + self.recipe.run.batch_size - 1} of seed {self.recipe.seed}"
 
 
 def _source_name(path: str) -> str:
@@ -287,8 +266,4 @@ def _source_name(path: str) -> str:
 
 def train_tokenizer(recipe: TokenizerRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
     """Run a recipe to its end; return the folder of the finished tokenizer."""
-    world = init_distributed(device)
-    try:
-        return run_training(TokenizerTraining(recipe, folder, world), resume=resume)
-    finally:
-        shutdown_distributed()
+    return train(lambda world: TokenizerTraining(recipe, folder, world), resume=resume, device=device)

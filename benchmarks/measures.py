@@ -1,29 +1,53 @@
-"""Agreement of two computations of the same network: the error of the logits and the share of equal samples.
+"""Measures that several benchmarks share: the time of a captured graph, and the agreement of two computations.
 
-Precisions are compared by `on_context`, engines by `sampled_on_context` (a replayed graph does not keep its logits).
-
-Two free runs diverge at the first token that differs, and nothing after it can be compared. So both are teacher-forced:
-after each step they continue with the same given ids. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
+Agreement is the error of the logits and the share of equal samples of the same network. Precisions are compared by
+`on_context`, engines by `sampled_on_context` (a replayed graph does not keep its logits). Two free runs diverge at the
+first token that differs, and nothing after it can be compared. So both are teacher-forced: after each step they
+continue with the same given ids. Shapes: B batch, N grid tokens, S tokens of a step, V codes.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arpg.bench.case import Case
-from arpg.bench.timing import relative_error, significant
 from arpg.decode import Engine, decode
 from arpg.decode.engine import make_strategy, pad_to_bucket
 from arpg.decode.sampling import guide
 from arpg.decode.state import DecodeState, to_device
 from arpg.decode.steps import PlannedSteps, StepPlan
 from arpg.model import ARPG
+from arpg.tables import significant
 
 Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and sampled ids [B, S] of each step
+
+
+@torch.no_grad()
+def graph_microseconds(work: Callable[[], Any], *, repeats: int = 10) -> tuple[float, Any]:
+    """Capture `work` in a CUDA graph; return the microseconds of one replay and the captured call's result."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = work()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return 1000 * float(start.elapsed_time(end)) / repeats, made
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return |found - expected| / |expected|, both norms in float32."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @torch.no_grad()
@@ -93,5 +117,5 @@ def agreement(found: Steps, exact: Steps) -> dict[str, float]:
     return {
         "logit error": significant(statistics.mean(errors), 3),
         "largest logit error": significant(max(errors), 3),
-        "equal draws": equal_share([ids for _, ids in found], [ids for _, ids in exact]),
+        "equal samples": equal_share([ids for _, ids in found], [ids for _, ids in exact]),
     }
