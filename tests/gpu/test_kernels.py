@@ -59,8 +59,8 @@ def rotation_of(batch, slots, channels):
 def test_every_kernel_compiles_for_a_gpu():
     """Also where there is none."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = ROOT / "tests" / "support" / "compile_kernels.py"
-    run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    program = [sys.executable, "-m", "support.compile_kernels"]
+    run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     sources = Path(residual_norm.__file__).parent.glob("*.py")
     launched = {name for path in sources for name in re.findall(r"^ *(_\w+)\[", path.read_text(), re.MULTILINE)}
