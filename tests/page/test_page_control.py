@@ -120,7 +120,7 @@ def test_an_extracted_condition_is_shown_and_can_be_edited(page, fake):
     assert body["control"]["kind"] == "depth"
     assert sum(name == "condition" for name, _ in fake.requests) == 1
     page.set_input_files("#control-file", {"name": "c.png", "mimeType": "image/png", "buffer": b"no image"})
-    page.wait_for_selector("#notice.error:has-text('c.png is no image')")
+    page.wait_for_selector("#notice.error:has-text('c.png is not an image')")
 
 
 def test_an_image_dropped_on_the_sketch_is_opened_there(page):

@@ -96,7 +96,7 @@ export class Sketch {
       if (!byId("control-extract").checked) return this.show(await createImageBitmap(file));
       await this.extract(fromBytes(new Uint8Array(await file.arrayBuffer())));
     } catch (error) {
-      this.on.fail(error instanceof DOMException ? new Error(`${file.name} is no image that this browser can open.`) : error);
+      this.on.fail(error instanceof DOMException ? new Error(`${file.name} is not an image that this browser can open.`) : error);
     }
   }
 
