@@ -37,8 +37,8 @@ from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig,
 from arpg.serve.app import Server, create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
+from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
-from arpg.serve.settings import ServeSettings
 
 KEY = "the-key-of-the-soak-test"
 TRIES = 200

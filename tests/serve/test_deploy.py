@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from arpg import cli
 from arpg.errors import InputError
-from arpg.serve.settings import ServeSettings
+from arpg.serve.server_config import ServeSettings
 from support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.middleware import SECURITY_HEADERS
-from arpg.serve.settings import Limits
+from arpg.serve.server_config import Limits
 from arpg.settings import SETTINGS, TASK_SETTINGS
 from support.http import b64, error, events, image_of, pixels, post
 from support.small import noise

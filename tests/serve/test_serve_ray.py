@@ -21,7 +21,7 @@ CLIENTS, EACH = 6, 6
 def cluster(folder, monkeypatch):
     from arpg.serve import ray_serve
     from arpg.serve.auth import ApiKeys
-    from arpg.serve.settings import ServeSettings
+    from arpg.serve.server_config import ServeSettings
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

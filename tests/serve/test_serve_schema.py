@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from arpg import Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
 from arpg.serve.app import create_app
 from arpg.serve.schemas import Edit, Expand, Generate, Inpaint, Outpaint
-from arpg.serve.settings import Limits
+from arpg.serve.server_config import Limits
 
 SETTINGS = hypothesis.settings(
     max_examples=6,

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from arpg import Pipeline
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
-from arpg.serve.settings import Limits
+from arpg.serve.server_config import Limits
 from arpg.settings import SamplingSettings
 from arpg.text_encoder import PromptCache
 from support.http import b64, error, events, image_of, pixels, post
@@ -316,7 +316,7 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     """A replica loads the model and its text encoder from the folder, and is called with ASGI messages."""
     pytest.importorskip("ray", reason="needs the extra ray")
     from arpg.serve.ray_serve import Replica
-    from arpg.serve.settings import ServeSettings
+    from arpg.serve.server_config import ServeSettings
 
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))

@@ -16,7 +16,7 @@ from PIL import Image, PngImagePlugin
 
 from arpg.checkpoint import bundled_folder, read_folder
 from arpg.serve.schemas import Info, model_info
-from arpg.serve.settings import Limits
+from arpg.serve.server_config import Limits
 from arpg.settings import SamplingDefaults
 from support.paths import ROOT
 

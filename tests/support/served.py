@@ -7,8 +7,8 @@ import threading
 import uvicorn
 
 from arpg.serve.app import Server, create_app
+from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
-from arpg.serve.settings import ServeSettings
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from arpg.errors import InputError
 
 if TYPE_CHECKING:
     from arpg.serve.auth import ApiKeys
-    from arpg.serve.settings import ServeSettings
+    from arpg.serve.server_config import ServeSettings
 
 
 def serve(
@@ -49,8 +49,8 @@ def serve(
             f"{error.name} is not installed; pip install 'arpg[serve]' brings what the server needs"
         ) from None
     from arpg.serve.auth import KEYS_VARIABLE, check_exposure, read_keys
+    from arpg.serve.server_config import ServeSettings
     from arpg.serve.service import ImageService
-    from arpg.serve.settings import ServeSettings
 
     keys = read_keys(keys_file, os.environ.get(KEYS_VARIABLE))
     check_exposure(host, keys, insecure=insecure)

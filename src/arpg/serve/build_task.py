@@ -18,7 +18,7 @@ from arpg.image import to_rgb
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError, check
 from arpg.serve.schemas import ControlImage, ExtractCondition, TaskParams
-from arpg.serve.settings import Limits
+from arpg.serve.server_config import Limits
 from arpg.settings import EXPAND_METHODS
 from arpg.tasks.control_input import ControlInput
 from arpg.tasks.task import ImageTask

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from arpg.serve.api_error import ApiError, internal_error
 from arpg.serve.auth import ApiKeys
 from arpg.serve.observability import Metrics
-from arpg.serve.settings import ServeSettings
+from arpg.serve.server_config import ServeSettings
 
 log = logging.getLogger(__name__)
 

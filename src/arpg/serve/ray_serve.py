@@ -32,8 +32,8 @@ from arpg.serve.middleware import AdmissionLimiter, ClientDisconnected, RequestM
 from arpg.serve.observability import Metrics, configure_logging
 from arpg.serve.responses import json_response
 from arpg.serve.schemas import TASKS
+from arpg.serve.server_config import ALIASES, ServeSettings
 from arpg.serve.service import ImageService
-from arpg.serve.settings import ALIASES, ServeSettings
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 import arpg
 from arpg.config import ModelConfig, TokenizerConfig
 from arpg.extractors import can_extract
-from arpg.serve.settings import Limits
+from arpg.serve.server_config import Limits
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, SETTINGS, TASK_SETTINGS, SamplingDefaults, Setting
 from arpg.tasks.control_input import BINARY_KINDS
 

@@ -31,7 +31,7 @@ from arpg.serve.middleware import AdmissionLimiter
 from arpg.serve.observability import Metrics
 from arpg.serve.responses import Job, Preview, Result, to_png
 from arpg.serve.schemas import model_info
-from arpg.serve.settings import ServeSettings
+from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import TokenizerThread, WorkerPools, serving_pipeline
 from arpg.tasks.task import ImageTask
 
