@@ -183,7 +183,7 @@ def test_our_kernels_have_a_group(name, group):
 def test_the_groups_know_the_names_of_our_kernels():
     """Kernels that decoding launches, found in their files: renamed ones would silently become `copies, small`."""
     source = Path(profile.__file__).parent.parent / "kernels"
-    files = ("attention", "int8_gemm", "residual_norm", "rope", "sample", "small_gemm", "swiglu")
+    files = ("attention", "int8_gemm", "residual_norm", "fused_rope", "gumbel", "small_gemm", "swiglu")
     text = "".join((source / f"{file}.py").read_text() for file in files)
     launched = set(re.findall(r"^ +(_\w+)\[\(?", text, flags=re.M)) - {"_backward"}
     assert {"_attend", "_sample", "_residual_norm_forward", "_swiglu_forward", "_small_gemm"} <= launched
