@@ -48,7 +48,13 @@ def done():
     return set()
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path.name in MADE], ids=lambda path: path.stem)
+def slow_guide(path):
+    """The guides run in `make test-all`; README and the first steps in `make test`, too."""
+    marks = [pytest.mark.slow] if path.parent.name == "guides" else []
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("path", [slow_guide(path) for path in PAGES if path.name in MADE])
 def test_commands_and_snippets_run(path, folder, done, monkeypatch):
     """In this process: starting Python and torch anew for each would take longer than all of them together."""
     monkeypatch.chdir(folder)
