@@ -10,6 +10,7 @@ import torch
 from arpg import ARPG, Pipeline, cli
 from arpg.convert import model_from_published
 from support.features import Eye
+from support.lpips import labelled_textures, small_lpips
 from support.recorded import Golden
 from support.small import TEXT, noise, small_model, small_tokenizer
 
@@ -136,3 +137,13 @@ def run(monkeypatch, capsys):
 @pytest.fixture
 def eye():
     return Eye()
+
+
+@pytest.fixture(scope="module")
+def lpips():
+    return small_lpips()
+
+
+@pytest.fixture(scope="module")
+def textures():
+    return labelled_textures()

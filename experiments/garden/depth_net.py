@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.device import choose_device
 from arpg.errors import InputError, require
 from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.evaluation.metrics import bootstrap
@@ -31,13 +30,12 @@ from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import degrade
 from experiments.garden.scene_sets import (
     Sets,
-    add_process_options,
-    add_set_options,
+    add_training_options,
     any_scenes,
     compose_parts,
     depth_map,
-    num_processes,
     reconstruct_half,
+    training_arguments,
 )
 from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
 
@@ -254,28 +252,8 @@ def train_and_save(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the depth network of `evaluate-control` on composed scenes, and report its own error."""
     parser = argparse.ArgumentParser(prog="experiments.garden train-depth", description=main.__doc__)
-    add_set_options(parser)
-    parser.add_argument("--out", "-o", type=Path, required=True, help="The folder of the network.")
-    parser.add_argument("--num", "-n", type=int, default=30000, help="Training scenes.")
-    parser.add_argument("--steps", type=int, default=3000, help="Training steps.")
-    parser.add_argument("--batch-size", type=int, default=256, help="Scenes per step.")
-    parser.add_argument("--width", type=int, default=32, help="Channels of the first level.")
-    parser.add_argument("--tokenizer", "-t", help="A model: its tokenizer reconstructs half of the scenes.")
+    add_training_options(parser, num=30000, steps=3000)
     parser.add_argument("--fresh", type=int, default=1000, help="New scenes, to measure its own error.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the scenes and of the training.")
-    add_process_options(parser)
     options = parser.parse_args(arguments)
-    train_and_save(
-        (options.fruits, options.emoji),
-        options.out,
-        num=options.num,
-        steps=options.steps,
-        device=choose_device(options.device),
-        fresh=options.fresh,
-        batch_size=options.batch_size,
-        width=options.width,
-        tokenizer=options.tokenizer,
-        seed=options.seed,
-        processes=num_processes(options.num, options.processes),
-    )
+    train_and_save((options.fruits, options.emoji), options.out, fresh=options.fresh, **training_arguments(options))
     log.info("wrote %s", options.out)

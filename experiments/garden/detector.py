@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.device import choose_device
 from arpg.errors import InputError, require
 from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.image import Pixels, check_pixels, to_images
@@ -29,12 +28,11 @@ from experiments.garden.composer import Composer, Scene
 from experiments.garden.objects import KINDS, TINTS
 from experiments.garden.scene_sets import (
     Sets,
-    add_process_options,
-    add_set_options,
+    add_training_options,
     any_scenes,
     compose_parts,
-    num_processes,
     reconstruct_half,
+    training_arguments,
 )
 from experiments.garden.scene_spec import MAX_OBJECTS
 from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
@@ -367,25 +365,6 @@ def train_and_save(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the detector of `evaluate-text` on composed scenes."""
     parser = argparse.ArgumentParser(prog="experiments.garden train-detector", description=main.__doc__)
-    add_set_options(parser)
-    parser.add_argument("--out", "-o", type=Path, required=True, help="The folder of the detector.")
-    parser.add_argument("--num", "-n", type=int, default=60000, help="Training scenes.")
-    parser.add_argument("--steps", type=int, default=6000, help="Training steps.")
-    parser.add_argument("--batch-size", type=int, default=256, help="Scenes per step.")
-    parser.add_argument("--width", type=int, default=32, help="Channels of the first level.")
-    parser.add_argument("--tokenizer", "-t", help="A model: its tokenizer reconstructs half of the scenes.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the scenes and of the training.")
-    add_process_options(parser)
+    add_training_options(parser, num=60000, steps=6000)
     options = parser.parse_args(arguments)
-    train_and_save(
-        (options.fruits, options.emoji),
-        options.out,
-        num=options.num,
-        steps=options.steps,
-        device=choose_device(options.device),
-        batch_size=options.batch_size,
-        width=options.width,
-        tokenizer=options.tokenizer,
-        seed=options.seed,
-        processes=num_processes(options.num, options.processes),
-    )
+    train_and_save((options.fruits, options.emoji), options.out, **training_arguments(options))

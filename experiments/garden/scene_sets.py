@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -182,6 +182,33 @@ def add_process_options(parser: argparse.ArgumentParser) -> None:
     """Add --processes and --device."""
     parser.add_argument("--processes", type=int, help="Processes that compose; 0: this one. Default: one per core.")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0.")
+
+
+def add_training_options(parser: argparse.ArgumentParser, *, num: int, steps: int) -> None:
+    """Add the options of verbs that train a scorer on scenes; `num` and `steps` are their defaults."""
+    add_set_options(parser)
+    parser.add_argument("--out", "-o", type=Path, required=True, help="The folder of the network.")
+    parser.add_argument("--num", "-n", type=int, default=num, help="Training scenes.")
+    parser.add_argument("--steps", type=int, default=steps, help="Training steps.")
+    parser.add_argument("--batch-size", type=int, default=256, help="Scenes per step.")
+    parser.add_argument("--width", type=int, default=32, help="Channels of the first level.")
+    parser.add_argument("--tokenizer", "-t", help="A model: its tokenizer reconstructs half of the scenes.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the scenes and of the training.")
+    add_process_options(parser)
+
+
+def training_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `add_training_options` as arguments of `train_and_save`."""
+    return {
+        "num": options.num,
+        "steps": options.steps,
+        "device": choose_device(options.device),
+        "batch_size": options.batch_size,
+        "width": options.width,
+        "tokenizer": options.tokenizer,
+        "seed": options.seed,
+        "processes": num_processes(options.num, options.processes),
+    }
 
 
 def compose(arguments: Sequence[str] | None = None) -> None:

@@ -245,9 +245,7 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
 
 ORDERS = SETTINGS["order"].names
 SCHEDULES = SETTINGS["schedule"].names
-GUIDANCE_SCHEDULES = SETTINGS["guidance_schedule"].names
 ATTENTIONS = SETTINGS["attention"].names
-DECODES = SETTINGS["decode"].names
 EXPAND_METHODS = TASK_SETTINGS["method"].names
 CONTROL_KINDS = TASK_SETTINGS["kind"].names
 ALIASES = {

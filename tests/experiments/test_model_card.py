@@ -4,35 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from arpg.errors import InputError
-from arpg.image import to_images
-from arpg.tokenizer.losses import LPIPS
 from experiments.garden.measurements.model_card import mean_pairwise_lpips, nearest_lpips
-from support.lpips import CHANNELS
-
-
-@pytest.fixture(scope="module")
-def lpips():
-    torch.manual_seed(2)
-    module = LPIPS(CHANNELS)
-    with torch.no_grad():
-        for weight in module.lin.parameters():
-            weight.abs_()
-    return module
-
-
-@pytest.fixture(scope="module")
-def textures():
-    """Twenty images in three classes; the last class has one."""
-    rng = np.random.default_rng(4)
-    return rng.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8), np.array([0] * 7 + [5] * 12 + [9])
-
-
-def one(lpips, a, b):
-    with torch.no_grad():
-        return lpips(to_images(a[None]), to_images(b[None])).item()
+from support.lpips import distance
 
 
 def test_pairwise_lpips_over_all_pairs(textures, lpips):
@@ -41,7 +16,7 @@ def test_pairwise_lpips_over_all_pairs(textures, lpips):
     expected = {}
     for label in (0, 5):
         members = pixels[labels == label]
-        expected[label] = np.mean([one(lpips, a, b) for a, b in itertools.combinations(members, 2)])
+        expected[label] = np.mean([distance(lpips, a, b) for a, b in itertools.combinations(members, 2)])
     assert found["per_class"] == pytest.approx(expected, rel=1e-4)
     assert found["mean"] == pytest.approx(np.mean(list(expected.values())), rel=1e-4)
 
@@ -53,7 +28,7 @@ def test_pairwise_lpips_of_sampled_pairs(textures, lpips):
     assert found == mean_pairwise_lpips(pixels, labels, lpips, **settings)
     alone = mean_pairwise_lpips(pixels[labels == 5], labels[labels == 5], lpips, **settings)
     assert alone["per_class"][5] == pytest.approx(found["per_class"][5], rel=1e-4)
-    possible = [one(lpips, a, b) for a, b in itertools.combinations(pixels[labels == 0], 2)]
+    possible = [distance(lpips, a, b) for a, b in itertools.combinations(pixels[labels == 0], 2)]
     single = mean_pairwise_lpips(pixels, labels, lpips, pairs_per_class=1, seed=1)["per_class"][0]
     assert np.min(np.abs(np.array(possible) - single)) < 1e-6
     copies = mean_pairwise_lpips(pixels[[3, 3, 3]], labels[:3], lpips, **settings)
@@ -71,7 +46,7 @@ def test_nearest_lpips_against_brute_force(textures, lpips):
     labels_q = np.array([5, 0, 5, 0, 9])
     by_class = {"labels_q": labels_q, "labels_r": labels_r}
     found = nearest_lpips(queries, references, lpips, **by_class, candidates=50, batch_size=7)
-    table = np.array([[one(lpips, q, r) for r in references] for q in queries])
+    table = np.array([[distance(lpips, q, r) for r in references] for q in queries])
     expected = np.where(labels_q[:, None] == labels_r, table, np.inf).min(1)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
     assert found[2] == 0

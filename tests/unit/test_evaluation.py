@@ -6,31 +6,8 @@ import torch
 
 from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.image import to_images, to_uint8
-from arpg.tokenizer.losses import LPIPS
-from support.lpips import CHANNELS
+from support.lpips import distance
 from support.small import small_tokenizer
-
-
-@pytest.fixture(scope="module")
-def lpips():
-    torch.manual_seed(2)
-    module = LPIPS(CHANNELS)
-    with torch.no_grad():
-        for weight in module.lin.parameters():
-            weight.abs_()
-    return module
-
-
-@pytest.fixture(scope="module")
-def textures():
-    """Twenty images in three classes; the last class has one."""
-    rng = np.random.default_rng(4)
-    return rng.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8), np.array([0] * 7 + [5] * 12 + [9])
-
-
-def one(lpips, a, b):
-    with torch.no_grad():
-        return lpips(to_images(a[None]), to_images(b[None])).item()
 
 
 def test_pixels_survive_the_way_to_images_and_back():
@@ -47,7 +24,7 @@ def test_reconstruction_against_numpy(textures, lpips):
         again = to_uint8(tokenizer.decode(ids, (16, 16))).numpy()
     error = np.mean((pixels / 255 - again / 255) ** 2)
     assert report["psnr"] == pytest.approx(10 * np.log10(1 / error))
-    distances = [one(lpips, a, b) for a, b in zip(pixels, again, strict=True)]
+    distances = [distance(lpips, a, b) for a, b in zip(pixels, again, strict=True)]
     assert report["lpips"] == pytest.approx(np.mean(distances), rel=1e-4)
     shares = np.array([np.mean(ids.numpy() == code) for code in range(24)])
     assert report["usage"] == np.mean(shares > 0)
