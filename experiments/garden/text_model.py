@@ -27,13 +27,14 @@ import safetensors.torch
 import torch
 
 from arpg import Pipeline
-from arpg.checkpoint import BUNDLED, FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import TextConfig
 from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
 from arpg.files import read_tensors, write_json, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
+from arpg.installed import installed_models
 from arpg.quantization.storage import pack as pack_weights
 from arpg.text_encoder import PromptCache, load_minilm, minilm_folder
 from arpg.train.recipe import ModelRecipe, read_recipe
@@ -221,7 +222,7 @@ class TextRun:
         described = read_folder(made)
         weights = pack_weights(read_tensors(made / "model.safetensors"), "float16")
         # The tokenizer of a bundled model is shared; load_tokenizer then finds it.
-        shared = self.recipe.tokenizer if self.recipe.tokenizer in BUNDLED else None
+        shared = self.recipe.tokenizer if self.recipe.tokenizer in installed_models() else None
         config = FolderConfig(
             model=described.model, sampling=described.sampling, license=described.license, tokenizer_of=shared
         )

@@ -7,8 +7,8 @@
       classes.txt             one line per class: name, synonyms; none where the model takes prompts
 
 A folder may hold the network, the tokenizer or both; writing one leaves the other as it is. Instead of a tokenizer it
-may name a bundled model whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from those
-of a bundled model (`base`).
+may name an installed model whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from
+those of an installed model (`base`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
-from arpg.config import BUNDLED, ModelConfig, TokenizerConfig, from_dict, to_dict
-from arpg.errors import one_of, present, require
+from arpg.config import ModelConfig, TokenizerConfig, from_dict, to_dict
+from arpg.errors import present, require
 from arpg.files import State, read_json, read_tensors, write_tensors, write_together
+from arpg.installed import CONFIG, installed_folder
 from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
 from arpg.quantization.storage import add_difference, pack_difference, unpack
@@ -35,7 +35,7 @@ from arpg.settings import SamplingDefaults
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
-CONFIG, MODEL, TOKENIZER, CLASSES = "config.json", "model.safetensors", "tokenizer.safetensors", "classes.txt"
+MODEL, TOKENIZER, CLASSES = "model.safetensors", "tokenizer.safetensors", "classes.txt"
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -49,13 +49,8 @@ class FolderConfig:
     sampling: SamplingDefaults | None = None
     license: str = "unknown"
     classes: ClassNames | None = None
-    tokenizer_of: str | None = None  # a bundled model
-    base: str | None = None  # a bundled model, where the stored weights are differences from its weights
-
-
-def bundled_folder(name: str) -> Path:
-    """Return the folder of a bundled model."""
-    return Path(str(resources.files("arpg").joinpath("assets", name)))
+    tokenizer_of: str | None = None  # an installed model
+    base: str | None = None  # an installed model, where the stored weights are differences from its weights
 
 
 def read_folder(folder: Path) -> FolderConfig:
@@ -69,7 +64,7 @@ def read_folder(folder: Path) -> FolderConfig:
 
     for name in ("tokenizer_of", "base"):
         if name in data:
-            one_of(f"{path}: {name}", data[name], BUNDLED)
+            require(isinstance(data[name], str), f"{path}: {name} is {data[name]!r}; expected the name of a model")
     require(
         not {"tokenizer", "tokenizer_of"} <= set(data), f"{path} has a tokenizer and shares one; take one of them out"
     )
@@ -146,7 +141,9 @@ def load_model(
     model_config = present(config.model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
     with torch.device("meta"):
         model = ARPG(model_config)
-    base = None if config.base is None else load_model(bundled_folder(config.base)).state_dict()
+    base = None
+    if config.base is not None:
+        base = load_model(installed_folder(config.base, what=f"{folder / CONFIG}: base")).state_dict()
     return _load(model, folder / MODEL, device, dtype, base)
 
 
@@ -160,7 +157,8 @@ def load_tokenizer(
     """Load the tokenizer of a folder in eval mode; arguments as in `load_model`."""
     config = config or read_folder(folder)
     if config.tokenizer_of is not None:
-        return load_tokenizer(bundled_folder(config.tokenizer_of), device=device, dtype=dtype)
+        shared = installed_folder(config.tokenizer_of, what=f"{folder / CONFIG}: tokenizer_of")
+        return load_tokenizer(shared, device=device, dtype=dtype)
     tokenizer_config = present(
         config.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
     )
@@ -178,9 +176,8 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
 
 
 def write_difference(folder: Path, target: Path, *, base: str, form: str) -> None:
-    """Write a model folder as differences from the bundled model `base`, whose tokenizer it must share."""
-    one_of("base", base, BUNDLED)
-    described, other = read_folder(folder), bundled_folder(base)
+    """Write a model folder as differences from the installed model `base`, whose tokenizer it must share."""
+    described, other = read_folder(folder), installed_folder(base, what="base")
     if described.tokenizer is not None:
         ours, theirs = load_tokenizer(folder, config=described).state_dict(), load_tokenizer(other).state_dict()
         same = ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t)) for key, t in ours.items())

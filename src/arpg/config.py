@@ -170,7 +170,6 @@ class TokenizerConfig:
         return int(2 ** (len(self.multipliers) - 1))
 
 
-BUNDLED = ("garden", "garden-text", "garden-control")  # models in the package
 DEFAULT_MODEL = "garden"
 DEFAULT_TEXT_MODEL = "garden-text"  # where a prompt is given
 DEFAULT_CONTROL_MODEL = "garden-control"  # where a condition image is given

@@ -1,4 +1,4 @@
-"""Find models by name: bundled, in a folder, published (fetched, converted and cached) or a Hugging Face hub id."""
+"""Find models by name: installed, in a folder, published (fetched, converted and cached) or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpg.checkpoint import CLASSES, CONFIG, MODEL, TOKENIZER, FolderConfig, bundled_folder, write_folder
+from arpg.checkpoint import CLASSES, MODEL, TOKENIZER, FolderConfig, write_folder
 from arpg.classes import imagenet_classes
-from arpg.config import BUNDLED, MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
+from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
 from arpg.errors import InputError, first_line, require
+from arpg.installed import CONFIG, installed_folder, installed_models
 from arpg.settings import SamplingDefaults
 
 log = logging.getLogger(__name__)
@@ -66,10 +67,10 @@ def home() -> Path:
 
 
 def resolve(name: str | Path) -> Path:
-    """Return the folder of a model: a bundled name, a folder, a published name, or `user/repository` on the hub."""
+    """Return the folder of a model: an installed name, a folder, a published name, or `user/repository` on the hub."""
     folder, text = Path(name), str(name)
-    if text in BUNDLED:
-        return bundled_folder(text)
+    if text in (installed := installed_models()):
+        return installed_folder(text)
     if folder.is_dir():
         return folder
     if text in PUBLISHED:
@@ -77,7 +78,7 @@ def resolve(name: str | Path) -> Path:
     if text.count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/"):
         return _snapshot(text)
     raise InputError(
-        f"model {text!r} is neither bundled ({', '.join(BUNDLED)}), a folder, a published name "
+        f"model {text!r} is neither installed ({', '.join(installed)}), a folder, a published name "
         f"({', '.join(PUBLISHED)}) nor a hub id (user/repository)"
     )
 

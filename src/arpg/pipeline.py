@@ -100,8 +100,8 @@ class Pipeline:
         dtype: Precision | None = None,
         engine: str = "auto",
     ) -> Pipeline:
-        """Load a bundled model (`garden`, `garden-text`, `garden-control`), a folder, a published model (`arpg-l`,
-        `arpg-xl`, `arpg-xxl`) or a hub id.
+        """Load an installed model (`arpg info` lists them), a folder, a published model (`arpg-l`, `arpg-xl`,
+        `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
         bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `dtype` is its old name.

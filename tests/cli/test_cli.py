@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(run, folder, tmp_path,
 
 def test_broken_models(run, folder, tmp_path):
     output = ["-c", 0, "-o", tmp_path / "out.png"]
-    check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither bundled")
+    check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither installed")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:999])
     check_error(generate(run, folder, *output), "model.safetensors", "not a whole safetensors file")

@@ -14,6 +14,7 @@ from arpg.hub import resolve
 from arpg.model import class_condition
 from experiments.garden.control_images import agreement, edge_maps
 from support.command import check_error
+from support.distribution import require_model
 from support.small import noise
 
 NAMES = ["Apple Red 1", "Lemon", "Tomato 1", "Kiwi"]
@@ -23,6 +24,7 @@ STEPS = {"steps": 8, "seed": 0}
 
 @pytest.fixture(scope="module")
 def pipe():
+    require_model("garden-control")
     return Pipeline.from_pretrained("garden-control", device="cpu")
 
 
@@ -71,6 +73,7 @@ def test_what_is_near_stands_before_the_rest(pipe):
 
 def test_without_a_condition_it_is_the_base_architecture():
     """The very logits of a network that has no encoder, with the other weights."""
+    require_model("garden-control")
     folder = resolve("garden-control")
     model = load_model(folder, device="cpu", dtype=torch.float32).eval()
     base = ARPG(dataclasses.replace(model.config, control=None)).eval()
@@ -126,13 +129,15 @@ def test_a_condition_of_another_size_is_fitted(pipe):
 def test_the_page_shows_the_thumbnails_of_garden():
     from arpg.serve.service import find_thumbnails
 
+    require_model("garden-control")
     ours, theirs = (find_thumbnails(resolve(name)) for name in ("garden-control", "garden"))
     assert ours == theirs == resolve("garden") / "thumbnails.webp"
     assert find_thumbnails(resolve("garden-text")) is None
     assert read_folder(resolve("garden-control")).classes.lines == read_folder(resolve("garden")).classes.lines
 
 
-def test_a_condition_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
+def test_a_condition_goes_to_the_model_that_takes_it(run, tmp_path):
+    require_model("garden-control")
     edges, out = tmp_path / "edges.png", tmp_path / "out.png"
     OUTLINES[0].save(edges)
     shared = ["--steps", 1, "--device", "cpu", "-o", out]
@@ -148,4 +153,4 @@ def test_a_condition_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
             assert json.loads(image.text["arpg"])["model"] == "garden-control"
     assert "differences from garden" in run("info", "garden-control")[1]
     check_error(run("control", edges, "--model", "garden", *shared), "takes no condition images", "garden-control")
-    check_error(run("control", edges, "--prompt", "a lemon", *shared), "no bundled model takes a prompt and")
+    check_error(run("control", edges, "--prompt", "a lemon", *shared), "no installed model takes a prompt and")

@@ -9,8 +9,10 @@ from PIL import Image
 
 from arpg import InputError, Pipeline
 from arpg.cli.generate import PromptLine, read_prompts
+from arpg.config import DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.text_encoder import PromptCache
 from support.command import check_error
+from support.distribution import require_model
 from support.small import TEXT, FakeEncoder, noise, small_tokenizer
 
 
@@ -212,9 +214,10 @@ def test_editing_verbs_take_prompts(run, text_folder, tmp_path):
     assert opened(out).size == (16, 16)
 
 
-def test_a_prompt_goes_to_the_bundled_model_that_takes_it(run, tmp_path):
+def test_a_prompt_goes_to_the_model_that_takes_it(run, tmp_path):
+    require_model(DEFAULT_TEXT_MODEL)
     out = tmp_path / "banana.png"
-    for what, model in ((("--prompt", "a banana"), "garden-text"), (("--class", "Banana"), "garden")):
+    for what, model in ((("--prompt", "a banana"), DEFAULT_TEXT_MODEL), (("--class", "0"), DEFAULT_MODEL)):
         code, _, err = run("generate", *what, "--steps", 1, "-n", 1, "--device", "cpu", "-o", out)
         assert code == 0, err
         assert about(out)["model"] == model

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from arpg import InputError, Pipeline, Request, SamplingSettings, checkpoint, decode, make_plan
-from arpg.checkpoint import FolderConfig, bundled_folder, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
 from arpg.decode.likelihood import fill_bits
+from arpg.installed import installed_folder
 from arpg.model import class_condition, control_condition, text_condition
 from arpg.model.condition import training_control
 from arpg.quantization.storage import BITS, pack, unpack
@@ -254,8 +255,8 @@ def test_a_vit_of_transformers(family, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_is_shared(tmp_path):
-    """A folder may name a model in the box instead of holding a tokenizer; its own takes its place."""
-    garden = bundled_folder("garden")
+    """A folder may name an installed model instead of holding a tokenizer; its own takes its place."""
+    garden = installed_folder("garden")
     write_folder(tmp_path, FolderConfig(model=SMALL, tokenizer_of="garden"), model=small_model().state_dict())
     assert not (tmp_path / "tokenizer.safetensors").exists()
     ours, theirs = load_tokenizer(tmp_path).state_dict(), load_tokenizer(garden).state_dict()
@@ -267,7 +268,7 @@ def test_a_tokenizer_is_shared(tmp_path):
     assert read_folder(tmp_path).tokenizer_of is None
     assert load_tokenizer(tmp_path).config == own.config
     data = json.loads((tmp_path / "config.json").read_text())
-    for change, message in (({"tokenizer_of": "garden"}, "take one of them out"), ({"tokenizer_of": "x"}, "'x'")):
+    for change, message in (({"tokenizer_of": "garden"}, "take one of them out"), ({"base": 3}, "base is 3; expected")):
         (tmp_path / "config.json").write_text(json.dumps(data | change))
         with pytest.raises(InputError, match=message):
             read_folder(tmp_path)
@@ -291,10 +292,10 @@ def test_few_bits(form, most):
             unpack(packed, where="here")
 
 
-def test_differences_from_a_model_in_the_box(tmp_path, monkeypatch):
+def test_differences_from_an_installed_model(tmp_path, monkeypatch):
     """Only what differs is stored; the folder loads like any other, and can be stored whole again."""
     box = tmp_path / "box"
-    monkeypatch.setattr(checkpoint, "bundled_folder", lambda name: box)
+    monkeypatch.setattr(checkpoint, "installed_folder", lambda name, **_: box)
     base, tokenizer = small_model(), small_tokenizer()
     parts = {"model": pack(base.state_dict(), "int8"), "tokenizer": tokenizer.state_dict()}
     write_folder(box, FolderConfig(model=SMALL, tokenizer=tokenizer.config), **parts)

@@ -9,6 +9,7 @@ import arpg.pipeline as pipelines
 from arpg import ControlInput, InputError, Pipeline, SamplingDefaults, checkpoint
 from arpg.config import SAMPLING
 from arpg.settings import TASK_SETTINGS
+from support.distribution import require_model
 from support.small import noise, small_tokenizer
 
 
@@ -96,9 +97,10 @@ def test_options_have_the_defaults_of_the_table(pipeline):
 
 @pytest.mark.parametrize("name", ["garden", "garden-control"])
 def test_the_configuration_is_read_once(name, monkeypatch):
+    require_model(name)
     opened = []
     read = checkpoint.read_folder
     monkeypatch.setattr(checkpoint, "read_folder", lambda folder: opened.append(folder) or read(folder))
     monkeypatch.setattr(pipelines, "read_folder", checkpoint.read_folder)
     Pipeline.from_pretrained(name, device="cpu")
-    assert opened.count(checkpoint.bundled_folder(name)) == 1
+    assert opened.count(checkpoint.installed_folder(name)) == 1

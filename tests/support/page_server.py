@@ -14,10 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from PIL import Image, PngImagePlugin
 
-from arpg.checkpoint import bundled_folder, read_folder
+from arpg.checkpoint import read_folder
+from arpg.installed import installed_folder
 from arpg.serve.schemas import Info, model_info
 from arpg.serve.server_config import Limits
 from arpg.settings import SamplingDefaults
+from support.distribution import require_model
 from support.paths import ROOT
 
 PACKAGE = ROOT / "src" / "arpg"
@@ -37,8 +39,9 @@ DEFAULTS = SamplingDefaults(steps=24, guidance_by_steps=((12, 4.0), (24, 3.0))) 
 
 def info_of(name):
     """The /info of the real server for a bundled model, with our defaults; its edges can be extracted, but no depth."""
-    folder = read_folder(bundled_folder(name))
-    tokenizer = folder.tokenizer or read_folder(bundled_folder(folder.tokenizer_of)).tokenizer
+    require_model(name)
+    folder = read_folder(installed_folder(name))
+    tokenizer = folder.tokenizer or read_folder(installed_folder(folder.tokenizer_of)).tokenizer
     info = model_info(name, folder.model, tokenizer, DEFAULTS, Limits())
     if info["control"]:
         info["control"]["extracts"] = ["canny"]

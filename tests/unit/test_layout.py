@@ -9,7 +9,7 @@ SOURCE = ROOT / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing imports cli.
 LAYERS = [
     {"errors"},
-    {"files", "settings", "classes", "tables"},
+    {"files", "settings", "classes", "tables", "installed"},
     {"config"},
     {"device", "image"},
     {"noise"},

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from arpg import ARPG, InputError
-from arpg.checkpoint import bundled_folder, read_folder
+from arpg.checkpoint import read_folder
 from arpg.config import MODELS, TextConfig
+from arpg.installed import installed_folder
 from arpg.quantization.storage import pack_difference
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from support.paths import ROOT
@@ -78,7 +79,7 @@ def test_the_papers_control_fine_tune():
 def test_garden_control_fits_its_size():
     """`garden` with an encoder of two to three million parameters; under 25 MB as 6-bit differences."""
     recipe = read_recipe(next(p for p in RECIPES if p.stem == "garden-control"), ModelRecipe)
-    assert dataclasses.replace(recipe.model, control=None) == read_folder(bundled_folder("garden")).model
+    assert dataclasses.replace(recipe.model, control=None) == read_folder(installed_folder("garden")).model
     assert (recipe.init_from, recipe.optim.schedule, recipe.label_drop) == ("garden", "constant", 0.1)
     model = ARPG(recipe.model)
     assert 2e6 < sum(p.numel() for p in model.control.parameters()) < 3e6

@@ -120,7 +120,7 @@ def evaluate(
 
 
 def evaluate_tokenizer(
-    model: Annotated[str, typer.Argument(help="A bundled or published name, a folder with a tokenizer, or a hub id.")],
+    model: Annotated[str, typer.Argument(help="An installed or published name, a folder or a hub id.")],
     images: Annotated[Path, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights (VGG16); without them LPIPS is left out.")] = None,
@@ -188,7 +188,7 @@ def sweep(
     classifier: Annotated[Path | None, typer.Option(help="Folder of a classifier: adds class accuracy.")] = None,
     inception: InceptionOption = None,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A bundled or published name, a folder, or a hub id.")
+        str, typer.Option("--model", "-m", help="An installed or published name, a folder, or a hub id.")
     ] = configs.DEFAULT_MODEL,
     batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 32,
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,

@@ -19,7 +19,7 @@ convert = typer.Typer(no_args_is_help=True, help="Convert published checkpoints 
 
 
 def info(
-    model: Annotated[str | None, typer.Argument(help="A bundled or published name, a folder or a hub id.")] = None,
+    model: Annotated[str | None, typer.Argument(help="An installed or published name, a folder or a hub id.")] = None,
 ) -> None:
     """List the known models, or describe one of them."""
     if model is None:
@@ -143,7 +143,7 @@ def convert_store(
     target: Annotated[Path, typer.Argument(help="The model folder to write.")],
     form: Annotated[str, typer.Option("--as", help=f"{', '.join(FORMATS)}.")] = "int8",
     base: Annotated[
-        str | None, typer.Option(help="A bundled model: store differences from it, and share its tokenizer.")
+        str | None, typer.Option(help="An installed model: store differences from it, and share its tokenizer.")
     ] = None,
 ) -> None:
     """Write a model folder in another storage format, such as int8, a quarter of the size."""
@@ -153,8 +153,6 @@ def convert_store(
 
     one_of("--as", form, FORMATS)
     _check_folder_target(target)
-    if base is not None:
-        one_of("--base", base, configs.BUNDLED)
     with err.status(f"packing {source}"):
         folder = resolve(source)
         if base is not None:
@@ -200,17 +198,21 @@ def _info_all() -> None:
     import torch
 
     import arpg
-    from arpg.checkpoint import bundled_folder, read_folder
+    from arpg.checkpoint import read_folder
     from arpg.decode.engine import choose_mode
     from arpg.device import choose_device
     from arpg.hub import PUBLISHED, home
+    from arpg.installed import installed_models
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"--engine auto is {choose_mode('auto', choose_device('auto'))} here")
     out.print(f"{'model':<15}{'layers':>8}{'width':>7}{'heads':>7}{'classes':>9}  here")
-    for name in configs.BUNDLED:
-        described = present(read_folder(bundled_folder(name)).model, f"{name} has no model")
-        out.print(_line(name, described, "bundled"), markup=False)
+    for name, installed in installed_models().items():
+        described = None if installed.folder is None else read_folder(installed.folder).model
+        if described is None:
+            out.print(f"{name:<15} cannot be used: {installed.problem or 'it has no network'}", markup=False)
+        else:
+            out.print(_line(name, described, f"installed with {installed.distribution}"), markup=False)
     for name, published in PUBLISHED.items():
         here = home() / "models" / name
         found = str(here) if (here / "config.json").is_file() else f"no (arpg pull {name})"

@@ -39,7 +39,7 @@ def setting_option(name: str, *flags: str) -> Any:
 
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A bundled name like garden, a folder, a published name or a hub id.")
+    str, typer.Option("--model", "-m", help="An installed name like garden, a folder, a published name or a hub id.")
 ]
 SeedOption = Annotated[int, setting_option("seed")]
 BatchSizeOption = Annotated[int, setting_option("batch_size")]
@@ -63,10 +63,10 @@ class SamplingOptions:
     settings: dict[str, Any]
 
     def with_default_model(self, *, prompts: bool = False, control: bool = False) -> SamplingOptions:
-        """Choose the bundled model that takes prompts or condition images, unless the user named a model."""
+        """Choose the default model that takes prompts or condition images, unless the user named a model."""
         require(
             self.named or not (prompts and control),
-            "no bundled model takes a prompt and a condition image together; give a class instead, or name a model "
+            "no installed model takes a prompt and a condition image together; give a class instead, or name a model "
             "with --model",
         )
         if self.named or not (prompts or control):

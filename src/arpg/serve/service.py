@@ -18,10 +18,11 @@ import torch
 from starlette.requests import Request
 from torch import Tensor
 
-from arpg.checkpoint import bundled_folder, read_folder
+from arpg.checkpoint import read_folder
 from arpg.decode import Step, make_plan
 from arpg.errors import InputError
 from arpg.hub import resolve
+from arpg.installed import installed_folder
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.api_error import ApiError, bad_request, internal_error
 from arpg.serve.auth import ApiKeys
@@ -291,7 +292,7 @@ class _TaskRun:
 
 
 def find_thumbnails(folder: Path) -> Path | None:
-    """Find the thumbnails of the classes in a model's folder, or in that of the bundled model it is based on."""
+    """Find the thumbnails of the classes in a model's folder, or in that of the model it is based on."""
     base = read_folder(folder).base
-    folders = [folder, *([] if base is None else [bundled_folder(base)])]
+    folders = [folder, *([] if base is None else [installed_folder(base)])]
     return next((file for each in folders if (file := each / "thumbnails.webp").is_file()), None)
