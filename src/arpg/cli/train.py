@@ -1,4 +1,4 @@
-"""`arpg train`, `train-tokenizer`, `tokenize` and `embed`."""
+"""`arpg train`, `train-tokenizer`, `train-cost`, `tokenize` and `embed`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.options import Command, DeviceOption, add_options, out, progress_bar
+from arpg.cli.options import Command, DeviceOption, add_options, out, parse_values, progress_bar
+from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
 
 
@@ -127,3 +128,48 @@ def embed(
             progress=progress,
         )
     out.print(f"{len(states)} captions in {folder}, {width} numbers for each token")
+
+
+def train_cost(
+    recipe: Annotated[Path, typer.Argument(help="A recipe of `arpg train`, see recipes/.")],
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, with commas.")] = "8,64,512",
+    strategy: Annotated[str, typer.Option(help="Shardings, with commas: ddp, fsdp, hsdp.")] = "ddp,fsdp,hsdp",
+    gpu: Annotated[str, typer.Option(help="The GPU, like H200 or A100.")] = "H200",
+    mfu: Annotated[
+        float, typer.Option(help="Share of the peak that forward and backward reach on one GPU; measure it.")
+    ] = 0.49,
+    overlap: Annotated[float, typer.Option(help="Share of computation that hides communication.")] = 0.8,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8,
+    node_bandwidth: Annotated[float, typer.Option(help="GB/s of each GPU to those of its machine.")] = 360,
+    network_bandwidth: Annotated[float, typer.Option(help="GB/s of each GPU to other machines.")] = 40,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a value of the recipe.")] = None,
+) -> None:
+    """Estimate time, memory and network traffic of a training run on many GPUs."""
+    from arpg.device import GPU_SPECS, gpu_spec
+    from arpg.train.cost import Cluster, cost_table, step_cost
+    from arpg.train.recipe import ModelRecipe, read_recipe
+
+    spec = present(gpu_spec(gpu), f"gpu is {gpu!r}; expected one of {', '.join(GPU_SPECS)}")
+    read = read_recipe(recipe, ModelRecipe, set_ or [])
+    clusters = [
+        Cluster(
+            count,
+            spec.bf16_flops,
+            spec.bandwidth,
+            gpus_per_node=gpus_per_node,
+            node_bandwidth=1e9 * node_bandwidth,
+            network_bandwidth=1e9 * network_bandwidth,
+        )
+        for count in parse_values("gpus", gpus, int)
+    ]
+    batch_size, names = read.run.batch_size, parse_values("strategy", strategy, str)
+    costs = [
+        step_cost(read.model, cluster, name, batch_size=batch_size, mfu=mfu, overlap=overlap)
+        for cluster in clusters
+        for name in names
+        if batch_size % cluster.gpus == 0
+    ]
+    out.print(cost_table(costs, steps=read.run.steps), markup=False)
+    for cluster in clusters:
+        if batch_size % cluster.gpus:
+            out.print(f"{cluster.gpus} GPUs are left out: the batch of {batch_size} images does not divide evenly.")

@@ -29,6 +29,7 @@ from arpg.errors import present
 from arpg.hub import resolve
 from arpg.image import sheet, to_pil
 from arpg.model import ARPG, text_condition
+from arpg.train.cost import forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
 from arpg.train.loop import Training, train
 from arpg.train.objective import GraphedGradients, Objective
@@ -183,20 +184,6 @@ class ModelTraining(Training):
 def train_model(recipe: ModelRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
     """Run a recipe to its end; return the folder of the finished model."""
     return train(lambda world: ModelTraining(recipe, folder, world), resume=resume, device=device)
-
-
-def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
-    """Count the operations of one image in one teacher-forced pass: matrix products, and attention without causality.
-
-    Text and control encoders are not counted.
-    """
-    tokens, width = grid[0] * grid[1], config.width
-    ffn = 3 * width * config.ffn_width
-    pass1 = config.pass1_layers * (4 * width**2 + ffn)
-    pass2 = config.pass2_layers * (2 * width**2 + ffn)
-    memory = 2 * width**2 * (1 if config.shared_kv else config.pass2_layers)
-    attention = 2 * tokens * width * (config.pass1_layers + config.pass2_layers)
-    return 2.0 * tokens * (pass1 + pass2 + memory + attention + width * config.vocab_size)
 
 
 @dataclass(frozen=True)
