@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -96,14 +97,36 @@ def adm_crop(image: Image.Image, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
+class View(NamedTuple):
+    """A square window of the ADM square that is a tenth larger than an image, in its pixels, perhaps mirrored."""
+
+    left: int
+    top: int
+    side: int
+    mirror: bool
+
+
+def view_square(size: int) -> int:
+    """Return the side of the ADM square that the views of an image of `size` are cut from."""
+    return int(1.1 * size)
+
+
+def crop_views(image: Image.Image, size: int, views: Sequence[View]) -> list[Image.Image]:
+    """Cut views out of an ADM square that is a tenth larger; a window of another side is resized to `size`."""
+    square, crops = adm_crop(image, view_square(size)), []
+    for left, top, side, mirror in views:
+        crop = square.crop((left, top, left + side, top + side))
+        crop = crop if side == size else crop.resize((size, size), Image.Resampling.BICUBIC)
+        crops.append(ImageOps.mirror(crop) if mirror else crop)
+    return crops
+
+
 def ten_crop(image: Image.Image, size: int) -> list[Image.Image]:
     """Crop an ADM square that is a tenth larger at its corners and its centre, and mirror these five views."""
-    room = int(1.1 * size) - size
-    square = adm_crop(image, size + room)
+    room = view_square(size) - size
     middle = round(room / 2)
     corners = ((0, 0), (room, 0), (0, room), (room, room), (middle, middle))
-    views = [square.crop((left, top, left + size, top + size)) for left, top in corners]
-    return views + [ImageOps.mirror(view) for view in views]
+    return crop_views(image, size, [View(*corner, size, mirror) for mirror in (False, True) for corner in corners])
 
 
 def sheet(

@@ -112,7 +112,7 @@ def test_folder_zip_and_tar_give_the_same_tokens(tmp_path):
     ]
     tokenizer, found = small_tokenizer(), []
     for i, source in enumerate(sources):
-        tokens = tokenize(tokenizer, open_images(source), tmp_path / f"t{i}", size=8, ten_crops=False, shard_size=2)
+        tokens = tokenize(tokenizer, open_images(source), tmp_path / f"t{i}", size=8, shard_size=2)
         assert list(tokens.captions) == [text for _, _, text in entries], source
         found.append(tokens.gather(np.arange(5), np.zeros(5, int)))
     assert all(np.array_equal(ids, found[0]) for ids in found[1:])

@@ -6,9 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from arpg import InputError
 from arpg.data import TokenWriter, open_images, open_tokens, tokenize
+from arpg.data.crops import random_views
 from arpg.image import adm_crop, ten_crop
 from support.small import small_tokenizer
 
@@ -178,38 +180,56 @@ def test_a_writer_takes_nothing_that_does_not_fit(tmp_path):
 # Tokenizing
 
 
-def encode_directly(tokenizer, images, size, ten):
+def encode_directly(tokenizer, images, size, crops):
     rows = []
     for i in range(len(images)):
-        views = ten_crop(images.read(i), size) if ten else [adm_crop(images.read(i), size)]
+        views = crops(images.read(i), size, images.names[i])
         pixels = torch.from_numpy(np.stack([np.array(view) for view in views])).permute(0, 3, 1, 2)
         with torch.no_grad():
             rows.append(tokenizer.encode(pixels / 127.5 - 1).numpy())
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("ten", [False, True])
-def test_tokenize_encodes_every_view(photos, tmp_path, ten):
+def random_crops(image, size, name):
+    """The centre crop, and windows of the larger square: cut, resized and mirrored with NumPy and Pillow."""
+    square, crops = np.array(adm_crop(image, int(1.1 * size))), [adm_crop(image, size)]
+    for left, top, side, mirror in random_views(name, 3, size, seed=5, zoom=True):
+        window = Image.fromarray(square[top : top + side, left : left + side])
+        window = np.array(window.resize((size, size), Image.Resampling.BICUBIC))
+        crops.append(window[:, ::-1] if mirror else window)
+    return crops
+
+
+VIEWS = {
+    "centre": ({}, lambda image, size, name: [adm_crop(image, size)]),
+    "ten": ({"ten_crops": True}, lambda image, size, name: ten_crop(image, size)),
+    "random": ({"views": 4, "zoom": True, "seed": 5}, random_crops),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_tokenize_encodes_every_view(photos, tmp_path, kind):
+    options, crops = VIEWS[kind]
     tokenizer, images = small_tokenizer(), open_images(photos)
     seen = []
     tokens = tokenize(
-        tokenizer, images, tmp_path / "t", size=12, ten_crops=ten, batch_size=4, progress=lambda *p: seen.append(p)
+        tokenizer, images, tmp_path / "t", size=12, batch_size=4, progress=lambda *p: seen.append(p), **options
     )
-    expected = encode_directly(tokenizer, images, 12, ten)
-    assert (tokens.num_images, tokens.views, tokens.grid) == (9, 10 if ten else 1, (6, 6))
+    expected = encode_directly(tokenizer, images, 12, crops)
+    assert (tokens.num_images, tokens.views, tokens.grid) == (9, {"centre": 1, "ten": 10, "random": 4}[kind], (6, 6))
     assert (tokens.vocab_size, tokens.classes) == (24, images.classes)
     assert tuple(tokens.labels.tolist()) == images.labels
     index, view = (axis.ravel() for axis in np.indices(expected.shape[:2]))
     np.testing.assert_array_equal(tokens.gather(index, view), expected[index, view])
     assert len(np.unique(expected)) > 5  # the comparison means something
-    assert seen == [(done, 9) for done in (range(1, 10) if ten else (4, 8, 9))]
+    assert seen == [(done, 9) for done in ((4, 8, 9) if kind == "centre" else range(1, 10))]
 
 
 def test_an_interrupted_tokenize_goes_on(photos, tmp_path):
     tokenizer, images = small_tokenizer(), open_images(photos)
 
     def run(folder, progress=None, **changes):
-        settings = {"size": 12, "ten_crops": False, "batch_size": 2, "shard_size": 4, **changes}
+        settings = {"size": 12, "batch_size": 2, "shard_size": 4, **changes}
         return tokenize(settings.pop("tokenizer", tokenizer), images, folder, progress=progress, **settings)
 
     def stop(done, total):
@@ -239,15 +259,45 @@ def test_an_interrupted_tokenize_goes_on(photos, tmp_path):
         raise AssertionError("a finished set is not made again")
 
     assert run(tmp_path / "whole", progress=unexpected).num_images == 9
-    for change in ({"tokenizer": other}, {"ten_crops": True}, {"size": 16}):
+    for change in ({"tokenizer": other}, {"ten_crops": True}, {"views": 10}, {"size": 16}):
         with pytest.raises(InputError, match="another tokenizer, other images or other settings"):
             run(tmp_path / "whole", **change)
+
+
+def test_random_views_are_a_function_of_name_and_seed(photos, tmp_path):
+    def views(name="a/1.png", count=400, size=40, seed=0, zoom=True):
+        return random_views(name, count, size, seed=seed, zoom=zoom)
+
+    assert views() == views()
+    assert views(count=7) == views()[:7]  # more views keep the first ones
+    assert views(name="a/2.png") != views() != views(seed=1)
+    for zoom, sides in ((False, {40}), (True, set(range(35, 45)))):
+        found = views(zoom=zoom)
+        assert {view.side for view in found} == sides
+        assert all(min(v.left, v.top) >= 0 and max(v.left, v.top) + v.side <= 44 for v in found)
+        assert {v.left for v in found if v.side == 40} == set(range(5))  # all places
+        assert 150 < sum(view.mirror for view in found) < 250
+    images, tokenizer = open_images(photos), small_tokenizer()
+    whole, part = (
+        tokenize(tokenizer, each, tmp_path / str(i), size=12, views=3)
+        for i, each in enumerate((images, images.only([4, 2])))
+    )
+    for view in range(3):  # whatever other images there are
+        np.testing.assert_array_equal(
+            part.gather(np.arange(2), np.full(2, view)), whole.gather(np.array([4, 2]), np.full(2, view))
+        )
+    with pytest.raises(InputError, match="other settings"):
+        tokenize(tokenizer, images, tmp_path / "0", size=12, views=3, zoom=True)
 
 
 def test_tokenize_names_what_is_wrong(photos, tmp_path):
     images = open_images(photos)
     with pytest.raises(InputError, match="multiples of 2"):
-        tokenize(small_tokenizer(), images, tmp_path / "t", size=13, ten_crops=False)
+        tokenize(small_tokenizer(), images, tmp_path / "t", size=13)
+    with pytest.raises(InputError, match="views is 0; expected 1 or more"):
+        tokenize(small_tokenizer(), images, tmp_path / "t", size=12, views=0)
+    with pytest.raises(InputError, match="views is 3 and ten crops are asked for"):
+        tokenize(small_tokenizer(), images, tmp_path / "t", size=12, ten_crops=True, views=3)
     (photos / "pear" / "1.png").write_bytes(b"broken")
     with pytest.raises(InputError, match=r"pear/1\.png cannot be read"):
-        tokenize(small_tokenizer(), images, tmp_path / "t", size=12, ten_crops=False)
+        tokenize(small_tokenizer(), images, tmp_path / "t", size=12)

@@ -63,6 +63,11 @@ def tokenize(
     folder: Annotated[Path, typer.Option("--out", "-o", help="The token folder to write.")],
     size: Annotated[int, typer.Option(help="Side of the square that is tokenized, in pixels.")],
     ten_crops: Annotated[bool, typer.Option("--ten-crops", help="Ten views of each image instead of one.")] = False,
+    views: Annotated[
+        int, typer.Option(help="Views of each image: the centre crop, then random ones, half mirrored.")
+    ] = 1,
+    zoom: Annotated[bool, typer.Option("--zoom", help="Random views also differ in size.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random views.")] = 0,
     control: Annotated[
         str, typer.Option(help=f"Also keep condition images of this kind: {', '.join(CONTROL_KINDS)}.")
     ] = "",
@@ -87,6 +92,9 @@ def tokenize(
             folder,
             size=size,
             ten_crops=ten_crops,
+            views=views,
+            zoom=zoom,
+            seed=seed,
             batch_size=batch_size,
             control=control,
             progress=progress,

@@ -11,6 +11,7 @@ pass, in a new permutation each time.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 from arpg.data.images import ImageSet
 from arpg.errors import require
-from arpg.image import adm_crop, normalize, to_images
+from arpg.image import View, adm_crop, normalize, to_images, view_square
 
 CYCLE = 4096
 PREFETCH = 2  # batches that are loaded ahead when the images do not fit into memory
@@ -199,6 +200,27 @@ def center_crops(source: ImageSet, size: int, limit: int | None = None) -> Pixel
         for _ in pool.map(fill, range(count)):
             pass
     return out
+
+
+def random_views(name: str, count: int, size: int, *, seed: int, zoom: bool) -> list[View]:
+    """Choose `count` windows of the image `name`, a function of the name and the seed alone.
+
+    Windows are as large as the image; with `zoom` from 7/8 of that up to the whole square they are cut from.
+    """
+    word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    number = np.arange(count, dtype=np.int64)
+    square = view_square(size)
+
+    def words(purpose: int) -> NDArray[np.uint64]:
+        return _hash(seed, purpose, word, number)
+
+    side = np.full(count, size, np.uint64)
+    if zoom:
+        smallest = size - size // 8
+        side = smallest + words(_ZOOM) % np.uint64(square - smallest + 1)
+    room = square - side + 1
+    left, top, mirror = words(_LEFT) % room, words(_TOP) % room, words(_MIRROR) >> np.uint64(63) == 1
+    return [View(*view) for view in zip(*(a.tolist() for a in (left, top, side, mirror)), strict=True)]
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:

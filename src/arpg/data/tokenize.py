@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arpg.data.crops import random_views
 from arpg.data.images import ImageSet
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
 from arpg.files import hash_tensors
-from arpg.image import adm_crop, ten_crop, to_images
+from arpg.image import adm_crop, crop_views, ten_crop, to_images
 from arpg.tasks.control_input import ControlInput
 from arpg.tokenizer import VQTokenizer
 
@@ -33,7 +34,10 @@ def tokenize(
     folder: Path,
     *,
     size: int,
-    ten_crops: bool,
+    ten_crops: bool = False,
+    views: int = 1,
+    zoom: bool = False,
+    seed: int = 0,
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
     shard_size: int = 65536,
@@ -41,11 +45,16 @@ def tokenize(
 ) -> TokenSet:
     """Encode the centre crop (or ten crops) of every image into a token folder; `batch_size` counts crops.
 
+    `views` above 1: the centre crop and `views` - 1 random ones, half of them mirrored, with `zoom` of random size; a
+    function of the image's name and `seed`.
     `control`: the kind of condition images to extract from the crops and store with the tokens.
     """
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-    grid, views = tokenizer.grid(size, size), 10 if ten_crops else 1
-    expected = _fingerprint(tokenizer, images, size, control)
+    require(views >= 1, f"views is {views}; expected 1 or more")
+    require(not ten_crops or views == 1, f"views is {views} and ten crops are asked for; give one of them")
+    grid, random = tokenizer.grid(size, size), f" {seed} {zoom}" if views > 1 else ""
+    views = 10 if ten_crops else views
+    expected = _fingerprint(tokenizer, images, size, control + random)
     if (folder / TOKENS).exists():
         tokens = open_tokens(folder)
         require(
@@ -72,7 +81,11 @@ def tokenize(
 
     def prepare(index: int) -> Prepared:
         image = images.read(index)
-        crops = ten_crop(image, size) if ten_crops else [adm_crop(image, size)]
+        if ten_crops:
+            crops = ten_crop(image, size)
+        else:
+            others = random_views(images.names[index], views - 1, size, seed=seed, zoom=zoom)
+            crops = [adm_crop(image, size), *(crop_views(image, size, others) if others else ())]
         maps = (
             np.stack([np.asarray(ControlInput.from_image(crop, control).image) for crop in crops]) if control else None
         )
