@@ -14,6 +14,7 @@ from arpg.settings import CONTROL_KINDS, SamplingDefaults
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 ENGINES = ("auto", "eager", "compiled", "graph")
+STORAGE_FORMATS = ("int8", "int6", "int4", "float16", "bfloat16", "float32")  # of weights in files
 POSITIONS = ("rope", "cosine")
 
 T = TypeVar("T")

@@ -85,7 +85,7 @@ def documented_commands():
     """Every `arpg` command of the documentation: page, words."""
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
         text = path.read_text().replace("\\\n", " ")
-        text = re.sub(r"torchrun [^\n]*-m arpg\.cli ", "arpg ", text)
+        text = re.sub(r"torchrun [^\n]*-m arpg ", "arpg ", text)
         for found in re.findall(r"^(?:\$ )?(arpg [^\n#]*)|`(arpg [a-z][^`]*)`", text, flags=re.M):
             yield path.name, shlex.split("".join(found))
 
@@ -118,7 +118,7 @@ def test_the_readme_is_short():
 def test_gallery_images_are_results_of_the_commands_beside_them():
     folder = DOCS / "images" / "gallery"
     text = "".join(path.read_text() for path in PAGES)
-    written = set(re.findall(r"(?:-o|--map|--gif) (\S+)", text)) | {"surprise.webp"}  # written there as a PNG
+    written = set(re.findall(r"(?:-o|--gif) (\S+)", text)) | {"surprise.webp"}  # written there as a PNG
     shown = set(re.findall(r"images/gallery/([^)]+)\)", text))
     assert shown <= written
     assert max(path.stat().st_size for path in folder.iterdir()) <= 150_000

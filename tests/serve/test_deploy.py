@@ -24,10 +24,6 @@ def options():
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
-def test_the_old_name_of_an_option_is_accepted():
-    assert {"--max-pending-requests", "--queue"} <= options()
-
-
 def documents(name):
     return [document for document in yaml.safe_load_all((DEPLOY / name).read_text()) if document]
 

@@ -1,5 +1,6 @@
-"""`python -m arpg.cli`."""
+"""`python -m arpg.cli`, the former name of `python -m arpg`."""
 
 from arpg.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -17,12 +17,12 @@ from arpg.cli.options import (
     err,
     load_pipeline,
     out,
+    output_option,
     setting_help,
     with_sampling_options,
 )
 from arpg.config import DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.errors import present, require
-from arpg.image import check_output, open_image, save
 from arpg.tables import text_table
 
 ImageArgument = Annotated[Path, typer.Argument(help="The image, which is centre-cropped.")]
@@ -36,7 +36,7 @@ def score(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt, for models that take prompts.")] = None,
     orders: OrdersOption = 4,
     order: Annotated[str, typer.Option(help=setting_help("order"))] = "random",
-    bits_map: Annotated[Path | None, typer.Option("--map", help="Write a map of the bits of each token.")] = None,
+    output: Annotated[Path | None, output_option("Also write an image with the bits of each token.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -48,18 +48,19 @@ def score(
 ) -> None:
     """Print the exact negative log-likelihood of an image's tokens, in bits per token."""
     from arpg.figures import draw_bits
+    from arpg.image import check_output, open_image, save
 
-    if bits_map is not None:
-        check_output(bits_map, folder=False)
+    if output is not None:
+        check_output(output, folder=False)
     source = open_image(image)
     pipe = load_pipeline(model or (DEFAULT_MODEL if prompt is None else DEFAULT_TEXT_MODEL), device=device)
     bits = pipe.score(source, class_, prompt=prompt, orders=orders, order=order, seed=seed)
     means = bits.mean((1, 2))
     spread = f" +- {means.std(ddof=1):.3f} between orders" if orders > 1 else ""
     out.print(f"{means.mean():.3f} bits per token ({bits[0].size} tokens, {orders} x {order}{spread})")
-    if bits_map is not None:
-        save(draw_bits(bits.mean(0), source), bits_map)
-        out.print(f"wrote {bits_map}")
+    if output is not None:
+        save(draw_bits(bits.mean(0), source), output)
+        out.print(f"wrote {output}")
 
 
 def classify(
@@ -71,6 +72,8 @@ def classify(
     device: DeviceOption = "auto",
 ) -> None:
     """Print the classes under which an image is most likely."""
+    from arpg.image import open_image
+
     require(top >= 1, f"top is {top}; expected 1 or more classes")
     source = open_image(image)
     pipe = load_pipeline(model, device=device)
@@ -84,10 +87,9 @@ def classify(
 def attention(
     image: Annotated[Path | None, typer.Argument(help="An image; default: one of the class is generated.")] = None,
     class_: Annotated[str | None, typer.Option("--class", "-c", help="Class name or id.")] = None,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="One image, or a folder for matrices.png and image.png."),
-    ] = Path("attention.png"),
+    output: Annotated[Path, output_option("One image, or a folder for matrices.png and image.png.")] = Path(
+        "attention.png"
+    ),
     layers: Annotated[str, typer.Option(help="all, last, or numbers from 1, like 2,5.")] = "all",
     heads: Annotated[str, typer.Option(help="mean, all, or numbers from 1, like 1,4.")] = "mean",
     query: Annotated[
@@ -97,6 +99,8 @@ def attention(
     sampling: SamplingOptions,
 ) -> None:
     """Write the attention of both passes: as matrices in decoding order, and over the image for a few tokens."""
+    from arpg.image import check_output, open_image, save
+
     folder = output.is_dir() or not output.suffix
     check_output(output, folder=folder)
     chosen_layers = layers if layers in ("all", "last") else _numbers("layers", layers, "all, last or numbers")

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.options import DeviceOption, err, out, parse_values, with_axes
+from arpg.cli.options import DeviceOption, Verb, VerbGroup, err, out, output_option, parse_values, with_axes
 from arpg.errors import one_of, require
-from arpg.image import check_writable
 from arpg.settings import SamplingDefaults
 
-app = typer.Typer(help="Measure speed, memory and where the time goes.", invoke_without_command=True)
+app = typer.Typer(cls=VerbGroup, help="Measure speed, memory and where the time goes.", invoke_without_command=True)
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -31,14 +30,12 @@ def bench(
     random: Annotated[bool, typer.Option("--random", help="Random weights; presets are not downloaded then.")] = False,
     batch: Annotated[str, typer.Option(help="Batch size. One or more, like 1,8,64.")] = "",
     dtype: Annotated[
-        str, typer.Option("--precision", "--dtype", help=f"One or more of {', '.join(configs.PRECISIONS)}.")
+        str, typer.Option("--precision", help=f"One or more of {', '.join(configs.PRECISIONS)}.")
     ] = "auto",
     engine: Annotated[str, typer.Option(help=f"One or more of {', '.join(configs.ENGINES)}.")] = "auto",
     tokens: Annotated[str, typer.Option(help="Tokens of a square grid, like 64,256; default: the model's grid.")] = "",
     scaling: Annotated[bool, typer.Option("--scaling", help="Grow tokens and batch; fit the exponent.")] = False,
-    max_seconds: Annotated[
-        float, typer.Option("--max-seconds", "--most", help="With --scaling: leave out rows that would take longer.")
-    ] = 120.0,
+    max_seconds: Annotated[float, typer.Option(help="With --scaling: leave out rows that would take longer.")] = 120.0,
     repeats: Annotated[int, typer.Option(help="Batches that are timed.")] = 10,
     warmup: Annotated[int, typer.Option(help="Batches before them that are not timed.")] = 2,
     pixels: Annotated[bool, typer.Option(help="Also decode the tokens to pixels.")] = True,
@@ -47,7 +44,7 @@ def bench(
     cold: Annotated[bool, typer.Option("--cold", help="Also time a fresh process up to its first image.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: the number of free cores.")] = None,
     device: DeviceOption = "auto",
-    output: Annotated[Path, typer.Option("--out", "-o", help="The JSON file to write.")] = Path("bench.json"),
+    output: Annotated[Path, output_option("The JSON file to write.")] = Path("bench.json"),
     plot: Annotated[Path | None, typer.Option("--plot", help="Plot speed over steps and batch into this file.")] = None,
     *,
     axes: dict[str, list[Any]],
@@ -64,6 +61,8 @@ def bench(
         one_of("engine", name, configs.ENGINES)
     batches, sizes = parse_values("batch", batch, int), parse_values("tokens", tokens, int)
     require(max_seconds > 0, f"max-seconds is {max_seconds}; expected seconds above 0")
+    from arpg.image import check_writable
+
     for path in (output, *([plot] if plot else [])):
         check_writable(path)
         require(not path.is_dir(), f"{path} is a folder; expected the name of a file")
@@ -118,7 +117,7 @@ def bench(
     out.print(f"{len(rows)} rows in {output}" + (f", plot in {plot}" if plotted else ""), markup=False)
 
 
-@app.command()
+@app.command(cls=Verb)
 def compare(
     before: Annotated[Path, typer.Argument(help="A record of `arpg bench`.")],
     after: Annotated[Path, typer.Argument(help="Another record.")],

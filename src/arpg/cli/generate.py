@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from PIL import Image
 
 from arpg.cli.options import (
     DEFAULTS,
@@ -21,6 +20,7 @@ from arpg.cli.options import (
     ScheduleOption,
     add_options,
     out,
+    output_option,
     parse_grid,
     parse_schedule,
     progress_bar,
@@ -29,10 +29,10 @@ from arpg.cli.options import (
 )
 from arpg.config import to_dict
 from arpg.errors import InputError, present, require
-from arpg.figures import Frames, save_gif
-from arpg.image import check_output, open_image, save, sheet
 from arpg.settings import TASK_SETTINGS, SamplingDefaults
-from arpg.tasks.control_input import ControlInput
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 PromptOption = Annotated[
     str | None, typer.Option("--prompt", "-p", help="Prompt, for models that take prompts instead of classes.")
@@ -68,6 +68,8 @@ class OutputOptions:
         columns: int = 0,
     ) -> None:
         """Run a task with a progress bar and write its images; `about` becomes part of their metadata."""
+        from arpg.figures import Frames, save_gif
+
         frames, spec = Frames(), task.spec
         require(bool(spec.controls) or not self.beside, "--beside needs a condition image; give --condition")
 
@@ -101,6 +103,8 @@ class OutputOptions:
     def _write(
         self, images: Sequence[Image.Image], *, names: Sequence[str], abouts: Sequence[dict[str, Any]], columns: int
     ) -> None:
+        from arpg.image import save, sheet
+
         if self.folder:
             for i, (image, name, about) in enumerate(zip(images, names, abouts, strict=True)):
                 save(image, self.path / f"{i:05d}-{_slug(name)}-seed{about['seed']}.png", about=json.dumps(about))
@@ -113,8 +117,7 @@ class OutputOptions:
 
 def _read_output(
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="An image (a sheet if there are several), or a folder (one file each)."),
+        Path, output_option("An image (a sheet if there are several), or a folder (one file each).")
     ] = Path("out.png"),
     gif: Annotated[Path | None, typer.Option(help="Also write an animation of the decoding steps.")] = None,
     condition: Annotated[
@@ -126,6 +129,8 @@ def _read_output(
     best_of: Annotated[int, setting_option("best_of")] = DEFAULTS["best_of"],
     batch_size: BatchSizeOption = DEFAULTS["batch_size"],
 ) -> OutputOptions:
+    from arpg.image import check_output, open_image
+
     folder = output.is_dir() or not output.suffix
     check_output(output, folder=folder)
     if gif is not None:
@@ -133,6 +138,8 @@ def _read_output(
         check_output(gif, folder=False)
     task: dict[str, Any] = {"best_of": best_of, "batch_size": batch_size}
     if condition is not None:
+        from arpg.tasks.control_input import ControlInput
+
         task["control"] = ControlInput(open_image(condition, what="condition image"), kind, strength)
     return OutputOptions(output, folder, gif, beside, kind, strength, task)
 
@@ -211,6 +218,8 @@ def inpaint(
     sampling: SamplingOptions,
 ) -> None:
     """Fill the masked part of an image, given the rest; every other pixel stays as it is."""
+    from arpg.image import open_image
+
     images = (open_image(image), open_image(mask, what="mask"))
     _run("inpaint", image, images, {"feather": feather}, label=label, output=output, sampling=sampling)
 
@@ -226,6 +235,8 @@ def edit(
     sampling: SamplingOptions,
 ) -> None:
     """Replace a box of an image by a class or a prompt; every other pixel stays as it is."""
+    from arpg.image import open_image
+
     details = {"box": _box(box), "feather": feather}
     _run("edit", image, (open_image(image),), details, label=label, output=output, sampling=sampling)
 
@@ -243,6 +254,8 @@ def outpaint(
     sampling: SamplingOptions,
 ) -> None:
     """Continue an image beyond its sides; its own pixels stay as they are."""
+    from arpg.image import open_image
+
     details = {"left": left, "top": top, "right": right, "bottom": bottom}
     _run("outpaint", image, (open_image(image),), details, label=label, output=output, sampling=sampling)
 
@@ -251,13 +264,15 @@ def outpaint(
 def expand(
     size: Annotated[str, typer.Option(metavar="WxH", help="Width and height of the result in pixels.")],
     image: Annotated[Path | None, typer.Argument(help="The image; none: one is generated first.")] = None,
-    method: Annotated[str, setting_option("method", "--method", "--way")] = DEFAULTS["method"],
+    method: Annotated[str, setting_option("method")] = DEFAULTS["method"],
     *,
     label: dict[str, Any],
     output: OutputOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Enlarge an image with newly sampled detail."""
+    from arpg.image import open_image
+
     TASK_SETTINGS["method"].check(method)
     details = {"size": _size(size), "way": method}  # the metadata of images says "way"
     images = (None if image is None else open_image(image),)
@@ -279,6 +294,9 @@ def control(
     sampling: SamplingOptions,
 ) -> None:
     """Generate images that follow the edges or the depth of a condition image (IMAGE or --condition)."""
+    from arpg.image import open_image
+    from arpg.tasks.control_input import ControlInput
+
     condition = output.task.pop("control", None)
     require((image is None) == (condition is not None), "give an image or --condition, one of them; see --help")
     require(
@@ -301,7 +319,7 @@ def control(
 
 
 def plan(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("plan.png"),
+    output: Annotated[Path, output_option("The image to write.")] = Path("plan.png"),
     grid: GridOption = "16x16",
     steps: Annotated[int, setting_option("steps")] = DEFAULTS["steps"],
     schedule: ScheduleOption = None,
@@ -309,6 +327,7 @@ def plan(
 ) -> None:
     """Show in which step each token is decoded, for every order. Needs no model."""
     from arpg.figures import draw_plans
+    from arpg.image import check_output, save
 
     check_output(output, folder=False)
     settings = SamplingDefaults().settings(steps=steps, schedule=parse_schedule(schedule))

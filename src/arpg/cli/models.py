@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.options import GridOption, ModelOption, err, out, parse_grid
+from arpg.cli.options import GridOption, ModelOption, Verb, VerbGroup, err, out, parse_grid
 from arpg.errors import InputError, one_of, present, require
-from arpg.quantization.storage import FORMATS
 from arpg.settings import SamplingDefaults
 
-convert = typer.Typer(no_args_is_help=True, help="Convert published checkpoints to model folders, and back.")
+convert = typer.Typer(
+    cls=VerbGroup, no_args_is_help=True, help="Convert published checkpoints to model folders, and back."
+)
 
 
 def info(
@@ -76,7 +77,7 @@ def pull(
     out.print(f"{name} is in {folder}")
 
 
-@convert.command("model")
+@convert.command("model", cls=Verb)
 def convert_model(
     source: Annotated[Path, typer.Argument(help="A published checkpoint, or a model folder to go back.")],
     target: Annotated[Path, typer.Argument(help="A model folder, or a .pt file to go back.")],
@@ -115,7 +116,7 @@ def convert_model(
     out.print(f"wrote {target}")
 
 
-@convert.command("tokenizer")
+@convert.command("tokenizer", cls=Verb)
 def convert_tokenizer(
     source: Annotated[Path, typer.Argument(help="A published checkpoint, or a model folder to go back.")],
     target: Annotated[Path, typer.Argument(help="A model folder, or a .pt file to go back.")],
@@ -137,11 +138,11 @@ def convert_tokenizer(
     out.print(f"wrote {target}")
 
 
-@convert.command("store")
+@convert.command("store", cls=Verb)
 def convert_store(
     source: Annotated[str, typer.Argument(help="A model folder, a published name or a hub id.")],
     target: Annotated[Path, typer.Argument(help="The model folder to write.")],
-    form: Annotated[str, typer.Option("--as", help=f"{', '.join(FORMATS)}.")] = "int8",
+    form: Annotated[str, typer.Option("--as", help=f"{', '.join(configs.STORAGE_FORMATS)}.")] = "int8",
     base: Annotated[
         str | None, typer.Option(help="An installed model: store differences from it, and share its tokenizer.")
     ] = None,
@@ -151,7 +152,7 @@ def convert_store(
     from arpg.hub import resolve
     from arpg.quantization.storage import pack
 
-    one_of("--as", form, FORMATS)
+    one_of("--as", form, configs.STORAGE_FORMATS)
     _check_folder_target(target)
     with err.status(f"packing {source}"):
         folder = resolve(source)
@@ -169,7 +170,7 @@ def convert_store(
     out.print(f"wrote {target}")
 
 
-@convert.command("inception")
+@convert.command("inception", cls=Verb)
 def convert_inception(
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     source: Annotated[

@@ -1,7 +1,8 @@
-"""What the verbs share: consoles, progress bars, and options, which are made from the tables of settings."""
+"""What the verbs share: consoles, progress bars, help, and options, which are made from the tables of settings."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -12,8 +13,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL, ENGINES, PRECISIONS
 from arpg.errors import InputError, one_of, present, require
@@ -25,6 +28,62 @@ DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in ALL_SETTI
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+# Former names of options, which still work and are not shown.
+FORMER_NAMES = {
+    "--out": "--output",
+    "--json": "--output",
+    "--map": "--output",
+    "--dtype": "--precision",
+    "--way": "--method",
+    "--most": "--max-seconds",
+    "--queue": "--max-pending-requests",
+}
+
+
+def _current_names(command: Any, args: list[str]) -> list[str]:
+    """Return `args` with former names of options replaced where `command` has the current ones."""
+    known = {name for param in command.params for name in param.opts}
+
+    def rename(word: str) -> str:
+        name, equals, value = word.partition("=")
+        current = FORMER_NAMES.get(name, "")
+        return current + equals + value if current in known and name not in known else word
+
+    end = args.index("--") if "--" in args else len(args)
+    return [*map(rename, args[:end]), *args[end:]]
+
+
+def _escape_help(command: Any) -> Any:
+    """Return a copy of `command` in whose help brackets are text, not markup for rich."""
+    command = copy.copy(command)
+    command.help = escape(command.help or "")
+    command.params = [copy.copy(param) for param in command.params]
+    for param in command.params:
+        param.help = escape(getattr(param, "help", None) or "")
+    if hasattr(command, "commands"):
+        command.commands = {name: _escape_help(each) for name, each in command.commands.items()}
+    return command
+
+
+class _CommandLine:
+    """What commands and groups share: options keep their former names, and help may hold brackets."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the command line, also with former names of options."""
+        return super().parse_args(ctx, _current_names(self, args))  # type: ignore[misc]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, with brackets as they are."""
+        super(_CommandLine, _escape_help(self)).format_help(ctx, formatter)  # type: ignore[misc]
+
+
+class Verb(_CommandLine, TyperCommand):
+    """A command of `arpg`."""
+
+
+class VerbGroup(_CommandLine, TyperGroup):
+    """A group of commands of `arpg`."""
 
 
 def setting_help(name: str) -> str:
@@ -38,6 +97,11 @@ def setting_option(name: str, *flags: str) -> Any:
     return typer.Option(*flags, help=setting_help(name))
 
 
+def output_option(help: str) -> Any:
+    """Return the typer option for what a command writes."""
+    return typer.Option("--output", "-o", help=help)
+
+
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="An installed name like garden, a folder, a published name or a hub id.")
 ]
@@ -46,7 +110,7 @@ BatchSizeOption = Annotated[int, setting_option("batch_size")]
 GridOption = Annotated[str, typer.Option(metavar="HxW", help="Token grid, like 16x16.")]
 ScheduleOption = Annotated[str | None, setting_option("schedule")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
-PrecisionOption = Annotated[str, typer.Option("--precision", "--dtype", help=f"One of {', '.join(PRECISIONS)}.")]
+PrecisionOption = Annotated[str, typer.Option("--precision", help=f"One of {', '.join(PRECISIONS)}.")]
 EngineOption = Annotated[str, typer.Option(help=f"How the decode loop is executed: {', '.join(ENGINES)}.")]
 
 
@@ -90,9 +154,12 @@ def load_pipeline(model: str, **options: Any) -> Any:
 
 def with_sampling_options(command: Command) -> Command:
     """Give a command the options of every sampling verb; its parameter `sampling` receives `SamplingOptions`."""
+
+    def option(name: str) -> Any:
+        return typer.Option(help=setting_help(name), show_default="the model's", rich_help_panel="Sampling")
+
     settings = [
-        _parameter(name, Annotated[setting.kind | None, setting_option(name)], None)
-        for name, setting in SETTINGS.items()
+        _parameter(name, Annotated[setting.kind | None, option(name)], None) for name, setting in SETTINGS.items()
     ]
     return add_options(command, _read_sampling, "sampling", more=settings)
 

@@ -27,10 +27,7 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Bind any address without keys.")] = False,
     max_batch: Annotated[int, typer.Option(help="Images decoded together.")] = 16,
     max_wait_ms: Annotated[float, typer.Option(help="How long an idle server waits for more requests.")] = 10.0,
-    max_pending_requests: Annotated[
-        int,
-        typer.Option("--max-pending-requests", "--queue", help="Requests waiting or running; more get a 429."),
-    ] = 64,
+    max_pending_requests: Annotated[int, typer.Option(help="Requests waiting or running; more get a 429.")] = 64,
     deadline: Annotated[float, typer.Option(help="Seconds for one request.")] = 120.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads of a step; by default one per core.")] = None,
     device: DeviceOption = "auto",

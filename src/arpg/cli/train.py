@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.options import Command, DeviceOption, add_options, out, parse_values, progress_bar
+from arpg.cli.options import Command, DeviceOption, add_options, out, output_option, parse_values, progress_bar
 from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
 
@@ -20,7 +20,7 @@ class TrainingOptions:
     """The arguments and options that both training verbs take."""
 
     recipe: Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
-    folder: Annotated[Path, typer.Option("--out", "-o", help="The run's folder: logs, sheets, snapshots, the model.")]
+    folder: Annotated[Path, output_option("The run's folder: logs, sheets, snapshots, the model.")]
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest good snapshot.")] = False
     device: DeviceOption = "auto"
@@ -60,7 +60,7 @@ def train(options: TrainingOptions) -> None:
 def tokenize(
     images: Annotated[list[str], typer.Argument(help="Image folders, zips, or paths into zips; together one set.")],
     tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A model folder with a tokenizer.")],
-    folder: Annotated[Path, typer.Option("--out", "-o", help="The token folder to write.")],
+    folder: Annotated[Path, output_option("The token folder to write.")],
     size: Annotated[int, typer.Option(help="Side of the square that is tokenized, in pixels.")],
     ten_crops: Annotated[bool, typer.Option("--ten-crops", help="Ten views of each image instead of one.")] = False,
     views: Annotated[

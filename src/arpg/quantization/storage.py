@@ -17,7 +17,6 @@ from arpg.files import State
 SCALE = ".scale"  # the key of a row-wise scale, after the key of its tensor
 SHAPE = ".shape"  # likewise of the number of bits and the shape, where bits are squeezed into bytes
 BITS = {"int8": 8, "int6": 6, "int4": 4}
-FORMATS = (*BITS, "float16", "bfloat16", "float32")
 KEEP = ("quantize.embedding.weight",)  # codes are directions: small, and every decoded token depends on them
 
 
