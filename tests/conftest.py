@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 from arpg import ARPG, Pipeline, cli
 from arpg.convert import model_from_published
@@ -147,3 +148,18 @@ def lpips():
 @pytest.fixture(scope="module")
 def textures():
     return labelled_textures()
+
+
+@pytest.fixture
+def intermediates(monkeypatch):
+    """The pixels of all images that resizing makes: outputs, and what is between the passes over width and height."""
+    made, original = [], Image.Image.resize
+
+    def spied(image, size, *args, box=None, **options):
+        box = box or (0, 0, *image.size)
+        made.extend([size[0] * size[1], size[0] * (box[3] - box[1])])
+        assert max(made) < 2**26, f"{box} to {size} would take {max(made) >> 18} MiB"
+        return original(image, size, *args, box=box, **options)
+
+    monkeypatch.setattr(Image.Image, "resize", spied)
+    return made

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from arpg.errors import InputError, first_line, one_of, require
 from arpg.hub import home
-from arpg.image import Pixels, to_rgb
+from arpg.image import Pixels, resize, to_rgb
 from arpg.settings import CONTROL_KINDS
 
 FASTDEPTH_FILE = "fastdepth.onnx"  # MIT; docs/guides/control.md has the sha256 of the one tested
@@ -155,10 +155,10 @@ class FastDepth:
         self.session, self.input, self.size = session, inputs[0].name, (shapes[0][3], shapes[0][2])
 
     def __call__(self, image: Image.Image) -> NDArray[np.float32]:
-        fitted = image.convert("RGB").resize(self.size, Image.Resampling.BILINEAR)
+        fitted = resize(image.convert("RGB"), self.size, Image.Resampling.BILINEAR)
         pixels_13hw = np.asarray(fitted, np.float32).transpose(2, 0, 1)[None] / 255
         far_hw = np.asarray(self.session.run(None, {self.input: pixels_13hw})[0][0, 0], np.float32)
-        return -np.asarray(Image.fromarray(far_hw).resize(image.size, Image.Resampling.BILINEAR))
+        return -np.asarray(resize(Image.fromarray(far_hw), image.size, Image.Resampling.BILINEAR))
 
 
 class TransformersDepth:

@@ -23,18 +23,29 @@ from arpg.files import write_whole
 Pixels = NDArray[np.uint8]
 MAX_PIXELS = 64 * 10**6
 _TOO_LARGE = f"at most {MAX_PIXELS // 10**6} million pixels are taken; make it smaller"
+MAX_INTERMEDIATE_PIXELS = 1 << 24  # of what a resize makes between its input and its output
 GAP = 2  # pixels between the images of a sheet
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB: upright (EXIF), and on white where it is transparent."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    image = _upright_8_bit(image)
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
+
+
+def to_rgba(image: Image.Image) -> Image.Image:
+    """Convert to 8-bit RGBA, upright (EXIF): as `to_rgb`, with the transparency kept."""
+    return _upright_8_bit(image).convert("RGBA")
+
+
+def _upright_8_bit(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    return image
 
 
 def open_image(path: Path, *, what: str = "image") -> Image.Image:
@@ -86,13 +97,40 @@ def to_pil(image_B3HW: Tensor) -> list[Image.Image]:
     return [Image.fromarray(array) for array in to_uint8(image_B3HW).cpu().numpy()]
 
 
+def resize(
+    image: Image.Image,
+    size: tuple[int, int],
+    resample: Image.Resampling = Image.Resampling.BICUBIC,
+    *,
+    box: tuple[float, float, float, float] | None = None,
+) -> Image.Image:
+    """Resize `box` of an image (or all of it) to (width, height), without a large image in between.
+
+    Pillow resizes the width first. Where that would make more than `MAX_INTERMEDIATE_PIXELS` (a tall, narrow image that
+    becomes wide), the height is first: what is between is then no larger than the input or the output.
+    """
+    left, top, right, bottom = box or (0, 0, *image.size)
+    if size[0] * (bottom - top) > max(MAX_INTERMEDIATE_PIXELS, (right - left) * size[1]):
+        image = image.resize((image.width, size[1]), resample, box=(0, top, image.width, bottom))
+        box = (left, 0, right, size[1])
+    return image.resize(size, resample, box=box)
+
+
 def adm_crop(image: Image.Image, size: int) -> Image.Image:
-    """Crop the centre square at `size` pixels as ADM does for ImageNet: box filter by halves, then bicubic."""
+    """Crop the centre square at `size` pixels as ADM does for ImageNet: box filter by halves, then bicubic.
+
+    ADM resizes the whole image and crops then. An image so long that this would make more than
+    `MAX_INTERMEDIATE_PIXELS` (an aspect ratio above 256 at 256 pixels, 64 at 512) is cropped around its centre before.
+    """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    longest = max(2, MAX_INTERMEDIATE_PIXELS // size**2) * min(image.size)
+    if max(image.size) > longest:
+        cut = [max(0, side - longest + 1) // 2 for side in image.size]  # the same at both ends
+        image = image.crop((cut[0], cut[1], image.width - cut[0], image.height - cut[1]))
     scale = size / min(image.size)
     width, height = round(image.width * scale), round(image.height * scale)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    image = resize(image, (width, height))
     left, top = (width - size) // 2, (height - size) // 2
     return image.crop((left, top, left + size, top + size))
 

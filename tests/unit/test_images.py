@@ -12,16 +12,14 @@ from PIL import Image
 from arpg import InputError
 from arpg.data import CropStream, center_crops, concatenate, open_images
 from arpg.data.crops import crop_windows
-from arpg.image import adm_crop, ten_crop
+from arpg.image import MAX_INTERMEDIATE_PIXELS, adm_crop, resize, ten_crop
 from support.small import noise, write_zip
 
 # Crops
 
 
-@pytest.mark.parametrize(("width", "height"), [(37, 52), (64, 64), (133, 70), (16, 16), (9, 20), (31, 200)])
-@pytest.mark.parametrize("size", [8, 16, 17])
-def test_adm_crop_is_the_published_recipe(width, height, size):
-    image = noise(width, height)
+def adm_recipe(image, size):
+    """ADM's preprocessing as it was published: resize all of the image, then crop."""
     expected = image
     while min(*expected.size) >= 2 * size:
         expected = expected.resize(tuple(x // 2 for x in expected.size), resample=Image.BOX)
@@ -29,8 +27,49 @@ def test_adm_crop_is_the_published_recipe(width, height, size):
     expected = expected.resize(tuple(round(x * scale) for x in expected.size), resample=Image.BICUBIC)
     array = np.array(expected)
     top, left = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
-    np.testing.assert_array_equal(np.array(adm_crop(image, size)), array[top : top + size, left : left + size])
+    return array[top : top + size, left : left + size]
+
+
+ORDINARY = [(37, 52), (64, 64), (133, 70), (16, 16), (9, 20), (31, 200), (500, 375), (768, 96)]
+
+
+@pytest.mark.parametrize(("width", "height"), ORDINARY)
+@pytest.mark.parametrize("size", [8, 16, 17, 256])
+def test_adm_crop_is_the_published_recipe(width, height, size):
+    image = noise(width, height)
+    np.testing.assert_array_equal(np.array(adm_crop(image, size)), adm_recipe(image, size))
     assert adm_crop(image, size).size == (size, size)
+
+
+@pytest.mark.parametrize(("width", "height"), [(401, 7), (400, 7), (7, 400), (5, 333)])
+def test_a_very_long_image_is_cropped_before_it_is_resized(width, height, monkeypatch):
+    """Its crop is the published one up to the rounding of the longer side to whole pixels."""
+    image = Image.fromarray(np.linspace(0, 255, width * height).reshape(height, width).astype(np.uint8)).convert("RGB")
+    expected = adm_recipe(image, 24)
+    monkeypatch.setattr("arpg.image.MAX_INTERMEDIATE_PIXELS", 6 * 24 * 24)
+    found = np.array(adm_crop(image, 24))
+    assert np.abs(found.astype(int) - expected).max() <= 2
+
+
+@pytest.mark.parametrize(("width", "height"), [(2000, 1), (50000, 1), (1 << 22, 1), (1, 1 << 22), (3, 1 << 20)])
+def test_no_image_becomes_large_while_it_is_resized(width, height, intermediates):
+    image = Image.new("RGB", (width, height), (9, 80, 200))
+    assert adm_crop(image, 768).size == (768, 768)
+    crops = [resize(image, (768, 512)), resize(resize(image, (768, 512)), image.size), adm_crop(image, 768)]
+    crops.append(resize(image, (768, 512), box=(0.5, 0, width - 0.25, height / 2)))
+    assert [crop.getextrema() for crop in crops] == [((9, 9), (80, 80), (200, 200))] * 4
+    assert max(intermediates) <= MAX_INTERMEDIATE_PIXELS
+
+
+def test_either_order_of_the_passes_makes_the_same_image(monkeypatch):
+    """Up to rounding: each pass rounds to 8 bits."""
+    ramp = np.add.outer(np.arange(90), np.arange(40))
+    image, box = Image.fromarray((128 + 90 * np.sin(ramp / 7)).astype(np.uint8)), (3.25, 4.5, 37.75, 80.0)
+    expected = [image.resize((120, 30), Image.Resampling.BICUBIC, box=b) for b in (None, box)]
+    assert [resize(image, (120, 30), box=b).tobytes() for b in (None, box)] == [e.tobytes() for e in expected]
+    monkeypatch.setattr("arpg.image.MAX_INTERMEDIATE_PIXELS", 1)
+    for found, e in zip((resize(image, (120, 30), box=b) for b in (None, box)), expected, strict=True):
+        assert np.abs(np.array(found, int) - np.array(e, int)).max() <= 2
 
 
 def test_ten_crops_are_windows_of_the_adm_square_and_their_mirror_images():

@@ -31,7 +31,7 @@ from arpg.decode.state import DecodeState
 from arpg.decode.steps import StepPlan
 from arpg.errors import require
 from arpg.figures import CAPTION, MARGIN, SIDE, ramp
-from arpg.image import adm_crop, to_images, to_pil, to_rgb
+from arpg.image import adm_crop, resize, to_images, to_pil, to_rgb
 from arpg.kernels.dispatch import can_fuse_half
 from arpg.model import ARPG, Condition, class_condition
 from arpg.pipeline import Pipeline
@@ -321,7 +321,7 @@ def draw_on_image(
     require(not bad, f"query position {bad[:1]} is outside the grid of {maps.grid[0]}x{maps.grid[1]} tokens")
     cell = max(4, SIDE // max(maps.grid))
     size = (maps.grid[1] * cell, maps.grid[0] * cell)
-    base = image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    base = resize(image.convert("RGB"), size)
     grey = np.asarray(base.convert("L"), np.float32)[..., None]
     rows = []
     for query in queries:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from arpg.errors import InputError
 from arpg.extractors import can_extract
-from arpg.image import to_rgb
+from arpg.image import to_rgb, to_rgba
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError, check
 from arpg.serve.schemas import ControlImage, ExtractCondition, TaskParams
@@ -93,14 +93,16 @@ class TaskBuilder:
         try:
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
                 width, height = image.size
+                pixels, side = self.limits.pixels, self.limits.input_side
                 check(
-                    width * height <= self.limits.pixels,
-                    f"{param} has {width}x{height} pixels; at most {self.limits.pixels} are accepted, make it smaller",
+                    width * height <= pixels and max(width, height) <= side,
+                    f"{param} has {width}x{height} pixels; at most {pixels}, and {side} along a side, are accepted, "
+                    "make it smaller",
                     param=param,
                     code="too_large",
                     status=413,
                 )
-                return image.convert("RGBA") if alpha else to_rgb(image)
+                return to_rgba(image) if alpha else to_rgb(image)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise ApiError(
                 413, f"{param} has too many pixels; make it smaller", param=param, code="too_large"

@@ -16,6 +16,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 
+from arpg.image import to_rgb
 from arpg.serve.api_error import ApiError, check
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
@@ -176,8 +177,7 @@ def openai_routes(service: ImageService) -> APIRouter:
             check(anything, "mask has no transparent pixel; the transparent ones are edited", param="mask")
             same_size = _requested_size(body) in (None, image.size)
             check(same_size, f"size is {body.size}; an edit is as large as its image", param="size")
-            image = image.convert("RGB")
-            return builder.build("inpaint", label, params, image=image, mask=mask, feather=body.feather)
+            return builder.build("inpaint", label, params, image=to_rgb(image), mask=mask, feather=body.feather)
 
         return await run_task(call, body, build, "image_edit")
 

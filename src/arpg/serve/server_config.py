@@ -21,6 +21,7 @@ class Limits:
     prompt: int = 2000  # characters
     strength: int = 10  # of a condition image
     pixels: int = 1 << 22  # of an image that is sent
+    input_side: int = 1 << 14  # pixels of an image that is sent, along its longer side
     bytes: int = 1 << 24  # of a request
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from arpg.errors import require
-from arpg.image import MAX_PIXELS, Pixels
+from arpg.image import MAX_PIXELS, Pixels, resize
 
 Mask = NDArray[np.bool_]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
@@ -45,10 +45,7 @@ class Canvas:
 
     def pixels(self) -> Pixels:
         """Return what the model sees, `[H, W, 3]`."""
-        seen = self.image.crop(self.view)
-        if seen.size != self.size:
-            seen = seen.resize(self.size, Image.Resampling.BICUBIC)
-        return np.asarray(seen)
+        return np.asarray(resize(self.image.crop(self.view), self.size))
 
     def part(self) -> tuple[float, float, float, float]:
         """Return the view as fractions of the image: left, top, right, bottom."""
@@ -58,19 +55,17 @@ class Canvas:
     def known(self) -> Mask:
         """Return which tokens are known, `[N]`: those whose patch does not touch the mask."""
         left, top, right, bottom = self.view
-        mask = self.mask_HW[top:bottom, left:right].astype(np.int64)
-        touched = _overlaps(self.grid[0], bottom - top) @ mask @ _overlaps(self.grid[1], right - left).T
-        known_N: Mask = touched.ravel() == 0
+        (y0, y1), (x0, x1) = _patches(self.grid[0], bottom - top), _patches(self.grid[1], right - left)
+        total = np.pad(self.mask_HW[top:bottom, left:right].cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+        inside = total[np.ix_(y1, x1)] - total[np.ix_(y0, x1)] - total[np.ix_(y1, x0)] + total[np.ix_(y0, x0)]
+        known_N: Mask = inside.ravel() == 0
         return known_N
 
     def paste(self, made: Image.Image, *, feather: int = 0) -> Image.Image:
         """Replace the masked pixels of the image by those of `made`; blend the outer `feather` pixels of the mask."""
         left, top, right, bottom = self.view
-        size = (right - left, bottom - top)
-        if made.size != size:
-            made = made.resize(size, Image.Resampling.BICUBIC)
         layer = self.image.copy()
-        layer.paste(made, (left, top))
+        layer.paste(resize(made, (right - left, bottom - top)), (left, top))
         alpha = Image.fromarray(self.mask_HW.astype(np.uint8) * 255)
         if feather > 0:
             # Blurred, then stretched so that it is 0 at the seam and full `feather` pixels inside.
@@ -128,9 +123,7 @@ def _view(size: tuple[int, int], mask_HW: Mask, grid: tuple[int, int]) -> Box:
     return left, top, left + wide, top + high
 
 
-def _overlaps(tokens: int, pixels: int) -> NDArray[np.int64]:
-    """Return 1 where a token and a pixel along one side overlap, `[tokens, pixels]`."""
-    token, pixel = np.arange(tokens)[:, None], np.arange(pixels)[None]
-    meets = (token * pixels < (pixel + 1) * tokens) & (pixel * tokens < (token + 1) * pixels)
-    result: NDArray[np.int64] = meets.astype(np.int64)
-    return result
+def _patches(tokens: int, pixels: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first pixel of each token's patch along one side, and the one after its last; neighbours may share."""
+    token = np.arange(tokens)
+    return token * pixels // tokens, -(-(token + 1) * pixels // tokens)

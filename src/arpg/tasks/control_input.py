@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from arpg.config import ControlConfig
 from arpg.errors import present
 from arpg.extractors import extract, to_condition
-from arpg.image import adm_crop, to_rgb
+from arpg.image import adm_crop, resize, to_rgb
 from arpg.settings import TASK_SETTINGS
 
 Part = tuple[float, float, float, float]  # left, top, right, bottom as fractions of the whole
@@ -63,9 +63,9 @@ class ControlInput:
             return grey
         shrink = max(1.0, (box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1])
         if self.kind not in BINARY_KINDS:
-            return grey.resize(size, Image.Resampling.BICUBIC, box=box)
+            return resize(grey, size, box=box)
         # A line that is one pixel wide would fade as it shrinks: a pixel is white where half a line crosses it.
-        coverage = np.asarray(grey.resize(size, Image.Resampling.BOX, box=box))
+        coverage = np.asarray(resize(grey, size, Image.Resampling.BOX, box=box))
         return Image.fromarray(np.where(coverage >= max(1.0, 127.5 / shrink), 255, 0).astype(np.uint8))
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from arpg.errors import require
-from arpg.image import MAX_PIXELS, Pixels
+from arpg.image import MAX_PIXELS, Pixels, resize
 from arpg.model.rope import grid_positions
 from arpg.settings import TASK_SETTINGS
 from arpg.tasks.canvas import Canvas, Mask
@@ -121,8 +121,8 @@ def expand_stage(
         known,
         (high, wide) if one_window else window,
         ((0, 0),) if one_window else tuple(plan_windows(known, window)),
-        preprocess=lambda image: np.asarray(_resize(image, (encoded[1] * stride, encoded[0] * stride))),
-        postprocess=lambda made: _resize(made, size),
+        preprocess=lambda image: np.asarray(resize(image, (encoded[1] * stride, encoded[0] * stride))),
+        postprocess=lambda made: resize(made, size),
         token_index_M=token_index,
         pos_N2=grid_positions(high, wide) * min(1.0, window[0] / high, window[1] / wide) if one_window else None,
     )
@@ -159,10 +159,6 @@ def _known_per_window(known_hw: Mask, window: Grid) -> NDArray[np.int64]:
     high, wide = window
     sums: NDArray[np.int64] = total[high:, wide:] - total[:-high, wide:] - total[high:, :-wide] + total[:-high, :-wide]
     return sums
-
-
-def _resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _check_size(image_size: tuple[int, int], size: tuple[int, int]) -> None:
