@@ -37,6 +37,7 @@ from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig,
 from arpg.serve.app import Server, create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
+from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
 
@@ -272,7 +273,7 @@ def soak(*, requests: int, clients: int, seed: int, share: float = 0.01) -> dict
     logging.getLogger("arpg").setLevel(logging.CRITICAL)  # without the injected failures and their tracebacks
     pipeline = tiny_pipeline()
     settings = ServeSettings(max_batch=8, max_pending_requests=16, io_timeout_s=5.0, max_wait_ms=2.0)
-    service = ImageService(lambda: pipeline, name="tiny", keys=ApiKeys([KEY]), settings=settings)
+    service = ImageService([ServedModel("tiny", lambda: pipeline)], keys=ApiKeys([KEY]), settings=settings)
     service.open()
     bound = socket.create_server(("127.0.0.1", 0))
     server = Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"), service)

@@ -127,7 +127,7 @@ def test_a_condition_of_another_size_is_fitted(pipe):
 
 
 def test_the_page_shows_the_thumbnails_of_garden():
-    from arpg.serve.service import find_thumbnails
+    from arpg.serve.served_model import find_thumbnails
 
     require_model("garden-control")
     ours, theirs = (find_thumbnails(resolve(name)) for name in ("garden-control", "garden"))

@@ -85,7 +85,9 @@ def test_the_ray_service_names_what_exists(monkeypatch):
     from arpg.serve import ray_serve
 
     given = {}
-    monkeypatch.setattr(ray_serve, "application", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(
+        ray_serve, "application", lambda models, **arguments: given.update(arguments, model=",".join(models))
+    )
     arguments = application["args"]
     assert all(isinstance(value, str) for value in arguments.values())
     getattr(ray_serve, name)(arguments)

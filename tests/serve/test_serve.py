@@ -332,9 +332,10 @@ def test_a_full_queue_is_a_429(service):
 
 
 def test_while_the_model_loads(served, pipeline):
+    from arpg.serve.served_model import ServedModel
     from arpg.serve.service import ImageService
 
-    client = TestClient(create_app(ImageService(lambda: pipeline, name="small")))  # never opened
+    client = TestClient(create_app(ImageService([ServedModel("small", lambda: pipeline)])))  # never opened
     assert client.get("/healthz").status_code == 200
     assert client.get("/readyz").status_code == 503
     assert error(client.post("/v1/arpg/generate", json={"class": 1}), 503)["code"] == "loading"

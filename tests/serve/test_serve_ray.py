@@ -27,7 +27,7 @@ def cluster(folder, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     app = ray_serve.application(
-        str(folder), keys=ApiKeys(["a-key-for-the-cluster"]), settings=ServeSettings(), replicas=2
+        [str(folder)], keys=ApiKeys(["a-key-for-the-cluster"]), settings=ServeSettings(), replicas=2
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

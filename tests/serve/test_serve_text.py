@@ -321,7 +321,7 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     pipe.save_pretrained(tmp_path / "small")
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
-    replica = Replica(str(tmp_path / "small"), ServeSettings(device="cpu", precision="float32"))
+    replica = Replica([str(tmp_path / "small")], ServeSettings(device="cpu", precision="float32"))
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
     body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}

@@ -7,17 +7,20 @@ import threading
 import uvicorn
 
 from arpg.serve.app import Server, create_app
+from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
 
 
 @contextlib.contextmanager
 def services(default):
-    """A function that opens an `ImageService` around a pipeline; all of them are closed at the end."""
+    """A function that opens an `ImageService` around a pipeline and `more` by name; all are closed at the end."""
     opened = []
 
-    def serve(*, keys=None, pipeline=default, **settings):
-        service = ImageService(lambda: pipeline, name="small", keys=keys, settings=ServeSettings(**settings))
+    def serve(*, keys=None, pipeline=default, more=None, **settings):
+        pipelines = {"small": pipeline, **(more or {})}
+        models = [ServedModel(name, lambda made=made: made) for name, made in pipelines.items()]
+        service = ImageService(models, keys=keys, settings=ServeSettings(**settings))
         service.open()
         opened.append(service)
         return service

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 def serve(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id.")
-    ] = configs.DEFAULT_MODEL,
+        list[str],
+        typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id; repeat it for several."),
+    ] = [configs.DEFAULT_MODEL],  # noqa: B006  typer copies it
     host: Annotated[str, typer.Option(help="Address to bind; all but loopback addresses need keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     keys_file: Annotated[Path | None, typer.Option(help="API keys, one per line; also $ARPG_API_KEYS.")] = None,
@@ -65,15 +66,18 @@ def serve(
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
         _serve_on_ray(model, keys, settings, host=host, port=port, scale=scale)
         return
-    service = ImageService.from_pretrained(model, keys=keys, settings=settings)
+    service = ImageService.from_pretrained(*model, keys=keys, settings=settings)
     bound = app.bind(host, port)
     shown = f"[{host}]" if ":" in host else host
-    err.print(f"serving {service.name} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)", markup=False)
+    err.print(
+        f"serving {', '.join(service.models)} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)",
+        markup=False,
+    )
     app.run(service, bound)
 
 
 def _serve_on_ray(
-    model: str, keys: ApiKeys, settings: ServeSettings, *, host: str, port: int, scale: dict[str, Any]
+    models: list[str], keys: ApiKeys, settings: ServeSettings, *, host: str, port: int, scale: dict[str, Any]
 ) -> None:
     try:
         from arpg.serve import ray_serve
@@ -83,10 +87,11 @@ def _serve_on_ray(
     from arpg.hub import resolve
     from arpg.pipeline import choose_device
 
-    resolve(model)  # download it once, before the replicas do
+    for model in models:
+        resolve(model)  # download it once, before the replicas do
     if scale["gpus"] is None:
         scale["gpus"] = 1 if choose_device(settings.device).type == "cuda" else 0
     scale["hosts"] = allowed_hosts(host, keys)
-    app = ray_serve.application(model, keys=keys, settings=settings, **scale)
-    err.print(f"serving {model} on Ray at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
+    app = ray_serve.application(models, keys=keys, settings=settings, **scale)
+    err.print(f"serving {', '.join(models)} on Ray at http://{host}:{port}/ (stop with Ctrl+C)", markup=False)
     ray_serve.run(app, host=host, port=port)

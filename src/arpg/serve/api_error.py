@@ -54,6 +54,12 @@ def check(
         raise ApiError(status, message, param=param, code=code)
 
 
+def shorten(value: Any) -> str:
+    """Return a value of a request as an error message shows it: at most 40 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
 def internal_error() -> ApiError:
     """Return the 500 for a failure of the server; the details are in its log under the id of the call."""
     return ApiError(500, "generation failed on the server; the details are in its log", code="internal_error")

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 import arpg
 from arpg.errors import InputError
-from arpg.serve.api_error import ApiError
+from arpg.serve.api_error import ApiError, shorten
 from arpg.serve.middleware import RequestMiddleware, allowed_hosts
 from arpg.serve.native import native_routes
 from arpg.serve.observability import configure_logging
@@ -144,14 +144,9 @@ def _first_invalid(error: RequestValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         message = f"unknown field {where[0]!r}; see /openapi.json"
     else:
-        value = "" if first["type"] == "missing" else f" is {_shorten(first.get('input'))}"
+        value = "" if first["type"] == "missing" else f" is {shorten(first.get('input'))}"
         message = f"{where[0]}{value}: {first['msg']}"
     return ApiError(400, message, param=where[0])
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:40] + "..."
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -29,6 +29,7 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # not logged
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -172,6 +173,8 @@ class RequestMiddleware:
         route = getattr(scope.get("route"), "path", None) or ("static" if scope.get("endpoint") else "other")
         self.metrics.requests.labels(route, str(response.status)).inc()
         self.metrics.latency.labels(route).observe(seconds)
+        if scope["path"] in PROBES:
+            return  # many times a minute, and nothing to read in it
         extra = {"id": response.id, "method": scope["method"], "route": route, "status": response.status}
         client = (scope.get("client") or ("",))[0]
         log.info("request", extra={**extra, "seconds": round(seconds, 4), "client": client})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
 from arpg.serve.api_error import ApiError
@@ -23,11 +24,13 @@ from arpg.serve.schemas import (
 )
 from arpg.serve.service import ImageService
 
+ModelQuery = Annotated[str | None, Query(max_length=200, description="One of /v1/models; by default the first.")]
 Responses = dict[int | str, dict[str, Any]]
 
 ERRORS: Responses = {
     400: {"model": Error, "description": "The request is not valid; the message names the parameter and the reason."},
     401: {"model": Error, "description": "An API key is needed."},
+    404: {"model": Error, "description": "The model is not served here; the message lists those that are."},
     413: {"model": Error, "description": "Too many bytes or pixels."},
     429: {"model": Error, "description": "Too many pending requests; Retry-After says when to try again."},
     500: {"model": Error, "description": "Generation failed on the server."},
@@ -58,30 +61,35 @@ def task_responses(model: type, description: str, events: Iterable[str], **more:
 def native_routes(service: ImageService) -> APIRouter:
     """Return the routes under /v1/arpg."""
     router = APIRouter(prefix="/v1/arpg", tags=["arpg"])
-    reading: Responses = {status: ERRORS[status] for status in (401, 503)}
+    reading: Responses = {status: ERRORS[status] for status in (400, 401, 404, 503)}
 
     @router.get("/info", response_model=Info, responses=reading)
-    async def info() -> dict[str, Any]:
-        """The model, its defaults, the settings and their choices, and the limits."""
-        return service.info()
+    async def info(model: ModelQuery = None) -> dict[str, Any]:
+        """A model, its defaults, the settings and their choices, the limits, and the list of all models."""
+        return service.info(model)
 
     @router.get("/classes", response_model=Classes, responses=reading)
-    async def classes() -> dict[str, Any]:
+    async def classes(model: ModelQuery = None) -> dict[str, Any]:
         """All classes by id; none where the model takes text."""
-        names = service.loaded.pipeline.classes
+        found = service.find(model)
+        names = found.loaded.pipeline.classes
         entries = [{"id": i, "name": names.name(i)} for i in range(len(names))]
-        return {"classes": entries, "thumbnails": None if service.thumbnails is None else THUMBNAILS}
+        url = (
+            THUMBNAILS["url"] if found is service.default else f"{THUMBNAILS['url']}?{urlencode({'model': found.name})}"
+        )
+        return {"classes": entries, "thumbnails": None if found.thumbnails is None else {**THUMBNAILS, "url": url}}
 
     @router.get(
         "/thumbnails.webp",
         response_class=FileResponse,
-        responses={200: {"content": {"image/webp": {}}}, **reading, 404: {"model": Error}},
+        responses={200: {"content": {"image/webp": {}}}, **reading},
     )
-    async def thumbnails() -> FileResponse:
+    async def thumbnails(model: ModelQuery = None) -> FileResponse:
         """One small image of each class, side by side; the file is in the model's folder."""
-        if service.thumbnails is None:
+        file = service.find(model).thumbnails
+        if file is None:
             raise ApiError(404, "this model has no thumbnails")
-        return FileResponse(service.thumbnails, media_type="image/webp")
+        return FileResponse(file, media_type="image/webp")
 
     for task, schema in TASKS.items():
         _add_task_route(router, service, task, schema)
@@ -89,7 +97,7 @@ def native_routes(service: ImageService) -> APIRouter:
     @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
     async def condition(body: ExtractCondition) -> Response:
         """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
-        builder = service.loaded.builder
+        builder = service.find(body.model).loaded.builder
         image, kind = await service.run_in_worker(lambda: builder.extract_condition(body))
         size = {"width": image.width, "height": image.height}
         return json_response({"png": to_base64(to_png(image)), "kind": kind, **size})
@@ -99,8 +107,9 @@ def native_routes(service: ImageService) -> APIRouter:
 
 def _add_task_route(router: APIRouter, service: ImageService, task: str, schema: type[TaskParams]) -> None:
     async def run_task(call: Request, body: TaskParams) -> Response:
-        position = service.loaded.batcher.num_waiting
-        job = service.start(call, lambda builder: builder.from_params(task, body), previews=body.stream)
+        model = service.find(body.model)
+        position = model.loaded.batcher.num_waiting
+        job = service.start(call, model, lambda builder: builder.from_params(task, body), previews=body.stream)
         queued = ("queued", {"id": job.id, "position": position})
         return await respond(job, call, stream=body.stream, to_body=_to_body, to_sse=_to_sse, first=[queued])
 

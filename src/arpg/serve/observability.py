@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
 
         def histogram(name: str, help: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
             return Histogram(name, help, labels, buckets=buckets, registry=registry)
@@ -36,13 +39,22 @@ class Metrics:
         self.failures = Counter("arpg_failures", "Batches that failed on the server", registry=registry)
         self.rejected = Counter("arpg_rejected", "HTTP requests rejected with 429", registry=registry)
 
-    def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
+    def gauge(self, name: str, help: str, value: Callable[[], float], **labels: str) -> None:
         """Register a gauge whose value is computed when the metrics are read."""
-        Gauge(name, help, registry=self.registry).set_function(value)
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, help, tuple(labels), registry=self.registry)
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set_function(value)
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class JsonFormatter(logging.Formatter):

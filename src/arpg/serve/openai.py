@@ -21,7 +21,7 @@ from arpg.serve.api_error import ApiError, check
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.responses import Job, Preview, Result, SseEvent, respond, to_base64
-from arpg.serve.schemas import MAX, Error, Feather, Sampling, Seed, TaskParams, Text
+from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 
 QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "standard": 1.0, "auto": 1.0, "high": 2.0, "hd": 2.0}  # of the steps
@@ -32,7 +32,10 @@ class ImagesParams(Sampling):
 
     prompt: Annotated[str, Field(min_length=1, max_length=32000, description="Text, or the name or id of a class.")]
     negative: Text | None = Field(None, description="Ours: a prompt that guidance leads away from.")
-    model: Annotated[str, Field(max_length=200)] | None = Field(None, description="As in /v1/models.")
+    model: ModelName | None = Field(
+        None,
+        description="One of /v1/models; null: the first, or for a prompt that is no class, one that takes prompts.",
+    )
     n: Annotated[int, Field(ge=1, le=MAX.images)] | None = None
     size: Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] | None = Field(
         None, description="auto (the model's own) or WIDTHxHEIGHT; a larger one is made as by /v1/arpg/expand."
@@ -82,7 +85,7 @@ class ImagesResponse(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """The served model."""
+    """A served model."""
 
     id: str
     object: Literal["model"]
@@ -91,17 +94,16 @@ class ModelEntry(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models that are served: one."""
+    """All models that are served."""
 
     object: Literal["list"]
     data: list[ModelEntry]
 
 
 EVENT_NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
-IMAGES_RESPONSES = {
-    404: {"model": Error, "description": "Another model was requested."},
-    **task_responses(ImagesResponse, "The images; with `stream`, server-sent events.", (*EVENT_NAMES, "error")),
-}
+IMAGES_RESPONSES = task_responses(
+    ImagesResponse, "The images; with `stream`, server-sent events.", (*EVENT_NAMES, "error")
+)
 FORM_FILES = {
     "image": {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."},
     "mask": {
@@ -126,30 +128,29 @@ def _form_schema() -> dict[str, Any]:
 def openai_routes(service: ImageService) -> APIRouter:
     """Return the routes of the OpenAI Images API."""
     router = APIRouter(prefix="/v1", tags=["openai"])
-    entry = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "arpg"}
+    started = int(time.time())
 
-    def check_model(model: str | None) -> None:
-        message = f"model {model!r} is not served here; expected {service.name!r}"
-        check(model in (None, service.name), message, param="model", code="model_not_found", status=404)
+    def entry_of(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "arpg"}
 
     async def run_task(
         call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
     ) -> Response:
-        check_model(params.model)
-        form = ResponseFormat(params, kind)
-        job = service.start(call, build, previews=form.num_previews > 0)
+        form, model = ResponseFormat(params, kind), service.find_for(params.model, params.prompt)
+        job = service.start(call, model, build, previews=form.num_previews > 0)
         return await respond(job, call, stream=bool(params.stream), to_body=form.body, to_sse=form.events)
 
     @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [entry]}
+        """All models that are served, the default first."""
+        return {"object": "list", "data": [entry_of(name) for name in service.models]}
 
-    @router.get("/models/{model}", response_model=ModelEntry, responses={401: ERRORS[401], 404: {"model": Error}})
+    @router.get(
+        "/models/{model}", response_model=ModelEntry, responses={status: ERRORS[status] for status in (401, 404)}
+    )
     async def model(model: str) -> dict[str, Any]:
-        """The served model, by its name."""
-        check_model(model)
-        return entry
+        """A served model, by its name."""
+        return entry_of(service.find(model).name)
 
     @router.post("/images/generations", responses=IMAGES_RESPONSES)
     async def generations(call: Request, body: GenerationParams) -> Response:

@@ -1,4 +1,4 @@
-"""The application on Ray Serve: an ingress that admits requests, and replicas (one model each) that answer them.
+"""The application on Ray Serve: an ingress that admits requests, and replicas (all models each) that answer them.
 
 The ingress keeps every admitted request until it is answered. A request whose replica dies is sent to another; an image
 depends on its seed alone, so the second try generates the same one.
@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +47,12 @@ ROUTES = {  # what the metrics name; all other paths are "other"
     "/v1/models",
     *(f"/v1/arpg/{task}" for task in TASKS),
 }
-SCALE_TYPES: dict[str, Any] = {"model": str, "replicas": int, "max_replicas": int, "gpus": float}  # of `build`
+SCALE_TYPES: dict[str, Any] = {
+    "model": lambda names: names.split(","),
+    "replicas": int,
+    "max_replicas": int,
+    "gpus": float,
+}  # of `build`
 SETTING_TYPES = {
     setting.name: int if setting.default is None else type(setting.default)
     for setting in dataclasses.fields(ServeSettings)
@@ -57,11 +62,11 @@ SCOPE_FIELDS = ("method", "path", "raw_path", "query_string", "headers", "client
 
 
 class Replica:
-    """The application of one model, called with ASGI messages instead of over a socket."""
+    """The application with all models, called with ASGI messages instead of over a socket."""
 
-    def __init__(self, model: str, settings: ServeSettings) -> None:
+    def __init__(self, models: Sequence[str], settings: ServeSettings) -> None:
         configure_logging()
-        self.service = ImageService.from_pretrained(model, keys=ApiKeys(), settings=settings)
+        self.service = ImageService.from_pretrained(*models, keys=ApiKeys(), settings=settings)
         self.service.open()
         self.app = create_app(self.service)
 
@@ -182,7 +187,7 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
 
 
 def application(
-    model: str = DEFAULT_MODEL,
+    models: Sequence[str] = (DEFAULT_MODEL,),
     *,
     keys: ApiKeys,
     settings: ServeSettings,
@@ -204,7 +209,7 @@ def application(
         ray_actor_options={"num_gpus": gpus, "num_cpus": 1 if gpus else 0.5},
         graceful_shutdown_timeout_s=settings.deadline,
         health_check_period_s=5,
-    )(Replica).bind(model, settings)
+    )(Replica).bind(tuple(models), settings)
     to_ingress = serve.ingress(lambda: ingress_app(settings, keys, hosts))
 
     class IngressDeployment:
@@ -220,14 +225,18 @@ def application(
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run` and KubeRay: the options of `arpg serve` as strings; keys come from the environment."""
+    """For `serve run` and KubeRay: the options of `arpg serve` as strings (`model`: one or more, separated by commas).
+
+    Keys come from the environment.
+    """
     given = {ALIASES.get(name, name): value for name, value in arguments.items()}
     known = {**SCALE_TYPES, **SETTING_TYPES}
     unknown = sorted(given.keys() - known)
     require(not unknown, f"unknown argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     parsed = {name: known[name](value) for name, value in given.items()}
     settings = ServeSettings(**{name: parsed.pop(name) for name in SETTING_TYPES if name in parsed})
-    return application(keys=read_keys(None, os.environ.get(KEYS_VARIABLE)), settings=settings, **parsed)
+    models = parsed.pop("model", [DEFAULT_MODEL])
+    return application(models, keys=read_keys(None, os.environ.get(KEYS_VARIABLE)), settings=settings, **parsed)
 
 
 def start(app: serve.Application, *, host: str, port: int) -> None:

@@ -27,6 +27,7 @@ TINY_PNG = (  # a grey square, so that the examples are requests that work
 Method: TypeAlias = Literal[EXPAND_METHODS]  # type: ignore[valid-type]
 Kind: TypeAlias = Literal[CONTROL_KINDS]  # type: ignore[valid-type]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+ModelName = Annotated[str, Field(max_length=200, description="One of /v1/models; null: the first.")]
 ClassName = Annotated[str, Field(max_length=200)] | int
 Text = Annotated[str, Field(max_length=MAX.prompt)]
 Base64 = Annotated[str, Field(min_length=1, max_length=MAX.bytes, description="A PNG, JPEG or WebP file in base64.")]
@@ -78,6 +79,7 @@ class ControlImage(StrictModel):
 class TaskParams(Sampling):
     """The parameters of all tasks."""
 
+    model: ModelName | None = None
     class_: ClassName | None = Field(None, alias="class", description="Name or id of a class; names ignore case.")
     prompt: Text | None = Field(None, description="Instead of a class, for models that take text.")
     negative: Text | None = Field(None, description="A prompt that guidance leads away from.")
@@ -149,6 +151,7 @@ class ExtractCondition(StrictModel):
     """Extract a condition image from the centre of an image, at the shape and size requested."""
 
     model_config = _example({"image": TINY_PNG, "kind": "canny"})
+    model: ModelName | None = None
     image: Base64
     kind: Kind | None = Field(None, description="One of the model's kinds; null: its first.")
     size: Size | None = Field(None, description="Width, height; null: the model's.")
@@ -245,6 +248,16 @@ class ControlInfo(BaseModel):
     binary_kinds: list[str] = Field(description="The kinds that are white lines on black and nothing between.")
 
 
+class ServedModelEntry(BaseModel):
+    """One of the models of a server."""
+
+    name: str
+    takes: Literal["classes", "prompts"]
+    control: bool = Field(description="Whether it takes condition images.")
+    default: bool = Field(description="Whether it is the model of requests that name none.")
+    weight_bytes: int = Field(description="Memory of its weights.")
+
+
 class Info(BaseModel):
     """The model, the settings with their defaults and choices, and the limits of the server."""
 
@@ -263,6 +276,7 @@ class Info(BaseModel):
     task_settings: list[SettingInfo] = Field(description="Numbers that only some tasks take: feather and strength.")
     choices: dict[str, list[Choice]]
     limits: dict[str, int]
+    models: list[ServedModelEntry] = Field(default_factory=list, description="All models of this server.")
 
 
 class ErrorDetail(BaseModel):

@@ -1,4 +1,4 @@
-"""ImageService: a served model with its pipeline, batcher, worker threads, limits, keys and metrics."""
+"""ImageService: the served models with what they share: worker threads, limits, keys, admission and metrics."""
 
 from __future__ import annotations
 
@@ -8,32 +8,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from starlette.requests import Request
 from torch import Tensor
 
-from arpg.checkpoint import read_folder
 from arpg.decode import Step, make_plan
-from arpg.errors import InputError
-from arpg.hub import resolve
-from arpg.installed import installed_folder
-from arpg.pipeline import Pipeline, choose_device
-from arpg.serve.api_error import ApiError, bad_request, internal_error
+from arpg.errors import InputError, require
+from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
-from arpg.serve.batcher import Batcher, PendingRows
+from arpg.serve.batcher import PendingRows
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.middleware import AdmissionLimiter
-from arpg.serve.observability import Metrics
+from arpg.serve.observability import Metrics, peak_rss_bytes
 from arpg.serve.responses import Job, Preview, Result, to_png
-from arpg.serve.schemas import model_info
+from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
-from arpg.serve.workers import TokenizerThread, WorkerPools, serving_pipeline
+from arpg.serve.workers import WorkerPools
 from arpg.tasks.task import ImageTask
 
 log = logging.getLogger(__name__)
@@ -43,114 +38,109 @@ MAX_UNREAD_PREVIEWS = 8  # of a slow reader; more are left out
 MAX_PREVIEW_LAG_S = 2.0  # previews of older steps are left out
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """The parts of a service that exist once its model is loaded."""
-
-    pipeline: Pipeline
-    tokenizer: TokenizerThread
-    batcher: Batcher
-    pools: WorkerPools
-    builder: TaskBuilder
-
-
 class ImageService:
-    """A served model. `open` calls `load`, which returns the pipeline; until then, calls get a 503."""
+    """The models of a server, the first of which is the default. Until `open` has loaded them, calls get a 503."""
 
     def __init__(
-        self,
-        load: Callable[[], Pipeline],
-        *,
-        name: str,
-        folder: Path | None = None,
-        keys: ApiKeys | None = None,
-        settings: ServeSettings | None = None,
+        self, models: Sequence[ServedModel], *, keys: ApiKeys | None = None, settings: ServeSettings | None = None
     ) -> None:
+        names = [model.name for model in models]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, f"two models are named {twice!r}; rename the folder of one, requests choose by the name")
         self.settings = settings or ServeSettings()
-        self.limits, self.name, self.folder, self.keys = self.settings.limits, name, folder, keys or ApiKeys()
+        self.limits, self.keys = self.settings.limits, keys or ApiKeys()
+        self.models = {model.name: model for model in models}
         self.metrics = Metrics()
+        self.pools = WorkerPools()
         self.admission = AdmissionLimiter(
             self.settings.max_pending_requests, self.metrics, estimate_wait=lambda: self.seconds_per_image
         )
         self.seconds_per_image = 1.0  # a moving average, for Retry-After
-        self._load = load
-        self._state: LoadedModel | None = None
         self._closed = False
-        gauge = self.metrics.gauge
-        gauge("arpg_rows_waiting", "Images not in a batch yet", lambda: self._rows("num_waiting"))
-        gauge("arpg_rows_running", "Images being decoded", lambda: self._rows("num_running"))
+        for name, meaning, count in (
+            ("arpg_rows_waiting", "Images not in a batch yet", lambda loaded: loaded.batcher.num_waiting),
+            ("arpg_rows_running", "Images being decoded", lambda loaded: loaded.batcher.num_running),
+            ("arpg_model_weight_bytes", "Memory of the weights of a model", lambda loaded: loaded.weight_bytes),
+        ):
+            for model in models:
+                value = partial(_of_loaded, model, count)
+                self.metrics.gauge(name, meaning, value, model=model.name)
 
     @classmethod
-    def from_pretrained(cls, model: str, *, keys: ApiKeys, settings: ServeSettings) -> ImageService:
-        """Serve a model by its name. The device and the folder are checked here; `open` loads the weights."""
-        choose_device(settings.device)
-        folder = resolve(model)
-
-        def load() -> Pipeline:
-            where = {"device": settings.device, "precision": settings.precision, "engine": settings.engine}
-            return Pipeline.from_pretrained(folder, **where)
-
-        return cls(load, name=Path(model).name or model, folder=folder, keys=keys, settings=settings)
+    def from_pretrained(cls, *models: str, keys: ApiKeys, settings: ServeSettings) -> ImageService:
+        """Serve models by their names. Devices and folders are checked here; `open` loads the weights."""
+        return cls([ServedModel.from_pretrained(model, settings) for model in models], keys=keys, settings=settings)
 
     def open(self) -> None:
-        """Load the model and start the threads; this takes a while."""
-        settings, loaded = self.settings, self._load()
-        size, threads = settings.max_batch, settings.threads
-        tokenizer = TokenizerThread(loaded.tokenizer, max_batch=size, threads=threads)
-        pipeline = serving_pipeline(loaded, tokenizer, self.metrics)
-        max_wait = settings.max_wait_ms / 1000
-        batcher = Batcher(pipeline.model, max_batch=size, max_wait=max_wait, threads=threads, metrics=self.metrics)
-        builder = TaskBuilder(pipeline, self.name, self.limits)
-        self._state = LoadedModel(pipeline, tokenizer, batcher, WorkerPools(), builder)
-        log.info("ready", extra={"model": self.name, "device": str(pipeline.model.device)})
+        """Load the models, one after the other, and start their threads; this takes a while."""
+        for model in self.models.values():
+            model.open(self.settings, self.metrics)
+        log.info("ready", extra={"models": list(self.models), "peak_rss_bytes": peak_rss_bytes()})
 
     def close(self) -> None:
         """Stop the threads; jobs that are not finished end with an error."""
         self._closed = True
-        if self._state is not None:
-            self._state.batcher.close()
-            self._state.pools.close()
-            self._state.tokenizer.close()
+        for model in self.models.values():
+            model.close()
+        self.pools.close()
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return next(iter(self.models.values()))
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The parts of the default model; raises a 503 before they exist."""
+        return self.default.loaded
 
     @property
     def alive(self) -> bool:
-        """Whether the model is loaded and its threads run."""
-        state = self._state
-        return state is not None and not self._closed and state.batcher.alive and state.tokenizer.alive
+        """Whether all models are loaded and their threads run."""
+        return not self._closed and all(model.alive for model in self.models.values())
 
     @property
     def ready(self) -> bool:
         """Whether the service accepts work."""
         return self.alive and not self.admission.draining
 
-    @property
-    def loaded(self) -> LoadedModel:
-        """The parts of the loaded model; raises a 503 before they exist."""
-        if self._state is None:
-            raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=5)
-        return self._state
+    def find(self, name: str | None) -> ServedModel:
+        """Return a model by its name, None: the default; raise a 404 that lists the names for an unknown one."""
+        if name is None:
+            return self.default
+        if name not in self.models:
+            known = ", ".join(repr(each) for each in self.models)
+            message = f"model {shorten(name)} is not served here; expected {known}"
+            raise ApiError(404, message, param="model", code="model_not_found", nearest=list(self.models))
+        return self.models[name]
 
-    @property
-    def thumbnails(self) -> Path | None:
-        """The file with the thumbnails of the classes, if there is one."""
-        return None if self.folder is None else find_thumbnails(self.folder)
+    def find_for(self, name: str | None, prompt: str) -> ServedModel:
+        """Return the model of a prompt of the OpenAI API: as `find`, but where the call names no model, a prompt that
+        is no class of the default model goes to the first model that takes prompts, if there is one.
+        """
+        model = self.find(name)
+        if name is not None or model.takes_text or model.names_class(prompt):
+            return model
+        return next((each for each in self.models.values() if each.takes_text), model)
 
-    def info(self) -> dict[str, Any]:
-        """Return the body of `/v1/arpg/info`."""
-        pipe = self.loaded.pipeline
-        return model_info(self.name, pipe.model.config, pipe.tokenizer.config, pipe.sampling, self.limits)
+    def info(self, name: str | None) -> dict[str, Any]:
+        """Return the body of `/v1/arpg/info` for a model."""
+        info, default = self.find(name).info(self.settings), self.default
+        return {**info, "models": [model.entry(default=model is default) for model in self.models.values()]}
 
-    def start(self, call: Request, build: Callable[[TaskBuilder], BuiltTask], *, previews: bool) -> Job:
-        """Start a job for an HTTP call; `build` is called in a worker thread."""
-        loaded = self.loaded
+    def start(
+        self, call: Request, model: ServedModel, build: Callable[[TaskBuilder], BuiltTask], *, previews: bool
+    ) -> Job:
+        """Start a job of a model for an HTTP call; `build` is called in a worker thread."""
+        loaded = model.loaded
         job = Job(id=call.state.id, deadline=self.settings.deadline, previews=previews)
-        self.submit(loaded.pools.prepare, job, lambda: _TaskRun(self, job, *build(loaded.builder)).submit_next())
+        self.submit(self.pools.prepare, job, lambda: _TaskRun(self, loaded, job, *build(loaded.builder)).submit_next())
         return job
 
     async def run_in_worker(self, work: Callable[[], T]) -> T:
         """Run `work`, which belongs to no job, in a worker thread."""
         try:
-            return await asyncio.wrap_future(self.loaded.pools.prepare.submit(work))
+            return await asyncio.wrap_future(self.pools.prepare.submit(work))
         except InputError as error:
             raise bad_request(error) from None
 
@@ -185,15 +175,19 @@ class ImageService:
         self.metrics.images.inc(count)
         self.seconds_per_image += 0.2 * (seconds / count - self.seconds_per_image)
 
-    def _rows(self, which: str) -> float:
-        return 0.0 if self._state is None else float(getattr(self._state.batcher, which))
+
+def _of_loaded(model: ServedModel, value: Callable[[LoadedModel], float]) -> float:
+    """Return a number of a model; 0 while it is not loaded."""
+    return float(value(model.loaded)) if model.is_loaded else 0.0
 
 
 class _TaskRun:
     """Runs the task of one job: submits its requests to the batcher, makes previews of its steps, and its result."""
 
-    def __init__(self, service: ImageService, job: Job, task: ImageTask, about: dict[str, Any]) -> None:
-        self.service, self.job, self.task, self.about = service, job, task, about
+    def __init__(
+        self, service: ImageService, loaded: LoadedModel, job: Job, task: ImageTask, about: dict[str, Any]
+    ) -> None:
+        self.service, self.loaded, self.job, self.task, self.about = service, loaded, job, task, about
         self.backlog: deque[Callable[[], None]] = deque()  # previews to make, and what follows them
         self.working = False
         self.lock = threading.Lock()
@@ -213,7 +207,7 @@ class _TaskRun:
         pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end)
         if job.previews:
             pending.on_step = self.on_step
-        self.service.loaded.batcher.submit(pending)
+        self.loaded.batcher.submit(pending)
 
     def on_step(self, pending: PendingRows) -> None:
         """In the batching thread: copy the tokens; a worker makes the preview."""
@@ -260,7 +254,7 @@ class _TaskRun:
                     self.working = False
             self._work_off()
 
-        self.service.submit(self.service.loaded.pools.preview, self.job, run)
+        self.service.submit(self.service.pools.preview, self.job, run)
 
     def accept(self, step: Step) -> None:
         self.task.accept(step)
@@ -289,10 +283,3 @@ class _TaskRun:
         seconds = self.job.seconds
         self.service.record_images(len(images), seconds)
         self.job.end(Result(pngs, images, seeds, settings, seconds))
-
-
-def find_thumbnails(folder: Path) -> Path | None:
-    """Find the thumbnails of the classes in a model's folder, or in that of the model it is based on."""
-    base = read_folder(folder).base
-    folders = [folder, *([] if base is None else [installed_folder(base)])]
-    return next((file for each in folders if (file := each / "thumbnails.webp").is_file()), None)

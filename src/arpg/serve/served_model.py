@@ -1,0 +1,153 @@
+"""ServedModel: one model of a server by its name, and what exists of it once it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from arpg.checkpoint import read_folder
+from arpg.errors import InputError
+from arpg.hub import resolve
+from arpg.installed import installed_folder
+from arpg.pipeline import Pipeline, choose_device
+from arpg.serve.api_error import ApiError
+from arpg.serve.batcher import Batcher
+from arpg.serve.build_task import TaskBuilder
+from arpg.serve.observability import Metrics
+from arpg.serve.schemas import model_info
+from arpg.serve.server_config import ServeSettings
+from arpg.serve.workers import TokenizerThread, serving_pipeline
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The parts of a served model that exist once it is loaded; `weight_bytes`: memory of its weights."""
+
+    pipeline: Pipeline
+    tokenizer: TokenizerThread
+    batcher: Batcher
+    builder: TaskBuilder
+    weight_bytes: int
+
+
+class ServedModel:
+    """A model by its name. `open` calls `load`, which returns the pipeline, and starts the threads that decode it.
+
+    Each model has a decode thread and a tokenizer thread of its own: a step of a large model does not delay a small one
+    by more than the share of the device that it takes.
+    """
+
+    def __init__(self, name: str, load: Callable[[], Pipeline], *, folder: Path | None = None) -> None:
+        self.name, self.folder = name, folder
+        self._load = load
+        self._state: LoadedModel | None = None
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(cls, model: str, settings: ServeSettings) -> ServedModel:
+        """Serve a model by its name. The device and the folder are checked here; `open` loads the weights."""
+        choose_device(settings.device)
+        folder = resolve(model)
+
+        def load() -> Pipeline:
+            where = {"device": settings.device, "precision": settings.precision, "engine": settings.engine}
+            return Pipeline.from_pretrained(folder, **where)
+
+        return cls(Path(model).name or model, load, folder=folder)
+
+    def open(self, settings: ServeSettings, metrics: Metrics) -> None:
+        """Load the model and start its threads; this takes a while."""
+        loaded = self._load()
+        size, threads = settings.max_batch, settings.threads
+        tokenizer = TokenizerThread(loaded.tokenizer, max_batch=size, threads=threads)
+        pipeline = serving_pipeline(loaded, tokenizer, metrics)
+        max_wait = settings.max_wait_ms / 1000
+        batcher = Batcher(pipeline.model, max_batch=size, max_wait=max_wait, threads=threads, metrics=metrics)
+        builder = TaskBuilder(pipeline, self.name, settings.limits)
+        weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
+        self._state = LoadedModel(pipeline, tokenizer, batcher, builder, weight_bytes)
+        about = {"model": self.name, "device": str(pipeline.model.device), "weight_bytes": weight_bytes}
+        log.info("loaded", extra=about)
+
+    def close(self) -> None:
+        """Stop the threads; requests that are not finished end with an error."""
+        self._closed = True
+        if self._state is not None:
+            self._state.batcher.close()
+            self._state.tokenizer.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model is loaded and its threads run."""
+        state = self._state
+        return state is not None and not self._closed and state.batcher.alive and state.tokenizer.alive
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `loaded` exists."""
+        return self._state is not None
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The parts of the loaded model; raises a 503 before they exist."""
+        if self._state is None:
+            raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=5)
+        return self._state
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the model takes prompts instead of classes."""
+        return self.loaded.builder.takes_text
+
+    @property
+    def thumbnails(self) -> Path | None:
+        """The file with the thumbnails of the classes, if there is one."""
+        return None if self.folder is None else find_thumbnails(self.folder)
+
+    def names_class(self, prompt: str) -> bool:
+        """Return whether a prompt is the name or the id of a class of the model."""
+        try:
+            self.loaded.pipeline.classes.find(prompt)
+        except InputError:
+            return False
+        return True
+
+    def info(self, settings: ServeSettings) -> dict[str, Any]:
+        """Return what `/v1/arpg/info` says of this model."""
+        pipe = self.loaded.pipeline
+        return model_info(self.name, pipe.model.config, pipe.tokenizer.config, pipe.sampling, settings.limits)
+
+    def entry(self, *, default: bool) -> dict[str, Any]:
+        """Return the line of this model in the list of all models."""
+        return {
+            "name": self.name,
+            "takes": "prompts" if self.takes_text else "classes",
+            "control": self.loaded.pipeline.model.config.control is not None,
+            "default": default,
+            "weight_bytes": self.loaded.weight_bytes,
+        }
+
+
+def _tensor_bytes(*parts: object) -> int:
+    """Sum the memory of the tensors of networks, also of those that are no parameters (packed weights)."""
+    tensors: dict[int, Tensor] = {}
+    for part in parts:
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            own = vars(module)
+            values = (*own["_parameters"].values(), *own["_buffers"].values(), *own.values())
+            tensors |= {id(value): value for value in values if isinstance(value, Tensor)}
+    return sum(value.numel() * value.element_size() for value in tensors.values())
+
+
+def find_thumbnails(folder: Path) -> Path | None:
+    """Find the thumbnails of the classes in a model's folder, or in that of the model it is based on."""
+    base = read_folder(folder).base
+    folders = [folder, *([] if base is None else [installed_folder(base)])]
+    return next((file for each in folders if (file := each / "thumbnails.webp").is_file()), None)
