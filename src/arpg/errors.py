@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -27,6 +29,13 @@ def present(value: T | None, message: str) -> T:
 def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
     """Raise an `InputError` unless `value` is one of the choices of `name`."""
     require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the known names that resemble it, or else all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6) or [each for each in names if name in each]
+    return f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names)}"
 
 
 def first_line(error: Exception) -> str:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from arpg.errors import one_of, require
+from arpg.errors import InputError, one_of, require, suggest
+
+# The name of an order, the raster position of every token in the order of decoding, or a function that returns these
+# positions for a grid (height, width).
+Order = str | Iterable[int] | Callable[[tuple[int, int]], Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ SETTINGS: Mapping[str, Setting] = _table(
             "halton": "Evenly spread over the image at every step.",
             "local": "Close to what is known, but the tokens of a step far from each other.",
         },
+        hint=", or the raster position of every token of the grid",
     ),
     _choice(
         "schedule",
@@ -256,6 +262,27 @@ ALIASES = {
 }
 
 
+def read_order(order: Order) -> str | tuple[int, ...] | Callable[[tuple[int, int]], Iterable[int]]:
+    """Return a name or a function as it is, and positions (a list, an array or a tensor) as a tuple.
+
+    Positions must be a permutation of 0 to n - 1; `arpg.decode.order.resolve_order` checks that n is the grid's size.
+    """
+    if isinstance(order, str):
+        SETTINGS["order"].check(order)
+    if isinstance(order, str) or callable(order):
+        return order
+    values: Any = order.tolist() if hasattr(order, "tolist") else order
+    expected = "expected the positions 0 to n - 1 of n tokens, each once, in the order of decoding"
+    try:
+        positions = tuple(operator.index(position) for position in values)
+    except TypeError:
+        raise InputError(f"order is {str(values)[:60]}, not a list of whole numbers; {expected}") from None
+    missing = min(set(range(len(positions))).difference(positions), default=None)
+    require(bool(positions), f"order has no positions; {expected}")
+    require(missing is None, f"order has {len(positions)} positions, but {missing} is not among them; {expected}")
+    return positions
+
+
 def canonical_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` with aliases replaced by the names of the settings; naming one setting twice is an error."""
     named: dict[str, Any] = {}
@@ -272,7 +299,7 @@ class SamplingSettings:
 
     steps: int = 32
     guidance: float = 1.0
-    order: str = "random"
+    order: Order = "random"
     schedule: str | tuple[int, ...] = "arccos"
     guidance_schedule: str = "linear"
     temperature: float = 1.0
@@ -287,6 +314,8 @@ class SamplingSettings:
             value = getattr(self, name)
             if name == "schedule":
                 self._check_schedule()
+            elif name == "order":
+                object.__setattr__(self, name, read_order(value))
             elif value is not None or setting.default is not None:
                 setting.check(value)
         require(
@@ -341,8 +370,8 @@ class SamplingDefaults:
         number of steps.
         """
         given = canonical_names({name: value for name, value in overrides.items() if value is not None})
-        unknown = sorted(set(given) - set(SETTINGS))
-        require(not unknown, f"unknown sampling setting {', '.join(unknown)}; known: {', '.join(sorted(SETTINGS))}")
+        for name in given:
+            require(name in SETTINGS, f"unknown sampling setting {name}; {suggest(name, SETTINGS)}")
         schedule = given.get("schedule", self.schedule)
         if not isinstance(schedule, str):
             given["schedule"] = schedule = tuple(schedule)

@@ -64,6 +64,22 @@ def test_a_folder_and_the_api_give_the_same_images(run, folder, tmp_path):
             assert np.array_equal(np.asarray(written), np.asarray(image))
 
 
+def test_an_order_from_a_file(run, folder, tmp_path):
+    file, target = tmp_path / "order.txt", tmp_path / "out.png"
+    order = [*range(15, 7, -1), *range(8)]
+    for text in (" ".join(map(str, order)), json.dumps(order), ",\n".join(map(str, order))):
+        file.write_text(text)
+        assert generate(run, folder, "-c", 1, "-n", 1, "--order", f"@{file}", "-o", target)[0] == 0
+        expected = Pipeline.from_pretrained(folder, device="cpu").generate(1, steps=3, order=order)[0]
+        with Image.open(target) as image:
+            assert json.loads(image.text["arpg"])["order"] == order
+            assert np.array_equal(np.asarray(image), np.asarray(expected))
+    for text, says in (("0 1 2", "16 tokens"), ("0 1 x", "'x' in it"), ("0 0 1", "2 is not among them")):
+        file.write_text(text)
+        check_error(generate(run, folder, "-c", 1, "--order", f"@{file}", "-o", target), says)
+    check_error(generate(run, folder, "-c", 1, "--order", "@nowhere.txt", "-o", target), "no file nowhere.txt")
+
+
 def test_batches_do_not_change_images(run, folder, tmp_path):
     for name, size in (("a.png", 32), ("b.png", 3)):
         assert generate(run, folder, "-c", 0, "-n", 8, "--batch-size", size, "-o", tmp_path / name)[0] == 0

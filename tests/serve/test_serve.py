@@ -65,6 +65,20 @@ def test_every_task_equals_the_pipeline(client, pipeline):
     assert np.array_equal(pixels(image_of(answer["images"][0])), pixels(expected[0]))
 
 
+def test_an_order_is_a_list_of_positions(client, pipeline):
+    order, body = list(range(15, -1, -1)), {"class": 1, "seed": 3, "steps": 4}
+    answer = post(client, "generate", {**body, "order": order})
+    assert np.array_equal(
+        pixels(image_of(answer["images"][0])), pixels(pipeline.generate(1, seed=3, steps=4, order=order)[0])
+    )
+    assert answer["settings"]["order"] == order
+    streamed = events(client.post("/v1/arpg/generate", json={**body, "order": order, "stream": True}).text)
+    first = next(data for name, data in streamed if name == "step")["decoded_at"]
+    assert first == [[-1] * 13 + [0] * 3]
+    for wrong, says in (([0, 1, 2], "but the grid has 4x4 = 16 tokens"), ([0] * 16, "but 1 is not among them")):
+        assert says in error(client.post("/v1/arpg/generate", json={**body, "order": wrong}), 400)["message"]
+
+
 def test_the_old_name_of_the_method_is_accepted(client):
     body = {"size": [16, 16], "class": 2, "seed": 3, "steps": 2}
     old, new = (post(client, "expand", {**body, name: "windows"}) for name in ("way", "method"))

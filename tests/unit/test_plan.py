@@ -77,6 +77,51 @@ def test_the_fixed_orders():
     assert full("z-curve", (4, 4)) == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 
+def columns_first(grid):
+    """Column by column, from the right."""
+    return np.arange(grid[0] * grid[1]).reshape(grid)[:, ::-1].T.ravel()
+
+
+@given(GRIDS, st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_order_can_be_given(grid, data):
+    """As a list, an array, a tensor or a function; the known positions are left out, the others keep their order."""
+    num_tokens = grid[0] * grid[1]
+    permutation = data.draw(st.permutations(range(num_tokens)))
+    known = data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens))
+    expected = tuple(p for p in permutation if not known[p])
+    for order in (permutation, np.array(permutation), torch.tensor(permutation), lambda found: permutation):
+        assert plan_sample(grid, known, 0, SamplingSettings(steps=3, order=order)).order == expected
+    by_column = plan_sample(grid, known, 0, SamplingSettings(steps=3, order=columns_first)).order
+    assert by_column == tuple(p for p in columns_first(grid).tolist() if not known[p])
+
+
+def test_one_function_is_asked_once_for_each_grid():
+    grids = []
+    known = torch.zeros(3, 6, dtype=torch.bool)
+    make_plan((2, 3), known, (1, 2, 3), SamplingSettings(order=lambda grid: grids.append(grid) or range(6)))
+    assert grids == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ([0, 1, 1, 3], "order has 4 positions, but 2 is not among them"),
+        ([1, 2, 3, 4], "order has 4 positions, but 0 is not among them"),
+        ([0, 1, 2], "order has 3 positions, but the grid has 2x2 = 4 tokens"),
+        ([], "order has no positions"),
+        ([0.0, 1.0, 2.0, 3.0], r"order is \[0.0, 1.0, 2.0, 3.0\], not a list of whole numbers"),
+        (torch.zeros(2, 2, dtype=torch.long), "not a list of whole numbers"),
+        (7, "order is 7, not a list of whole numbers"),
+        (lambda grid: range(3), "order has 3 positions, but the grid has 2x2"),
+        ("spirals", "order is 'spirals'; expected one of random"),
+    ],
+)
+def test_an_order_that_is_no_permutation_of_the_grid(order, says):
+    with pytest.raises(InputError, match=says):
+        plan_sample((2, 2), [False] * 4, 0, SamplingSettings(order=order))
+
+
 def nearest(positions, width):
     """The mean distance of each position to its nearest neighbour among them."""
     points = np.array([divmod(p, width) for p in positions], dtype=float)

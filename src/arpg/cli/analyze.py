@@ -18,6 +18,7 @@ from arpg.cli.options import (
     load_pipeline,
     out,
     output_option,
+    parse_order,
     setting_help,
     with_sampling_options,
 )
@@ -54,7 +55,7 @@ def score(
         check_output(output, folder=False)
     source = open_image(image)
     pipe = load_pipeline(model or (DEFAULT_MODEL if prompt is None else DEFAULT_TEXT_MODEL), device=device)
-    bits = pipe.score(source, class_, prompt=prompt, orders=orders, order=order, seed=seed)
+    bits = pipe.score(source, class_, prompt=prompt, orders=orders, order=parse_order(order), seed=seed)
     means = bits.mean((1, 2))
     spread = f" +- {means.std(ddof=1):.3f} between orders" if orders > 1 else ""
     out.print(f"{means.mean():.3f} bits per token ({bits[0].size} tokens, {orders} x {order}{spread})")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -89,7 +90,8 @@ class VerbGroup(_CommandLine, TyperGroup):
 def setting_help(name: str) -> str:
     """Return the help text of a setting, with its choices."""
     setting = ALL_SETTINGS[name]
-    return setting.help + (f" One of {', '.join(setting.names)}{setting.hint}." if setting.choices else "")
+    hint = setting.hint + (" (@FILE)" if name == "order" else "")
+    return setting.help + (f" One of {', '.join(setting.names)}{hint}." if setting.choices else "")
 
 
 def setting_option(name: str, *flags: str) -> Any:
@@ -249,6 +251,18 @@ def parse_schedule(text: str | None) -> str | tuple[int, ...] | None:
     return tuple(int(size) for size in text.split(","))
 
 
+def parse_order(text: str | None) -> str | tuple[int, ...] | None:
+    """Parse the name of an order, or @FILE: a text file with the raster position of every token."""
+    if text is None or not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    require(path.is_file(), f"order is {text!r}, but there is no file {path}; expected one with the positions as text")
+    words = path.read_bytes().decode("utf-8", "replace").strip().strip("[]").replace(",", " ").split()
+    wrong = next((word for word in words if not word.isascii() or not word.isdigit()), None)
+    require(wrong is None, f"{path} has {wrong!r} in it; expected whole numbers with spaces or commas between them")
+    return tuple(map(int, words))
+
+
 def parse_values(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Parse several values with commas between them."""
     try:
@@ -274,6 +288,7 @@ def _read_sampling(
     engine: EngineOption = "auto",
     **settings: Any,
 ) -> SamplingOptions:
+    settings["order"] = parse_order(settings["order"])
     settings["schedule"] = parse_schedule(settings["schedule"])
     SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
     one_of("engine", engine, ENGINES)

@@ -15,22 +15,23 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.decode.order import make_order, order_words
+from arpg.decode.order import make_order, order_words, resolve_order
 from arpg.decode.request import Request
-from arpg.errors import one_of, require
+from arpg.errors import require
 from arpg.image import adm_crop, to_images, to_rgb
 from arpg.model import ARPG, Condition
-from arpg.settings import ORDERS
+from arpg.settings import Order
 from arpg.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4608  # tokens whose logits are in memory together
 
 
-def make_orders(name: str, grid: tuple[int, int], seeds: range) -> Tensor:
+def make_orders(order: Order, grid: tuple[int, int], seeds: range) -> Tensor:
     """`[len(seeds), N]`: whole-image orders. (`local` is taken one token at a time.)"""
     num_tokens = grid[0] * grid[1]
     everything, ones = np.arange(num_tokens), (1,) * num_tokens
-    orders = [make_order(name, grid, everything, sizes=ones, words=words) for words in order_words(grid, seeds)]
+    one = resolve_order(order, grid)
+    orders = [make_order(one, grid, everything, sizes=ones, words=words) for words in order_words(grid, seeds)]
     return torch.from_numpy(np.stack(orders))
 
 
@@ -75,13 +76,12 @@ def image_bits(
     condition: Condition,
     *,
     orders: int,
-    order: str,
+    order: Order,
     seed: int,
     batch_size: int = 32,
 ) -> NDArray[np.float32]:
     """`[C, orders, h, w]`: the bits of each token of the image's centre under each of the C samples of `condition`."""
     require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
-    one_of("order", order, ORDERS)
     grid, stride = model.config.grid, tokenizer.config.stride
     require(grid[0] == grid[1], f"the model's grid is {grid[0]}x{grid[1]}; only square ones can be scored")
     pixels = np.asarray(adm_crop(to_rgb(image), grid[0] * stride))

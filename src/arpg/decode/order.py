@@ -13,6 +13,8 @@ Those that depend on the seed:
 - random: a uniformly random permutation.
 - halton: the Halton sequence (bases 2 and 3) over the grid, shifted around the torus; any run of it is spread out.
 - local: each step takes positions close to what is known, but away from each other.
+
+Any other order is given as its positions, or as a function that returns them for a grid.
 """
 
 from __future__ import annotations
@@ -24,23 +26,42 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from arpg.errors import require
 from arpg.noise import Stream, position_words
+from arpg.settings import Order, read_order
 
 Grid = tuple[int, int]
 Positions = NDArray[np.int64]
 Words = NDArray[np.int64]
 
 
-def make_order(name: str, grid: Grid, fill: Positions, *, sizes: tuple[int, ...], words: Words) -> Positions:
-    """Return the positions `fill` (rising raster positions) in the named order; `sizes` matters to `local` alone."""
-    if name == "local":
+def resolve_order(order: Order, grid: Grid) -> str | tuple[int, ...]:
+    """Return the name of an order or its positions; an `InputError` if they are not a permutation of the grid."""
+    made = read_order(order(grid) if callable(order) else order)
+    tokens = grid[0] * grid[1]
+    assert not callable(made), "a function that returns a function"
+    require(
+        isinstance(made, str) or len(made) == tokens,
+        f"order has {len(made)} positions, but the grid has {grid[0]}x{grid[1]} = {tokens} tokens; expected one "
+        "position for each",
+    )
+    return made
+
+
+def make_order(
+    order: str | tuple[int, ...], grid: Grid, fill: Positions, *, sizes: tuple[int, ...], words: Words
+) -> Positions:
+    """Return `fill` (rising raster positions) in a resolved order; `sizes` matters to `local` alone."""
+    if order == "local":
         return _local(grid, fill, sizes, words)
-    if name == "random":
+    if order == "random":
         full: Positions = np.argsort(words, kind="stable")
-    elif name == "halton":
+    elif order == "halton":
         full = _halton(grid, words)
+    elif isinstance(order, str):
+        full = _FIXED[order](*grid)
     else:
-        full = _FIXED[name](*grid)
+        full = np.array(order, dtype=np.int64)
     return full if len(fill) == len(full) else full[np.isin(full, fill)]
 
 

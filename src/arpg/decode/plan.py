@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpg.decode.order import make_order, order_words
+from arpg.decode.order import make_order, order_words, resolve_order
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.errors import require
 from arpg.settings import SamplingSettings
@@ -52,12 +52,12 @@ class Plan:
 
 def make_plan(grid: tuple[int, int], known_BN: Tensor, seeds: Sequence[int], settings: SamplingSettings) -> Plan:
     """Plan every sample with the same settings, each with its own mask and its own order from its seed."""
-    samples = []
+    samples, order = [], resolve_order(settings.order, grid)
     for known_N, words_N in zip(known_BN.numpy(), order_words(grid, seeds), strict=True):
         fill = np.flatnonzero(~known_N)
         sizes, scales = _steps(len(fill), settings)
-        order = make_order(settings.order, grid, fill, sizes=sizes, words=words_N)
-        samples.append(SamplePlan(tuple(order.tolist()), sizes, scales))
+        positions = make_order(order, grid, fill, sizes=sizes, words=words_N)
+        samples.append(SamplePlan(tuple(positions.tolist()), sizes, scales))
     return Plan(tuple(samples))
 
 

@@ -221,8 +221,9 @@ async def _read_form(call: Request, max_bytes: int) -> tuple[EditParams, dict[st
             else:
                 fields[name] = value
     check("image" in files, "there is no image in the form; send it as a file", param="image")
-    if "schedule" in fields and re.fullmatch(r"[\d,\s\[\]]+", fields["schedule"]):
-        fields["schedule"] = json.loads(f"[{fields['schedule'].strip().strip('[]')}]")
+    for name in ("order", "schedule"):
+        if name in fields and re.fullmatch(r"[\d,\s\[\]]+", fields[name]):
+            fields[name] = json.loads(f"[{fields[name].strip().strip('[]')}]")
     try:
         return EditParams.model_validate(fields), files
     except ValidationError as error:

@@ -18,6 +18,7 @@ from arpg.extractors import can_extract
 from arpg.serve.server_config import Limits
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, SETTINGS, TASK_SETTINGS, SamplingDefaults, Setting
 from arpg.tasks.control_input import BINARY_KINDS
+from arpg.tasks.stages import MAX_TOKENS
 
 MAX = Limits()  # what the schema promises; a server may be configured to accept less
 TINY_PNG = (  # a grey square, so that the examples are requests that work
@@ -34,7 +35,9 @@ Base64 = Annotated[str, Field(min_length=1, max_length=MAX.bytes, description="A
 Feather = Annotated[int, Field(ge=0, le=TASK_SETTINGS["feather"].maximum, description=TASK_SETTINGS["feather"].help)]
 Side = Annotated[int, Field(ge=0, le=MAX.side, description="Pixels to add on this side.")]
 Size = Annotated[list[Annotated[int, Field(ge=1, le=MAX.side)]], Field(min_length=2, max_length=2)]
+Positions = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKENS)]
 StepSizes = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX.steps)]
+_LISTS: Mapping[str, Any] = {"order": Positions, "schedule": StepSizes}  # what these take besides names
 
 
 class StrictModel(BaseModel):
@@ -46,8 +49,8 @@ class StrictModel(BaseModel):
 def _field(setting: Setting) -> tuple[Any, Any]:
     """Return type and default of a setting as a field of a pydantic model."""
     kind: Any = Literal[setting.names] if setting.choices else setting.kind
-    if setting.name == "schedule":
-        kind = kind | StepSizes
+    if setting.name in _LISTS:
+        kind = kind | _LISTS[setting.name]
     if setting.minimum is not None:
         bounds: Any = {"gt" if setting.above_minimum else "ge": setting.minimum, "le": setting.maximum}
         kind = Annotated[kind, Field(**bounds)]

@@ -27,6 +27,7 @@ from torch import Tensor
 from arpg import tasks
 from arpg.decode import Engine, Request, Step, make_plan
 from arpg.decode.likelihood import fill_bits
+from arpg.decode.order import resolve_order
 from arpg.errors import require
 from arpg.image import sheet, to_images, to_pil
 from arpg.settings import TASK_SETTINGS, SamplingSettings
@@ -114,6 +115,8 @@ class ImageTask:
         """
         self.engine, self.model, self.tokenizer = engine, engine.model, tokenizer
         self.spec, self.stages = spec, tuple(stages)
+        for stage in self.stages:  # an order that does not fit is refused before any work
+            resolve_order(spec.settings.order, stage.window)
         assert len(images) in (1, len(spec)) or self.stages[0].preprocess is None
         self._inputs = list(images)  # of the current stage
         self._requests = self._plan_requests()
