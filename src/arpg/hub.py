@@ -8,16 +8,21 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from arpg.checkpoint import CLASSES, MODEL, TOKENIZER, FolderConfig, write_folder
 from arpg.classes import imagenet_classes
 from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
 from arpg.errors import InputError, first_line, require
+from arpg.files import hash_file, read_json, write_json
 from arpg.installed import CONFIG, installed_folder, installed_models
 from arpg.settings import SamplingDefaults
 
 log = logging.getLogger(__name__)
+
+LOCK_VARIABLE = "ARPG_LOCK"
+SOURCES = "sources.json"  # in a converted folder: the files that it was made of
 
 
 @dataclass(frozen=True)
@@ -83,15 +88,20 @@ def resolve(name: str | Path) -> Path:
     )
 
 
-def pull(name: str, *, force: bool = False) -> Path:
-    """Fetch and convert a published model with its tokenizer, and return its folder; `force` does so again."""
+def pull(name: str, *, force: bool = False, lock: Path | None = None) -> Path:
+    """Fetch and convert a published model with its tokenizer, and return its folder; `force` does so again.
+
+    `lock` (default: $ARPG_LOCK) is a JSON file of the revision and the SHA-256 sums of each hub repository: files that
+    it lists are fetched at that revision and must have those sums; what it does not list yet is added to it.
+    """
     require(name in PUBLISHED, f"model {name!r} is not published; expected one of {', '.join(PUBLISHED)}")
     published = PUBLISHED[name]
     folder = home() / "models" / name
-    if not force and (folder / CONFIG).is_file():
+    pins = Pins.read(lock)
+    if not force and (folder / CONFIG).is_file() and pins.agree_with(folder / SOURCES):
         return folder
-    model_file = _fetch(name, published, published.model_source)
-    tokenizer_file = _fetch(name, published, published.tokenizer_source)
+    model_file = _fetch(name, published, published.model_source, pins)
+    tokenizer_file = _fetch(name, published, published.tokenizer_source, pins)
     log.info("converting %s", name)
     model_config, model = model_from_published(
         read_published(model_file), where=str(model_file), num_heads=published.model.num_heads
@@ -110,21 +120,24 @@ def pull(name: str, *, force: bool = False) -> Path:
         classes=imagenet_classes() if model_config.num_classes == 1000 else None,
     )
     write_folder(folder, config, model=model, tokenizer=tokenizer)
+    write_json(folder / SOURCES, pins.used)
+    pins.write()
     return folder
 
 
-def _fetch(name: str, published: Published, source: Source) -> Path:
+def _fetch(name: str, published: Published, source: Source, pins: Pins) -> Path:
     """Return a file that the user put into the downloads folder, or else fetch it from the hub."""
     by_hand = home() / "downloads" / source.file
     if by_hand.is_file():
+        pins.check(source.repo, source.file, by_hand, revision=None)
         return by_hand
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    log.info("fetching %s from %s", source.file, source.repo)
     try:
-        return Path(hf_hub_download(source.repo, source.file, endpoint=os.environ.get("HF_ENDPOINT")))
+        return _download(source.repo, source.file, pins)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         both = (published.model_source, published.tokenizer_source)
         files = " and ".join(f"{s.file} (huggingface.co/{s.repo})" for s in both)
         raise InputError(
@@ -133,26 +146,101 @@ def _fetch(name: str, published: Published, source: Source) -> Path:
         ) from None
 
 
-def _snapshot(repo: str) -> Path:
-    """Fetch the files of a model folder on the hub."""
+def _download(repo: str, file: str, pins: Pins) -> Path:
+    """Fetch a file from the hub at its pinned revision, or at the newest, and check it."""
     from huggingface_hub import hf_hub_download
+
+    log.info("fetching %s from %s", file, repo)
+    path = Path(hf_hub_download(repo, file, revision=pins.revision(repo), endpoint=os.environ.get("HF_ENDPOINT")))
+    commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else None
+    pins.check(repo, file, path, revision=commit)
+    return path
+
+
+class Pins:
+    """The revision and the SHA-256 sums of hub repositories, from a lock file and from what was fetched."""
+
+    def __init__(self, path: Path | None, locked: dict[str, Any]) -> None:
+        self.path, self.locked = path, locked
+        self.used: dict[str, Any] = {}  # of this model, in the format of the lock file
+
+    @classmethod
+    def read(cls, path: Path | None) -> Pins:
+        """Read a lock file, which need not exist yet; the default is $ARPG_LOCK, or none."""
+        if path is None and (value := os.environ.get(LOCK_VARIABLE)):
+            path = Path(value)
+        locked = read_json(path) if path is not None and path.exists() else {}
+        good = isinstance(locked, dict) and all(
+            isinstance(entry, dict) and isinstance(entry.get("files"), dict) for entry in locked.values()
+        )
+        require(good, f"{path} is no lock file of `arpg pull`; delete it, or choose another file")
+        return cls(path, locked)
+
+    def revision(self, repo: str) -> str | None:
+        """Return the revision at which to fetch files of `repo`; None is the newest."""
+        revision: str | None = (self.locked.get(repo) or self.used.get(repo) or {}).get("revision")
+        return revision
+
+    def check(self, repo: str, file: str, path: Path, *, revision: str | None) -> None:
+        """Compare the sum of a file with the lock file, and keep it."""
+        found = hash_file(path)
+        expected = self.locked.get(repo, {}).get("files", {}).get(file)
+        require(
+            expected in (None, found),
+            f"{path} has the SHA-256 sum {found}, but {self.path} expects {expected} for {file} of {repo}; "
+            "delete the file, or lock the new one by deleting the entry",
+        )
+        entry = self.used.setdefault(repo, {"revision": self.revision(repo) or revision, "files": {}})
+        entry["files"][file] = found
+
+    def agree_with(self, sources: Path) -> bool:
+        """Return whether a converted model was made of the files that the lock file lists."""
+        if not self.locked:
+            return True
+        if not sources.is_file():
+            return False
+        made_of = read_json(sources)
+        return all(
+            self.locked.get(repo, {}).get("files", {}).get(file) == found
+            for repo, entry in made_of.items()
+            for file, found in entry["files"].items()
+        )
+
+    def write(self) -> None:
+        """Add what was fetched to the lock file, if there is one."""
+        if self.path is None:
+            return
+        merged = dict(self.locked)
+        for repo, entry in self.used.items():
+            files = {**merged.get(repo, {}).get("files", {}), **entry["files"]}
+            merged[repo] = {"revision": entry["revision"], "files": files}
+        if merged != self.locked:
+            write_json(self.path, merged)
+
+
+def _snapshot(repo: str) -> Path:
+    """Fetch the files of a model folder on the hub; `user/repository@revision` names a revision."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-    def fetch(file: str) -> Path:
-        log.info("fetching %s from %s", file, repo)
-        return Path(hf_hub_download(repo, file, endpoint=os.environ.get("HF_ENDPOINT")))
-
+    name, _, revision = repo.partition("@")
+    pins = Pins.read(None)
+    if revision:
+        pins.locked.setdefault(name, {"files": {}})["revision"] = revision
     try:
-        folder = fetch(CONFIG).parent
+        folder = _download(name, CONFIG, pins).parent
         described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         for section, file in (("model", MODEL), ("tokenizer", TOKENIZER)):
             if section in described:
-                fetch(file)
+                _download(name, file, pins)
         with contextlib.suppress(EntryNotFoundError):
-            fetch(CLASSES)
+            _download(name, CLASSES, pins)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(
             f"model {repo!r} is no folder here, and the hub did not give it ({first_line(error)}); "
             "check the name and the connection, or give the path of a folder"
         ) from None
+    if not revision:
+        pins.write()
     return folder

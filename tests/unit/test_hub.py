@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -142,6 +143,66 @@ def test_a_file_of_another_size_is_refused(stand_in, small_l):
     with pytest.raises(InputError, match="is not arpg-l"):
         hub.pull("arpg-l")
     assert not (hub.home() / "models").exists()
+
+
+def test_a_lock_file_pins_revision_and_sums(stand_in, small_l, tmp_path):
+    stand_in.files = {
+        "hp-l33/ARPG": {"arpg_300m.pt": small_l[0]},
+        "FoundationVision/LlamaGen": {"vq_ds16_c2i.pt": small_l[1]},
+    }
+    lock = tmp_path / "lock.json"
+    folder = hub.pull("arpg-l", lock=lock)
+    pinned = json.loads(lock.read_text())
+    assert pinned["hp-l33/ARPG"] == {
+        "revision": COMMIT,
+        "files": {"arpg_300m.pt": hashlib.sha256(small_l[0]).hexdigest()},
+    }
+    assert all("/resolve/main/" in path for _, path in stand_in.log)
+    stand_in.log.clear()
+    assert hub.pull("arpg-l", lock=lock) == folder
+    assert stand_in.log == [], "a folder made of the locked files is kept"
+
+    (folder / hub.SOURCES).unlink()  # made of unknown files: fetched again, at the locked revision
+    hub.pull("arpg-l", lock=lock)
+    assert (folder / hub.SOURCES).is_file()
+    hub.pull("arpg-l", lock=lock, force=True)
+    assert all(f"/resolve/{COMMIT}/" in path for _, path in stand_in.log)
+    assert json.loads(lock.read_text()) == pinned
+
+
+def test_a_file_with_another_sum_is_refused(stand_in, small_l, tmp_path, monkeypatch):
+    stand_in.files = {
+        "hp-l33/ARPG": {"arpg_300m.pt": small_l[0]},
+        "FoundationVision/LlamaGen": {"vq_ds16_c2i.pt": small_l[1]},
+    }
+    lock = tmp_path / "lock.json"
+    lock.write_text(json.dumps({"hp-l33/ARPG": {"revision": COMMIT, "files": {"arpg_300m.pt": "0" * 64}}}))
+    monkeypatch.setenv(hub.LOCK_VARIABLE, str(lock))  # so that every verb and the server check it
+    with pytest.raises(InputError, match=f"lock.json expects {'0' * 64} for arpg_300m.pt of hp-l33/ARPG"):
+        Pipeline.from_pretrained("arpg-l", device="cpu")
+    downloads = hub.home() / "downloads"
+    downloads.mkdir(parents=True)
+    (downloads / "arpg_300m.pt").write_bytes(small_l[0])
+    with pytest.raises(InputError, match="SHA-256"):
+        hub.pull("arpg-l")
+    assert not (hub.home() / "models").exists()
+    lock.write_text("[]")
+    with pytest.raises(InputError, match="is no lock file"):
+        hub.pull("arpg-l")
+
+
+def test_hub_ids_are_fetched_at_the_revision_they_name(stand_in, folder, tmp_path, monkeypatch):
+    stand_in.files = {"someone/garden": {path.name: path.read_bytes() for path in folder.iterdir()}}
+    Pipeline.from_pretrained(f"someone/garden@{COMMIT}", device="cpu")
+    assert all(f"/resolve/{COMMIT}/" in path for _, path in stand_in.log)
+    lock = tmp_path / "lock.json"
+    monkeypatch.setenv(hub.LOCK_VARIABLE, str(lock))
+    Pipeline.from_pretrained("someone/garden", device="cpu")
+    assert json.loads(lock.read_text())["someone/garden"]["revision"] == COMMIT
+    stand_in.files["someone/garden"]["model.safetensors"] = b"other"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(InputError, match=r"model\.safetensors of someone/garden"):
+        Pipeline.from_pretrained("someone/garden", device="cpu")
 
 
 def test_hub_ids(stand_in, folder):

@@ -68,12 +68,16 @@ def classes(
 def pull(
     name: Annotated[str, typer.Argument(help="arpg-l, arpg-xl or arpg-xxl.")],
     force: Annotated[bool, typer.Option(help="Fetch and convert again.")] = False,
+    lock: Annotated[
+        Path | None,
+        typer.Option(help="JSON file that pins revisions and SHA-256 sums; written at first, then checked."),
+    ] = None,
 ) -> None:
     """Fetch a published model and its tokenizer from the Hugging Face hub, and convert them to a model folder."""
     from arpg import hub
 
     with err.status(f"pulling {name}"):
-        folder = hub.pull(name, force=force)
+        folder = hub.pull(name, force=force, lock=lock)
     out.print(f"{name} is in {folder}")
 
 
