@@ -85,7 +85,7 @@ class Frames:
     def __init__(self) -> None:
         self._previews: dict[int, list[Image.Image]] = {}
 
-    def add(self, rows: range, previews: Sequence[Image.Image]) -> None:
+    def add(self, rows: Sequence[int], previews: Sequence[Image.Image]) -> None:
         """Add the previews of the candidates `rows` after a step."""
         for row, image in zip(rows, previews, strict=True):
             self._previews.setdefault(row, []).append(image)

@@ -24,7 +24,7 @@ from arpg.model import ARPG
 from arpg.quantization.precision import Precision, to_precision
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, SamplingDefaults, canonical_names
 from arpg.tasks import Label, Prompt, label_condition, stages
-from arpg.tasks.canvas import Box, Canvas, box_mask
+from arpg.tasks.canvas import Box, Canvas, box_image
 from arpg.tasks.control_input import ControlInput, Controls, check_controls
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
 from arpg.text_encoder import PromptCache
@@ -163,8 +163,7 @@ class Pipeline:
         """Replace a box of an image, see `edit`."""
         given = class_ is not None or options.get("prompt") is not None
         require(given, f"there is nothing to put into the box; give a {self._takes}")
-        mask = Image.fromarray(box_mask(to_rgb(image).size, box).astype(np.uint8) * 255)
-        return self.inpaint_task(image, mask, class_, **options)
+        return self.inpaint_task(image, box_image(to_rgb(image).size, box), class_, **options)
 
     def outpaint_task(
         self,

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from typer.main import get_command
 
-from arpg import Pipeline, __version__, cli
+from arpg import Pipeline, VQTokenizer, __version__, cli
 from arpg.convert import read_published
 from arpg.settings import SETTINGS, TASK_SETTINGS
 from support.command import check_error
 from support.paths import GOLDEN
+from support.small import noise
 
 
 def generate(run, folder, *more):
@@ -41,7 +42,66 @@ def test_a_sheet(run, folder, tmp_path):
     with Image.open(tmp_path / "out.png") as image:
         assert image.size == (18, 18)
         about = json.loads(image.text["arpg"])
-    assert (about["steps"], about["seed"], about["class"], about["images"]) == (3, 5, 3, 4)
+    assert about["steps"] == 3
+    assert about["images"] == [{"class": 3, "name": "class 3", "seed": 5 + i} for i in range(4)]
+
+
+def test_the_metadata_of_a_sheet_names_every_image(run, folder, tmp_path):
+    assert generate(run, folder, "-c", 1, "-c", "class 4", "-n", 1, "-o", tmp_path / "out.png")[0] == 0
+    with Image.open(tmp_path / "out.png") as image:
+        about = json.loads(image.text["arpg"])
+    assert [(each["name"], each["seed"]) for each in about["images"]] == [("class 1", 0), ("class 4", 1)]
+    assert "class" not in about, "it would be that of the first image"
+
+
+def test_more_steps_than_tokens_are_clamped_with_a_note(run, folder, tmp_path):
+    options = ("-c", 0, "-n", 1, "-m", folder, "-o")
+    code, _, err = run("generate", *options, tmp_path / "a.png", "--steps", 10**9)
+    assert (code, err) == (0, "note: steps is 1000000000, but there are 16 tokens; 16 steps are taken\n")
+    assert run("generate", *options, tmp_path / "b.png", "--steps", 16, "--guidance", 4) == (
+        0,
+        f"1 image in {tmp_path / 'b.png'}\n",
+        "",
+    )
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(Image.open(tmp_path / "b.png")))
+
+
+def test_an_animation_renders_only_what_is_kept(run, folder, tmp_path, monkeypatch):
+    decoded = []
+    decode = VQTokenizer.decode
+
+    def count(self, ids_BN, *arguments, **options):
+        decoded.append(len(ids_BN))
+        return decode(self, ids_BN, *arguments, **options)
+
+    monkeypatch.setattr(VQTokenizer, "decode", count)
+    options = ("-c", 2, "-n", 2, "--best-of", 4, "--batch-size", 4, "-o", tmp_path / "a.png")
+    assert generate(run, folder, *options, "--gif", tmp_path / "a.gif")[0] == 0
+    assert sum(decoded) == 2 + 3 * 2, "the images, and three steps of the two that are kept"
+    with Image.open(tmp_path / "a.png") as image, Image.open(tmp_path / "a.gif") as gif:
+        assert gif.n_frames == 3
+        gif.seek(2)
+        difference = np.asarray(image).astype(int) - np.asarray(gif.convert("RGB"))
+    assert abs(difference).mean() < 8, "the last frame is the sheet, in 256 colours"
+
+
+def test_a_part_to_fill_is_a_mask_or_a_box(run, folder, tmp_path):
+    noise(20, 12).save(tmp_path / "in.png")
+    mask = Image.new("L", (20, 12))
+    mask.save(tmp_path / "black.png")
+    mask.paste(255, (5, 2, 12, 9))
+    mask.save(tmp_path / "mask.png")
+    base = ("inpaint", tmp_path / "in.png", "-m", folder, "--steps", 3, "-c", 2)
+    for name, part in (("a", ("--mask", tmp_path / "mask.png")), ("b", ("--box", "5,2,12,9"))):
+        assert run(*base, *part, "-o", tmp_path / f"{name}.png")[0] == 0
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(Image.open(tmp_path / "b.png")))
+    with Image.open(tmp_path / "b.png") as image:
+        assert json.loads(image.text["arpg"])["box"] == [5, 2, 12, 9]
+    bad = (*base, "-o", tmp_path / "c.png")
+    check_error(run(*bad), "--mask or --box")
+    check_error(run(*bad, "--mask", tmp_path / "mask.png", "--box", "5,2,12,9"), "--mask or --box")
+    check_error(run(*bad, "--mask", tmp_path / "black.png"), "black.png has no white part, so nothing was done")
+    assert not (tmp_path / "c.png").exists()
 
 
 def test_a_folder_and_the_api_give_the_same_images(run, folder, tmp_path):

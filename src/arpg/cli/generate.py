@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from arpg.cli.options import (
     SamplingOptions,
     ScheduleOption,
     add_options,
+    err,
     out,
     output_option,
     parse_grid,
@@ -42,6 +44,7 @@ ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class na
 ImageArgument = Annotated[Path, typer.Argument(help="The image, of any size.")]
 NumOption = Annotated[int, setting_option("num_images", "--num", "-n")]
 SideOption = Annotated[int, typer.Option(help="Pixels to add on this side.")]
+BOX = typer.Option(metavar="L,T,R,B", help="Left, top, right and bottom of the part to replace, in pixels.")
 FeatherOption = Annotated[int, setting_option("feather")]
 
 
@@ -68,14 +71,11 @@ class OutputOptions:
         columns: int = 0,
     ) -> None:
         """Run a task with a progress bar and write its images; `about` becomes part of their metadata."""
-        from arpg.figures import Frames, save_gif
-
-        frames, spec = Frames(), task.spec
+        spec, taken = task.spec, []
         require(bool(spec.controls) or not self.beside, "--beside needs a condition image; give --condition")
-
-        def shown(rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
-            return task.beside_conditions(rows, images) if self.beside else images
-
+        most = max(math.prod(stage.window) for stage in task.stages)
+        if spec.settings.decode == "steps" and spec.settings.steps > most:
+            err.print(f"note: steps is {spec.settings.steps}, but there are {most} tokens; {most} steps are taken")
         done = 0
         with progress_bar("sampling") as progress:
 
@@ -84,34 +84,57 @@ class OutputOptions:
                 done += 1
                 progress(done, None if step.num_steps is None else len(task) * step.num_steps)  # None: not known yet
                 if self.gif is not None:
-                    frames.add(task.rows, shown(task.rows, task.preview(step)))
+                    taken.append(task.tokens_after(step))
 
             images = task.run(on_step)
-        images = shown(task.kept, images)
+        images = self._shown(task, task.kept, images)
         about = {"model": sampling.model, **about, **to_dict(spec.settings)}
         if spec.best_of > 1:
             about["best_of"] = spec.best_of
         if spec.controls:
             about |= {"kind": spec.controls[0].kind, "strength": spec.controls[0].strength}
-        labels = [_describe(label, len(pipe.classes)) for label in spec.labels]
-        abouts = [{**about, **label, "seed": seed} for label, seed in zip(labels, task.seeds, strict=True)]
-        self._write(images, names=names, abouts=abouts, columns=columns)
+        labels = [_describe(label, pipe.classes) for label in spec.labels]
+        abouts = [{**label, "seed": seed} for label, seed in zip(labels, task.seeds, strict=True)]
+        self._write(images, names=names, about=about, abouts=abouts, columns=columns)
         if self.gif is not None:
-            save_gif(frames.sheets(task.kept, columns=columns or None), self.gif)
-            out.print(f"the steps are in {self.gif}")
+            self._write_gif(self.gif, task, taken, columns=columns)
+
+    def _shown(self, task: Any, rows: Sequence[int], images: list[Image.Image]) -> list[Image.Image]:
+        return task.beside_conditions(rows, images) if self.beside else images
+
+    def _write_gif(self, path: Path, task: Any, taken: Sequence[Any], *, columns: int) -> None:
+        """Render the candidates that were kept, after every step that was taken; the others are never decoded."""
+        from arpg.figures import Frames, save_gif
+
+        frames, kept = Frames(), set(task.kept)
+        with progress_bar("rendering") as progress:
+            for i, tokens in enumerate(taken):
+                if rows := [row for row in tokens.rows if row in kept]:
+                    frames.add(rows, self._shown(task, rows, task.render(tokens, rows)))
+                progress(i + 1, len(taken))
+        save_gif(frames.sheets(task.kept, columns=columns or None), path)
+        out.print(f"the steps are in {path}")
 
     def _write(
-        self, images: Sequence[Image.Image], *, names: Sequence[str], abouts: Sequence[dict[str, Any]], columns: int
+        self,
+        images: Sequence[Image.Image],
+        *,
+        names: Sequence[str],
+        about: dict[str, Any],  # all images
+        abouts: Sequence[dict[str, Any]],  # each image
+        columns: int,
     ) -> None:
         from arpg.image import save, sheet
 
         if self.folder:
-            for i, (image, name, about) in enumerate(zip(images, names, abouts, strict=True)):
-                save(image, self.path / f"{i:05d}-{_slug(name)}-seed{about['seed']}.png", about=json.dumps(about))
+            for i, (image, name, own) in enumerate(zip(images, names, abouts, strict=True)):
+                path = self.path / f"{i:05d}-{_slug(name)}-seed{own['seed']}.png"
+                save(image, path, about=json.dumps({**about, **own}))
+        elif len(images) == 1:
+            save(images[0], self.path, about=json.dumps({**about, **abouts[0]}))
         else:
-            whole = images[0] if len(images) == 1 else sheet(images, columns=columns or None)
-            seeds = {"seeds": [about["seed"] for about in abouts]} if len(images) > 1 else {}
-            save(whole, self.path, about=json.dumps({**abouts[0], "images": len(images), **seeds}))
+            whole = sheet(images, columns=columns or None)
+            save(whole, self.path, about=json.dumps({**about, "images": abouts}))
         out.print(f"{len(images)} image{'s' if len(images) > 1 else ''} in {self.path}{'/' if self.folder else ''}")
 
 
@@ -210,24 +233,37 @@ def generate(
 @with_image_options
 def inpaint(
     image: ImageArgument,
-    mask: Annotated[Path, typer.Option(help="An image of the same size; its white part is filled.")],
+    mask: Annotated[Path | None, typer.Option(help="An image of the same size; its white part is filled.")] = None,
+    box: Annotated[str | None, BOX] = None,
     feather: FeatherOption = DEFAULTS["feather"],
     *,
     label: dict[str, Any],
     output: OutputOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Fill the masked part of an image, given the rest; every other pixel stays as it is."""
+    """Fill a part of an image (--mask or --box), given the rest; every other pixel stays as it is."""
     from arpg.image import open_image
+    from arpg.tasks.canvas import box_image
 
-    images = (open_image(image), open_image(mask, what="mask"))
-    _run("inpaint", image, images, {"feather": feather}, label=label, output=output, sampling=sampling)
+    require((mask is None) != (box is None), "give --mask or --box, one of them; see `arpg inpaint --help`")
+    source, details = open_image(image), {"feather": feather}
+    if mask is not None:
+        hole = open_image(mask, what="mask").convert("L")
+        require(
+            hole.point(lambda level: 255 * (level >= 128)).getbbox() is not None,
+            f"mask {mask} has no white part, so nothing was done; make the part to fill white",
+        )
+        about = {}
+    else:
+        about = {"box": _box(box or "")}
+        hole = box_image(source.size, about["box"])
+    _run("inpaint", image, (source, hole), details, about=about, label=label, output=output, sampling=sampling)
 
 
 @with_image_options
 def edit(
     image: ImageArgument,
-    box: Annotated[str, typer.Option(metavar="L,T,R,B", help="Left, top, right and bottom of the part to replace.")],
+    box: Annotated[str, BOX],
     feather: FeatherOption = DEFAULTS["feather"],
     *,
     label: dict[str, Any],
@@ -341,11 +377,15 @@ def _run(
     images: tuple[Image.Image | None, ...],
     details: dict[str, Any],
     *,
+    about: dict[str, Any] | None = None,
     label: dict[str, Any],
     output: OutputOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Run a verb that starts from an image and write the result; `details` become part of the metadata."""
+    """Run a verb that starts from an image and write the result.
+
+    `details` are options of the task; they and `about` become part of the metadata.
+    """
     sampling = sampling.with_default_model(prompts=label["prompt"] is not None, control="control" in output.task)
     pipe = sampling.load()
     build = {
@@ -355,7 +395,7 @@ def _run(
         "expand": pipe.expand_task,
     }
     task = build[verb](*images, seed=sampling.seed, **details, **label, **output.task, **sampling.settings)
-    about = {"task": verb, **({"image": source.name} if source else {}), **details}
+    about = {"task": verb, **({"image": source.name} if source else {}), **details, **(about or {})}
     first = task.spec.labels[0]
     name = source.stem if source else pipe.classes.name(first) if isinstance(first, int) else first.text
     output.run(task, pipe=pipe, sampling=sampling, about=about, names=[name] * len(task.spec.labels))
@@ -416,10 +456,10 @@ def _parse_line(where: str, row: str, negative: str | None) -> PromptLine:
     return PromptLine(data["prompt"], own, seed)
 
 
-def _describe(label: Any, num_classes: int) -> dict[str, Any]:
-    """Return the class or the prompt of an image for its metadata."""
+def _describe(label: Any, classes: Any) -> dict[str, Any]:
+    """Return the class, by id and name, or the prompt of an image for its metadata."""
     if isinstance(label, int):
-        return {"class": None if label == num_classes else label}
+        return {"class": None} if label == len(classes) else {"class": label, "name": classes.name(label)}
     negative = {"negative": label.negative} if label.negative_TE is not None else {}
     return {"prompt": label.text if label.states_TE is not None else None, **negative}
 

@@ -109,6 +109,11 @@ def box_mask(size: tuple[int, int], box: Box) -> Mask:
     return mask
 
 
+def box_image(size: tuple[int, int], box: Box) -> Image.Image:
+    """Return the mask of a box as an image: white inside."""
+    return Image.fromarray(box_mask(size, box).astype(np.uint8) * 255)
+
+
 def _view(size: tuple[int, int], mask_HW: Mask, grid: tuple[int, int]) -> Box:
     width, height = size
     whole = (0, 0, width, height)

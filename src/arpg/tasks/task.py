@@ -98,6 +98,16 @@ class RequestSpec:
     corner: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens of some candidates after a step, from which their preview can be rendered at any later time."""
+
+    stage: int
+    rows: range  # candidates
+    ids_Bhw: Tensor
+    known_Bhw: Tensor
+
+
 class ImageTask:
     """The state of one image task. `run`, `stream` and `steps` decode it with the engine that it owns."""
 
@@ -191,15 +201,24 @@ class ImageTask:
         )
         return self._request
 
-    @torch.no_grad()
     def preview(self, step: Step) -> list[Image.Image]:
         """Return the current candidates after `step`; patches of unknown tokens are light grey."""
+        return self.render(self.tokens_after(step))
+
+    def tokens_after(self, step: Step) -> StepTokens:
+        """Return a copy of the tokens of the current candidates after `step`."""
         current = self._requests[self._index]
         stage, view = self.stages[current.stage], self._view(current)
         ids, known = self._ids_Chw[current.rows].clone(), self._known_Chw[current.rows].clone()
         ids[:, *view] = step.ids_BN.cpu().reshape(-1, *stage.window)
         known[:, *view] = step.known_BN.cpu().reshape(-1, *stage.window)
-        return self._to_images(stage, ids, known)
+        return StepTokens(current.stage, self.rows, ids, known)
+
+    @torch.no_grad()
+    def render(self, tokens: StepTokens, rows: Sequence[int] | None = None) -> list[Image.Image]:
+        """Return the previews of the candidates `rows` (None: all) of `tokens`."""
+        chosen = slice(None) if rows is None else [tokens.rows.index(row) for row in rows]
+        return self._to_images(self.stages[tokens.stage], tokens.ids_Bhw[chosen], tokens.known_Bhw[chosen])
 
     def accept(self, step: Step) -> None:
         """Take the last step of the current request as its result."""
