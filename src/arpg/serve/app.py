@@ -84,10 +84,10 @@ def _open_or_exit(service: ImageService) -> None:
 
 
 def _add_health_routes(app: FastAPI, service: ImageService) -> None:
-    @app.get("/healthz", tags=["health"])
-    async def healthz() -> dict[str, str]:
-        """The process is alive."""
-        return {"status": "ok"}
+    @app.get("/healthz", tags=["health"], responses={503: {"description": "A worker thread has died."}})
+    async def healthz() -> Response:
+        """The process is alive, and so are its worker threads."""
+        return json_response({"status": "broken"}, 503) if service.broken else json_response({"status": "ok"})
 
     @app.get("/readyz", tags=["health"], responses={503: {"description": "Loading, shutting down, or broken."}})
     async def readyz() -> Response:
@@ -159,7 +159,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(service: ImageService, bound: socket.socket) -> None:
-    """Serve until a signal; then finish the admitted requests, respond to new ones with 503, and exit."""
+    """Serve until a signal; then finish the admitted requests, respond to new ones with 503, and exit.
+
+    Where a worker thread dies, the pending requests fail and the process exits with status 1, to be started again.
+    """
     configure_logging()
     hosts = allowed_hosts(bound.getsockname()[0], service.keys)
     config = uvicorn.Config(
@@ -169,7 +172,10 @@ def run(service: ImageService, bound: socket.socket) -> None:
         server_header=False,
         timeout_keep_alive=30,
     )
-    Server(config, service).run(sockets=[bound])
+    server = Server(config, service)
+    server.run(sockets=[bound])
+    if server.failed:
+        raise SystemExit(1)
 
 
 class Server(uvicorn.Server):
@@ -178,6 +184,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: ImageService) -> None:
         super().__init__(config)
         self.service = service
+        self.failed = False  # a worker thread has died
         self._exit_by: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -192,6 +199,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to exit; uvicorn calls this every 0.1 s."""
+        if self.service.broken and not self.failed:  # what was pending has failed; send the answers, then exit
+            self.failed = self.service.admission.draining = True
+            self._exit_by = time.monotonic() + 5
         if self._exit_by is not None:
             self.should_exit |= self.service.admission.num_admitted == 0 or time.monotonic() > self._exit_by
         return await super().on_tick(counter)

@@ -105,6 +105,7 @@ class Batcher:
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
         self._closing = False
+        self._ended: BaseException | None = None  # why the thread has ended
         self._thread = threading.Thread(target=self._run, name="arpg-batcher", daemon=True)
         self._thread.start()
 
@@ -124,10 +125,14 @@ class Batcher:
         return sum(len(batch.rows) for batch in list(self._batches))
 
     def submit(self, pending: PendingRows) -> None:
-        """Queue the rows of a request."""
+        """Queue the rows of a request; where the thread has ended, the request ends at once with an error."""
         with self._wake:
-            self._arrived.append(pending)
-            self._wake.notify()
+            ended = self._ended
+            if ended is None:
+                self._arrived.append(pending)
+                self._wake.notify()
+        if ended is not None:
+            self._end(pending, ended)
 
     def close(self) -> None:
         """Stop after the current step; requests that are not finished end with an error."""
@@ -139,16 +144,23 @@ class Batcher:
     # Everything below runs in the batching thread, which alone touches the batches.
 
     def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        while self._collect_arrivals():
-            try:
-                self._admit()
-                self._step()
-            except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
-                log.exception("the batcher failed")
-                self._fail_all(error)
-        self._fail_all(RuntimeError("the server is closed"))
+        ended: BaseException = RuntimeError("the server is closed")
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            while self._collect_arrivals():
+                try:
+                    self._admit()
+                    self._step()
+                except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
+                    log.exception("the batcher failed")
+                    self._fail_all(error)
+        except BaseException as error:  # the thread ends: nobody may wait for it any more
+            log.critical("the decode thread died", exc_info=error)
+            ended = error
+        with self._wake:
+            self._ended = ended
+        self._fail_all(ended)
 
     def _collect_arrivals(self) -> bool:
         """Queue what has arrived; wait for it where there is nothing to do. Return False when closing."""

@@ -119,7 +119,7 @@ class RequestMiddleware:
             await self.app(scope, await self._read_body(headers, receive), response.send)
         except ClientDisconnected:
             self.metrics.cancelled.inc()
-            response.status = response.status or 499
+            state["outcome"] = 499
         except ApiError as error:
             await response.send_error(error, receive)
         except Exception:
@@ -171,11 +171,12 @@ class RequestMiddleware:
 
     def _record(self, scope: Scope, response: _ResponseSender, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", None) or ("static" if scope.get("endpoint") else "other")
-        self.metrics.requests.labels(route, str(response.status)).inc()
+        status = scope["state"].get("outcome", response.status)  # of a stream: how it ended
+        self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.latency.labels(route).observe(seconds)
         if scope["path"] in PROBES:
             return  # many times a minute, and nothing to read in it
-        extra = {"id": response.id, "method": scope["method"], "route": route, "status": response.status}
+        extra = {"id": response.id, "method": scope["method"], "route": route, "status": status}
         client = (scope.get("client") or ("",))[0]
         log.info("request", extra={**extra, "seconds": round(seconds, 4), "client": client})
 

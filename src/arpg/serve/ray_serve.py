@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 APP_NAME = "arpg"
 REPLICA = "Replica"
 MAX_TRIES = 8
+OUTCOME = "arpg.outcome"  # the type of a message of ours: how a stream ended, for the metrics of the ingress
 ROUTES = {  # what the metrics name; all other paths are "other"
     "/v1/arpg/condition",
     "/v1/images/generations",
@@ -89,6 +90,8 @@ class Replica:
 
         async def run() -> None:
             await self.app({**scope, "type": "http", "asgi": {"version": "3.0"}}, receive, messages.put)
+            if "outcome" in scope["state"]:
+                await messages.put({"type": OUTCOME, "status": scope["state"]["outcome"]})
             await messages.put(None)
 
         task = asyncio.ensure_future(run())
@@ -131,6 +134,9 @@ class Ingress:
             for number in range(MAX_TRIES):
                 try:
                     async for message in self._call_replica(forwarded, body, disconnected):
+                        if message["type"] == OUTCOME:
+                            scope["state"]["outcome"] = message["status"]
+                            continue
                         if message["type"] == "http.response.start" and started:
                             continue  # the second try goes on in the response that the first one started
                         started = True

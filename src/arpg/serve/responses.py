@@ -49,7 +49,11 @@ class Result:
     seconds: float
 
 
-Event = Preview | Result | ApiError
+class Accepted:
+    """The event of a job that is checked and admitted: from here on, an error is the last event of a stream."""
+
+
+Event = Accepted | Preview | Result | ApiError
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
 
 
@@ -95,10 +99,10 @@ class Job:
         """Let the threads stop working on it."""
         self._cancelled = True
 
-    def send_preview(self, preview: Preview) -> None:
-        """Send a preview, unless the job is to stop."""
+    def send(self, event: Accepted | Preview) -> None:
+        """Send an event that is not the last, unless the job is to stop."""
         if not self.should_stop:
-            self._send(preview)
+            self._send(event)
 
     def end(self, event: Result | ApiError) -> None:
         """Send the last event; only the first call counts, whichever thread it comes from."""
@@ -176,7 +180,11 @@ async def respond(
 
 
 class EventStream(Response):
-    """The events of a job as server-sent events."""
+    """The events of a job as server-sent events.
+
+    The response begins with the first event of the job, or where that takes longer than `KEEP_ALIVE_S`. An error before
+    is raised, and becomes an HTTP error. `scope["state"]["outcome"]` is the HTTP status of what happened later.
+    """
 
     media_type = "text/event-stream"
 
@@ -186,20 +194,25 @@ class EventStream(Response):
         self.job, self.to_sse, self.first = job, to_sse, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        started = False
         async with aclosing(follow(self.job, receive)) as events:
-            for sse in self.first:
-                await write(_sse_bytes(sse))
             async for event in events:
+                if not started:
+                    if isinstance(event, ApiError):
+                        raise event
+                    started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    for sse in self.first:
+                        await write(_sse_bytes(sse))
                 if event is None:
                     await write(b": keep-alive\n\n")
                 elif isinstance(event, ApiError):
+                    scope["state"]["outcome"] = event.status
                     await write(_sse_bytes(("error", event.body())))
-                else:
+                elif not isinstance(event, Accepted):
                     for sse in self.to_sse(self.job, event):
                         await write(_sse_bytes(sse))
         await write(b"", more=False)

@@ -84,10 +84,10 @@ class ServedModel:
             self._state.tokenizer.close()
 
     @property
-    def alive(self) -> bool:
-        """Whether the model is loaded and its threads run."""
+    def broken(self) -> bool:
+        """Whether one of its threads has died; it cannot be mended, since the state of the device is unknown."""
         state = self._state
-        return state is not None and not self._closed and state.batcher.alive and state.tokenizer.alive
+        return state is not None and not self._closed and not (state.batcher.alive and state.tokenizer.alive)
 
     @property
     def is_loaded(self) -> bool:

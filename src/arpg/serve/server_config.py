@@ -55,6 +55,10 @@ class ServeSettings:
         for name in ("deadline", "io_timeout_s"):
             value = getattr(self, name)
             require(value > 0, f"{name} is {value}; expected more than 0 seconds")
+        require(
+            self.threads is None or self.threads >= 1,
+            f"threads is {self.threads}; expected 1 or more, or leave it out for one per core",
+        )
         require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
 
 

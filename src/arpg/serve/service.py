@@ -25,7 +25,7 @@ from arpg.serve.batcher import PendingRows
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.middleware import AdmissionLimiter
 from arpg.serve.observability import Metrics, peak_rss_bytes
-from arpg.serve.responses import Job, Preview, Result, to_png
+from arpg.serve.responses import Accepted, Job, Preview, Result, to_png
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import WorkerPools
@@ -97,7 +97,12 @@ class ImageService:
     @property
     def alive(self) -> bool:
         """Whether all models are loaded and their threads run."""
-        return not self._closed and all(model.alive for model in self.models.values())
+        return not self._closed and not self.broken and all(model.is_loaded for model in self.models.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether a thread of a model has died: the process has to be started again."""
+        return any(model.broken for model in self.models.values())
 
     @property
     def ready(self) -> bool:
@@ -134,7 +139,13 @@ class ImageService:
         """Start a job of a model for an HTTP call; `build` is called in a worker thread."""
         loaded = model.loaded
         job = Job(id=call.state.id, deadline=self.settings.deadline, previews=previews)
-        self.submit(self.pools.prepare, job, lambda: _TaskRun(self, loaded, job, *build(loaded.builder)).submit_next())
+
+        def prepare() -> None:
+            run = _TaskRun(self, loaded, job, *build(loaded.builder))
+            job.send(Accepted())
+            run.submit_next()
+
+        self.submit(self.pools.prepare, job, prepare)
         return job
 
     async def run_in_worker(self, work: Callable[[], T]) -> T:
@@ -157,7 +168,7 @@ class ImageService:
                 job.end(error)
             except InputError as error:
                 job.end(bad_request(error))
-            except Exception as error:
+            except BaseException as error:  # whatever it is: nobody may wait for the job any more
                 self.fail(job, error)
 
         try:
@@ -274,7 +285,7 @@ class _TaskRun:
             decoded_at=decoded_at[::best_of].tolist(),
         )
         self.preview_seconds = time.monotonic() - start
-        self.job.send_preview(preview)
+        self.job.send(preview)
 
     def finish(self) -> None:
         images, seeds = self.task.images(), self.task.seeds

@@ -5,6 +5,7 @@ Shapes: B images, N tokens.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from arpg.pipeline import Pipeline
 from arpg.serve.observability import Metrics
 from arpg.text_encoder import PromptCache, PromptEncoder
 from arpg.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -48,6 +51,8 @@ class TokenizerThread:
         self.config, self.device = tokenizer.config, tokenizer.device
         self._tokenizer, self._max_batch, self._threads = tokenizer, max_batch, threads
         self._calls: queue.SimpleQueue[TokenizerCall | None] = queue.SimpleQueue()  # None: close
+        self._lock = threading.Lock()  # no call is queued once the thread has ended
+        self._ended: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="arpg-tokenizer", daemon=True)
         self._thread.start()
 
@@ -74,14 +79,34 @@ class TokenizerThread:
         self._thread.join()
 
     def _wait_for(self, call: TokenizerCall) -> Tensor:
-        self._calls.put(call)
+        with self._lock:
+            if self._ended is not None:
+                raise RuntimeError("the tokenizer's thread has ended") from self._ended
+            self._calls.put(call)
         return call.future.result()
 
-    @torch.no_grad()
     def _run(self) -> None:
+        ended: BaseException = RuntimeError("the server is closed")
+        pending: list[TokenizerCall] = []
+        try:
+            self._serve(pending)
+        except BaseException as error:  # the thread ends: nobody may wait for it any more
+            log.critical("the tokenizer's thread died", exc_info=error)
+            ended = error
+        with self._lock:
+            self._ended = ended
+        while not self._calls.empty():
+            call = self._calls.get()
+            pending += [] if call is None else [call]
+        for call in pending:
+            if not call.future.done():
+                call.future.set_exception(RuntimeError("the tokenizer's thread has ended"))
+
+    @torch.no_grad()
+    def _serve(self, pending: list[TokenizerCall]) -> None:
+        """Execute calls until `close`; `pending` holds those that are not finished."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        pending: list[TokenizerCall] = []
         closing = False
         while pending or not closing:
             if not pending or not self._calls.empty():
@@ -92,8 +117,8 @@ class TokenizerThread:
                     pending.append(call)
                 continue
             chosen = self._choose(pending)
-            pending = [call for call in pending if call not in chosen]
             self._execute(chosen)
+            pending[:] = [call for call in pending if call not in chosen]
 
     def _choose(self, pending: list[TokenizerCall]) -> list[TokenizerCall]:
         """Choose the oldest call for finished images; else the oldest preview and those that fit in its batch."""

@@ -1,0 +1,113 @@
+"""How requests end: dead worker threads, streams that fail before and after their first event, and what is recorded."""
+
+import threading
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from arpg.errors import InputError
+from arpg.serve import app
+from arpg.serve.batcher import ContinuousBatch
+from arpg.serve.served_model import ServedModel
+from arpg.serve.server_config import ServeSettings
+from arpg.serve.service import ImageService
+from support.http import error, events, post
+
+
+class Killed(BaseException):
+    """What no `except Exception` catches."""
+
+
+def kill(*_, **__):
+    raise Killed
+
+
+@pytest.fixture
+def service(served):
+    return served()
+
+
+@pytest.fixture
+def client(service):
+    return TestClient(app.create_app(service), raise_server_exceptions=False)
+
+
+def requests(service, status):
+    labels = {"route": "/v1/arpg/generate", "status": str(status)}
+    return service.metrics.registry.get_sample_value("arpg_requests_total", labels)
+
+
+@pytest.mark.parametrize("part", ["decode", "tokenizer"])
+def test_a_dead_worker_fails_requests_at_once_and_the_health_check(service, client, part, monkeypatch, caplog):
+    caplog.set_level("CRITICAL", "arpg.serve.service")
+    assert client.get("/healthz").status_code == 200
+    if part == "decode":
+        monkeypatch.setattr(ContinuousBatch, "step", kill)
+        thread = service.loaded.batcher._thread
+    else:
+        monkeypatch.setattr(service.loaded.tokenizer, "_execute", kill)
+        thread = service.loaded.tokenizer._thread
+    for _ in range(2):  # the second is submitted to a thread that is dead
+        assert error(client.post("/v1/arpg/generate", json={"class": 1, "steps": 2}), 500)
+    thread.join(30)
+    assert service.broken
+    assert [client.get(path).status_code for path in ("/healthz", "/readyz")] == [503, 503]
+    assert "died" in caplog.text
+
+
+def test_the_process_exits_with_1_when_a_worker_dies(pipeline, monkeypatch, caplog):
+    caplog.set_level("CRITICAL", "arpg.serve.service")
+    monkeypatch.setattr(app, "configure_logging", lambda: None)
+    monkeypatch.setattr(ContinuousBatch, "step", kill)
+    bound, exits = app.bind("127.0.0.1", 0), []
+    address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+    def run():
+        try:
+            app.run(ImageService([ServedModel("small", lambda: pipeline)]), bound)
+        except SystemExit as exited:
+            exits.append(exited.code)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while httpx.get(f"{address}/readyz", timeout=60).status_code != 200:
+        threading.Event().wait(0.05)
+    assert error(httpx.post(f"{address}/v1/arpg/generate", json={"class": 1}, timeout=60), 500)
+    thread.join(60)
+    assert exits == [1]
+
+
+def test_no_threads_are_refused():
+    with pytest.raises(InputError, match="threads is 0; expected 1 or more"):
+        ServeSettings(threads=0)
+    assert ServeSettings(threads=1).threads == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/arpg/generate", "/v1/images/generations"])
+def test_an_error_before_the_first_event_is_an_http_error(client, path):
+    key = "prompt" if "images" in path else "class"
+    answer = client.post(path, json={key: "no such class", "stream": True})
+    assert error(answer, 400)["code"] == "unknown_class"
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_stream_is_recorded_by_its_end(service, client, monkeypatch, caplog):
+    caplog.set_level("INFO", "arpg.serve.middleware")
+    body = {"class": 1, "steps": 3, "stream": True}
+    assert events(client.post("/v1/arpg/generate", json=body).text)[-1][0] == "done"
+    assert requests(service, 200) == 1
+    step = ContinuousBatch.step
+
+    def fail_at_the_end(batch):
+        step(batch)
+        if batch.rows[0].done == 2:
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(ContinuousBatch, "step", fail_at_the_end)
+    answer = client.post("/v1/arpg/generate", json=body)
+    assert (answer.status_code, events(answer.text)[-1][0]) == (200, "error")
+    assert (requests(service, 200), requests(service, 500)) == (1, 1)
+    assert [record.status for record in caplog.records if record.message == "request"] == [200, 500]
+    monkeypatch.undo()
+    post(client, "generate", {"class": 1, "steps": 1})
