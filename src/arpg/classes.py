@@ -56,6 +56,14 @@ class ClassNames:
             raise InputError(f"class {text!r} is ambiguous: {choices}; give the id instead")
         raise InputError(f"class {text!r} is unknown; {self._suggestion(text)}")
 
+    def match(self, line: str) -> int | None:
+        """Return the id of the class with this line or, if that is unique, this name; None where there is none.
+
+        Unlike `find`, this takes a number for a name.
+        """
+        ids = [i for i, own in enumerate(self.lines) if own == line] or self._ids.get(_key(line), [])
+        return ids[0] if len(ids) == 1 else None
+
     def search(self, text: str) -> list[int]:
         """Return the ids of the classes that have `text` in their names."""
         return [i for i, line in enumerate(self.lines) if _key(text) in _key(line)]

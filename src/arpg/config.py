@@ -227,6 +227,8 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         sections = [o for o in args if isinstance(o, type) and dataclasses.is_dataclass(o)]
         if sections and isinstance(value, Mapping):  # so that errors name the field
             return from_dict(sections[0], value, where=where)
+        if value == "none" and type(None) in args:  # TOML and `--set` have no null
+            return None
         for option in args:
             try:
                 return _value(value, option, where)

@@ -85,6 +85,33 @@ def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dt
     return known.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
+def has_bfloat16(root: Path = Path("/")) -> bool:
+    """Return whether the CPU has products of bfloat16; elsewhere they are many times slower than those of float32."""
+    words = set(_read(root / "proc/cpuinfo").split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
+
+
+def training_precision(precision: str, device: torch.device) -> str:
+    """Return bf16 or float32 for `run.precision`; auto is bf16 where the device multiplies it in hardware."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+    return "bf16" if has_bfloat16() else "float32"
+
+
+def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Return the memory that is free on the device; on a CPU within the limit of the container. None: not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
+    if "MemAvailable" not in lines:
+        return None
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    limit, used = (_read(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, max(0, int(limit) - int(used))) if limit.isdecimal() and used.isdecimal() else free
+
+
 def set_threads(wanted: int | None = None) -> int:
     """Set the number of torch's CPU threads, and return it.
 

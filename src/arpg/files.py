@@ -136,10 +136,20 @@ def read_pickle(path: Path) -> Any:
         raise InputError(f"{path} cannot be read ({first}); is it truncated? Fetch it again") from None
 
 
-def write_tensors(state: State, path: Path) -> None:
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read the metadata of a safetensors file; empty where it has none."""
+    require(path.is_file(), f"{path} does not exist; expected a safetensors file")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (safetensors.SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}); copy or make it again") from None
+
+
+def write_tensors(state: State, path: Path, *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file."""
     try:
-        safetensors.torch.save_file(state, path)
+        safetensors.torch.save_file(state, path, metadata)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from None
 

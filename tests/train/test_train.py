@@ -251,6 +251,68 @@ def test_signals(recipe, tmp_path, number):
     assert a[150] == pytest.approx(b[150], abs=2e-3)
 
 
+def test_a_signal_ends_a_long_step_at_once(recipe, tmp_path, monkeypatch):
+    """While gradients are computed (or compiled) nothing has changed yet, so the step is abandoned."""
+    loss = ModelTraining.loss
+    calls = []
+
+    def signalled(self, batch):
+        calls.append(1)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)  # the handler runs here
+        return loss(self, batch)
+
+    monkeypatch.setattr(ModelTraining, "loss", signalled)
+    began = time.monotonic()
+    with pytest.raises(InputError, match="stopped by a signal at step 5; everything is saved, continue with --resume"):
+        train(recipe, tmp_path / "run")
+    assert time.monotonic() - began < 50
+    calls.extend([1] * 10)
+    train(recipe, tmp_path / "run", resume=True)
+    monkeypatch.undo()
+    train(recipe, tmp_path / "whole")
+    found, expected = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
+    assert {step: found[step] for step in (11, 12)} == {step: expected[step] for step in (11, 12)}
+
+
+def test_a_signal_in_the_first_step(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelTraining, "loss", lambda self, batch: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(InputError, match="before the first step was finished; there is nothing to save"):
+        train(recipe, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("snapshots/step-*"))
+
+
+def test_a_run_is_never_silent(recipe, tmp_path, caplog):
+    """`log_every` may be longer than the run: lines come by the clock as well, with the mean loss so far."""
+    caplog.set_level("INFO")
+    train(recipe, tmp_path / "run", "run.log_every=1000", "run.steps=3", "run.progress_s=0")
+    lines = [line for line in caplog.messages if line.startswith("step")]
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3", "3/3"]  # the last: validation
+    assert all("loss" in line for line in lines)
+    assert list(metrics(tmp_path / "run")) == [3]
+
+
+def test_early_stop_exports_the_best(recipe, tmp_path, monkeypatch):
+    """The loss on the validation set falls, then rises: the run ends, and the weights of the minimum are exported."""
+    options = ("run.patience=2", "run.validate_every=2", "run.steps=40", "run.save_every=2")
+    measured, kept = iter([5.0, 4.0, 3.0, 3.5, 3.2, 9.0]), {}
+
+    def validate(self):
+        loss = next(measured)
+        kept[loss] = self.averaged_weights()
+        return {"validation loss": loss}
+
+    monkeypatch.setattr(ModelTraining, "validate", validate)
+    folder = train(recipe, tmp_path / "run", *options)
+    assert metrics(tmp_path / "run", "validation loss") == {0: 5.0, 2: 4.0, 4: 3.0, 6: 3.5, 8: 3.2}
+    exported = load_model(folder).state_dict()
+    assert all(torch.equal(exported[key], kept[3.0][key]) for key in exported)
+    # A run that has ended early does not go on.
+    train(recipe, tmp_path / "run", *options, resume=True)
+    assert max(metrics(tmp_path / "run")) == 8
+
+
 def two_processes(recipe, folder):
     """What the next test runs under torchrun: both ways to distribute, in the same processes."""
     world = init_distributed("cpu")
@@ -327,6 +389,7 @@ def test_a_truncated_snapshot_is_reported_and_the_one_before_it_used(recipe, tmp
 def test_data_that_does_not_fit_is_named(recipe, tmp_path):
     for override, message in (
         ("model.num_classes=4", "5 classes; model.num_classes is 4"),
+        ("model.num_classes=9", "5 classes; model.num_classes is 9; set it to 5"),  # rows that nothing trains
         ("model.grid=[4, 5]", "4x4 grid; model.grid is 4x5"),
         ("model.vocab_size=30", "vocab|codes"),
         ("data.train=nowhere", "nowhere"),

@@ -9,18 +9,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from arpg import ARPG, InputError, ModelConfig, Pipeline
+from arpg import ARPG, InputError, ModelConfig, Pipeline, device
 from arpg.checkpoint import FolderConfig, load_model, write_folder
+from arpg.classes import ClassNames
 from arpg.data.dataset import Dataset, TokenBatches
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.kernels.ops import fold_key, fold_keys, grad_fanout
 from arpg.model import class_condition
 from arpg.model.layers import Dropout
 from arpg.quantization.storage import pack, unpack
+from arpg.train import memory
 from arpg.train.model import warm_start
 from arpg.train.objective import linear_cross_entropy
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
-from arpg.train.recipe import OptimRecipe
+from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from support.small import SMALL, small_model
 
 OPTIM = OptimRecipe(lr=1.0, min_lr=0.1, warmup=0.25)
@@ -223,20 +225,68 @@ def test_warm_start_takes_what_fits(tmp_path):
     lines = warm_start(model, str(tmp_path))
     assert len(lines) == 1
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
-    # Other classes: codes, [MASK] and the null class are taken, the class rows are new.
+    # Other classes: codes, [MASK] and the null class are taken; classes without a name there start as the null class.
     config = dataclasses.replace(SMALL, num_classes=9, pass2_layers=3)
     model = ARPG(config).init_weights(seed=0)
-    fresh = model.embedding.weight.detach().clone()
     lines = warm_start(model, str(tmp_path))
-    assert any("class rows" in line for line in lines)
+    assert "new: 9 of 9 classes, like class 0" in lines
     assert any("pass2.2.attn.q.weight" in line for line in lines)
     new, old = model.embedding.weight, other.embedding.weight
     assert torch.equal(new[: config.mask_id + 1], old[: SMALL.mask_id + 1])
     assert torch.equal(new[config.null_class_id], old[SMALL.null_class_id])
-    assert torch.equal(
-        new[config.first_class_id : config.null_class_id], fresh[config.first_class_id : config.null_class_id]
-    )
+    assert (new[config.first_class_id : config.null_class_id] == old[SMALL.null_class_id]).all()
     assert torch.equal(model.pass2[1].ffn.down.weight, other.pass2[1].ffn.down.weight)
+
+
+def test_warm_start_takes_class_rows_by_name(tmp_path):
+    names = ClassNames(tuple(f"{name}, {name}us" for name in ("apple", "bear", "cat", "dog", "egg")))
+    other = small_model(seed=3)
+    write_folder(tmp_path, FolderConfig(model=SMALL, classes=names), model=other.state_dict())
+    # As many classes as there, in another order, one by its synonym, one that is new and one that looks like an id.
+    model = ARPG(SMALL).init_weights(seed=0)
+    lines = warm_start(model, str(tmp_path), ["cat", "Apple", "zebra", "bearus", "1"])
+    rows = model.embedding.weight[SMALL.first_class_id : SMALL.null_class_id]
+    assert torch.equal(rows, other.embedding.weight[[SMALL.first_class_id + i for i in (2, 0, 5, 1, 5)]])
+    assert "new: 2 of 5 classes, like zebra" in lines
+
+
+def test_auto_precision_asks_the_device(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    (tmp_path / "proc").mkdir()
+    has_bfloat16 = device.has_bfloat16
+    for flags, expected in (("fpu avx2 avx512f", False), ("avx512f avx512_bf16", True), ("asimd bf16", True)):
+        (tmp_path / "proc" / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+        assert has_bfloat16(tmp_path) is expected
+        monkeypatch.setattr(device, "has_bfloat16", lambda found=expected: found)
+        assert device.training_precision("auto", cpu) == ("bf16" if expected else "float32")
+        assert device.training_precision("float32", cpu) == "float32"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda on: (7, 0))
+    assert device.training_precision("auto", torch.device("cuda")) == "float32"
+
+
+def test_free_memory_within_the_limit_of_a_container(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:  4000 kB\n")
+    assert device.available_bytes(torch.device("cpu"), tmp_path) == 4000 * 1024
+    cgroup = tmp_path / "sys" / "fs" / "cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.current").write_text("1000\n")
+    for limit, expected in (("3000", 2000), ("max", 4000 * 1024), ("500", 0)):
+        (cgroup / "memory.max").write_text(limit + "\n")
+        assert device.available_bytes(torch.device("cpu"), tmp_path) == expected
+
+
+def test_a_batch_that_does_not_fit_is_cut(monkeypatch):
+    config = ModelConfig(width=384, num_heads=6, pass1_layers=5, pass2_layers=6, vocab_size=8192, num_classes=136)
+    recipe = ModelRecipe(config, TokenData("t"), OptimRecipe(1e-3), RunRecipe(10, 512, precision="float32"))
+
+    for parts in (1, 2, 16):
+        budget = memory.training_bytes(config, 512 // parts, precision="float32")
+        monkeypatch.setattr(memory, "budget_bytes", lambda on, budget=budget: budget)
+        assert memory.fit_to_device(recipe, torch.device("cpu")).run.accumulate == parts
+    monkeypatch.setattr(memory, "budget_bytes", lambda on: 1 << 20)
+    with pytest.raises(InputError, match="GiB with one image at a time"):
+        memory.fit_to_device(recipe, torch.device("cpu"))
 
 
 def test_eight_bit_storage(tmp_path):

@@ -118,6 +118,15 @@ def test_overrides(recipe):
     assert (changed.run.compile, changed.seed) == (False, 7)
 
 
+def test_an_optional_value_can_be_unset(recipe):
+    inherited = read_recipe(recipe, ModelRecipe, ["data.validation=held-out", "tokenizer=garden"])
+    assert (inherited.data.validation, inherited.tokenizer) == ("held-out", "garden")
+    recipe.write_text(recipe.read_text().replace("[optim]", 'validation = "held-out"\n[optim]'))
+    unset = read_recipe(recipe, ModelRecipe, ["data.validation=none", "run.parallel=none"])
+    assert unset.data.validation is None
+    assert unset.run.parallel == "none"  # a choice of that name
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -57,9 +57,12 @@ def open_dataset(folders: str | Sequence[str], config: ModelConfig, device: torc
     require(bool(names), "data names no token folder; expected one or more")
     opened = {name: open_tokens(name, vocab_size=config.vocab_size) for name in dict.fromkeys(names)}
     tokens = join_tokens([opened[name] for name in names])
+    # Published tokens have numbers instead of names, and may lack the last classes.
+    fits = tokens.num_classes == config.num_classes if tokens.classes else tokens.num_classes <= config.num_classes
     require(
-        config.text is not None or tokens.num_classes <= config.num_classes,
-        f"the tokens have {tokens.num_classes} classes; model.num_classes is {config.num_classes}",
+        config.text is not None or fits,
+        f"the tokens have {tokens.num_classes} classes; model.num_classes is {config.num_classes}; set it to "
+        f"{tokens.num_classes}",
     )
     require(
         tuple(tokens.grid) == config.grid,

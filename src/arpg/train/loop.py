@@ -1,11 +1,12 @@
-"""A training run and its loop: steps, logs, validation, sample sheets, snapshots, and an orderly stop on a signal."""
+"""A training run and its loop: steps, logs, validation, early stop, sample sheets, snapshots, stop on a signal."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from arpg.device import gpu_spec
+from arpg.device import gpu_spec, training_precision
 from arpg.errors import InputError, require
+from arpg.files import State, read_metadata, read_tensors, write_tensors, write_whole
 from arpg.train.distributed import World, init_distributed, mean_over_ranks, shutdown_distributed
 from arpg.train.optim import EMA, learning_rate
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe
@@ -31,6 +33,7 @@ from arpg.train.report import Report
 from arpg.train.snapshot import Snapshots
 
 _NEVER = 2**62
+_LOSS = "validation loss"  # the metric that ends a run early
 
 
 class Training(ABC):
@@ -43,9 +46,23 @@ class Training(ABC):
     objective: nn.Module
     optimizer: torch.optim.AdamW
     ema: EMA
+    resume_with = "continue with --resume"  # what to do after an interruption, for messages
 
     def __init__(self, folder: Path, world: World) -> None:
         self.folder, self.world = folder, world
+        self.can_interrupt = False
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal abandon the work inside, which must not change weights or the state of the optimizer.
+
+        Not with several processes: the others would wait for this one.
+        """
+        self.can_interrupt = self.world.size == 1
+        try:
+            yield
+        finally:
+            self.can_interrupt = False
 
     @cached_property
     def snapshots(self) -> Snapshots:
@@ -58,7 +75,11 @@ class Training(ABC):
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Return the validation metrics; none without validation data."""
+        """Return the validation metrics; none without validation data. `run.patience` follows "validation loss"."""
+
+    @abstractmethod
+    def averaged_weights(self) -> State:
+        """Return the averaged weights by name, whole, on the CPU (on every rank)."""
 
     @abstractmethod
     def sheet(self) -> Image.Image | None:
@@ -78,7 +99,8 @@ class Training(ABC):
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of the forward pass."""
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.run.precision == "bf16")
+        precision = training_precision(self.recipe.run.precision, self.world.device)
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def state(self) -> dict[str, Any]:
         """Return the state that a snapshot holds."""
@@ -123,18 +145,25 @@ def run_training(training: Training, *, resume: bool) -> Path:
     )
     first = training.restore() if resume else 0
     report = Report(folder, num_steps=run.steps, start=first, active=world.main)
-    losses = RunningLosses(world)
+    losses, best = RunningLosses(world), BestWeights(training, resume=first > 0)
+    now, last = first, first == run.steps or best.over(first)
     try:
-        with Interrupt(world) as interrupt:
-            for step in range(first, run.steps):
-                losses.add(step, training.step(step))
-                now, last, stopping = step + 1, step + 1 == run.steps, interrupt.requested()
+        with Interrupt(training) as interrupt:
+            if first == 0 and run.patience:
+                validate(training, report, best, 0)
+            while not last:
+                losses.add(now, training.step(now))
+                now += 1
+                last, stopping = now == run.steps, interrupt.requested()
                 if now % run.log_every == 0 or last or stopping:
                     losses.check_finite(training)
-                    report.add(now, _metrics(training, report.rate(now), losses, step))
+                    report.add(now, _metrics(training, report.rate(now), losses, now - 1))
+                elif report.silent(run.progress_s):
+                    report.progress(now, float(losses.sums["loss"] / losses.count))
                 with report.paused():
-                    if (now % run.validate_every == 0 or last) and (metrics := training.validate()):
-                        report.add(now, metrics)
+                    if now % run.validate_every == 0 or last:
+                        validate(training, report, best, now)
+                        last = last or best.over(now)
                     if now % run.sample_every == 0 or last:
                         if (image := training.sheet()) is not None:
                             report.save_image(f"samples-{now:07d}", image)
@@ -143,12 +172,62 @@ def run_training(training: Training, *, resume: bool) -> Path:
                         losses.check_finite(training)
                         training.snapshots.save(now, training.state(), wait=last or stopping)
                 if stopping and not last:
-                    raise InputError(f"stopped by a signal at step {now}; everything is saved, continue with --resume")
+                    raise _stopped(training, now)
+    except Interrupted:
+        if now and now not in training.snapshots.steps():
+            losses.check_finite(training)
+            training.snapshots.save(now, training.state(), wait=True)
+        raise _stopped(training, now) from None
     finally:
         # Also after an error: all processes come here together, and a snapshot in flight must not be lost.
         training.snapshots.finish()
         report.close()
     return training.export()
+
+
+def validate(training: Training, report: Report, best: BestWeights, step: int) -> None:
+    """Report the validation metrics, and keep the weights if their loss is the lowest so far."""
+    if metrics := training.validate():
+        report.add(step, metrics)
+        best.add(step, metrics)
+
+
+def _stopped(training: Training, step: int) -> InputError:
+    if step == 0:
+        return InputError("stopped by a signal before the first step was finished; there is nothing to save")
+    return InputError(f"stopped by a signal at step {step}; everything is saved, {training.resume_with}")
+
+
+class BestWeights:
+    """The averaged weights with the lowest validation loss, in `best.safetensors`, where `run.patience` is set."""
+
+    def __init__(self, training: Training, *, resume: bool) -> None:
+        self.training, self.run = training, training.recipe.run
+        self.path = training.folder / "best.safetensors"
+        self.step, self.loss = 0, float("inf")
+        if self.run.patience and resume and self.path.exists():
+            kept = read_metadata(self.path)
+            self.step, self.loss = int(kept["step"]), float(kept["loss"])
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the weights if the loss is the lowest so far."""
+        if self.run.patience == 0 or metrics[_LOSS] >= self.loss:
+            return
+        self.step, self.loss = step, metrics[_LOSS]
+        weights, kept = self.training.averaged_weights(), {"step": str(step), "loss": str(self.loss)}
+        if self.training.world.main:
+            write_whole(self.path, lambda path: write_tensors(weights, path, metadata=kept))
+
+    def over(self, step: int) -> bool:
+        """Return whether so many validations as `run.patience` have passed since the lowest loss."""
+        since = step // self.run.validate_every - self.step // self.run.validate_every
+        return 0 < self.run.patience <= since
+
+    @staticmethod
+    def read(training: Training) -> State | None:
+        """Return the weights that were kept; None without `run.patience`."""
+        path = training.folder / "best.safetensors"
+        return read_tensors(path) if training.recipe.run.patience and path.exists() else None
 
 
 def _metrics(training: Training, rate: float, losses: RunningLosses, step: int) -> dict[str, float]:
@@ -192,17 +271,24 @@ class RunningLosses:
         if step != _NEVER:
             raise InputError(
                 f"the loss of step {step} is not finite; its batch is {training.describe_batch(step)}; "
-                "lower optim.lr or check those images, and continue with --resume"
+                f"lower optim.lr or check those images, and {training.resume_with}"
             )
 
 
+class Interrupted(BaseException):
+    """A signal came while the training could be interrupted. Not an `Exception`: no handler on the way may take it."""
+
+
 class Interrupt:
-    """Records the first SIGTERM or SIGINT, so that the step can finish and be saved; a second one acts as usual."""
+    """Acts on the first SIGTERM or SIGINT: interrupts the training where it allows that, else ends it after the step.
+
+    A second signal acts as usual.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, training: Training) -> None:
+        self.training, self.world = training, training.world
         self.signalled = False
         self._old: dict[int, Any] = {}
 
@@ -220,6 +306,8 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
         self._restore()
+        if self.training.can_interrupt:
+            raise Interrupted
 
     def requested(self) -> bool:
         """Return whether any process was signalled, so that all of them stop at the same step."""

@@ -19,19 +19,22 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.parallel import DistributedDataParallel
 
 from arpg import tasks
-from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, write_folder
+from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ModelConfig
 from arpg.data.dataset import Batch, Dataset, TokenBatches, open_dataset
 from arpg.data.tokens import NO_CLASS
 from arpg.decode import Request, decode, make_plan
-from arpg.errors import present
+from arpg.device import training_precision
+from arpg.errors import present, require
+from arpg.files import State
 from arpg.hub import resolve
 from arpg.image import sheet, to_pil
 from arpg.model import ARPG, text_condition
 from arpg.train.cost import forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
-from arpg.train.loop import Training, train
+from arpg.train.loop import BestWeights, Training, train
+from arpg.train.memory import fit_to_device
 from arpg.train.objective import GraphedGradients, Objective
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe
@@ -46,14 +49,20 @@ class ModelTraining(Training):
 
     def __init__(self, recipe: ModelRecipe, folder: Path, world: World) -> None:
         super().__init__(folder, world)
+        recipe = fit_to_device(recipe, world.device)
         self.recipe, run = recipe, recipe.run
         self.dataset = open_dataset(recipe.data.train, recipe.model, world.device)
         self.validation: Dataset | None = None
         if recipe.data.validation is not None:
             self.validation = open_dataset(recipe.data.validation, recipe.model, world.device)
+            require(
+                recipe.model.text is not None or self.validation.tokens.classes == self.dataset.tokens.classes,
+                f"{recipe.data.validation} has other classes than {recipe.data.train}; tokenize folders of the same "
+                "classes",
+            )
         model = ARPG(recipe.model).init_weights(seed=recipe.seed)
         if recipe.init_from is not None:
-            for line in warm_start(model, recipe.init_from):
+            for line in warm_start(model, recipe.init_from, self.dataset.tokens.classes):
                 log.info("%s", line)
         model.to(world.device).train()
         self.objective = Objective(model, self.dataset.tokens.grid)
@@ -67,6 +76,15 @@ class ModelTraining(Training):
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
         self.batches = self._batches(self.dataset, recipe.label_drop)
+        log.info(
+            "training %.1f M parameters on %s in %s: %d images, %d in each of %d steps",
+            sum(p.numel() for p in self.objective.parameters() if p.requires_grad) / 1e6,
+            world.device,
+            training_precision(run.precision, world.device),
+            len(self.dataset.tokens),
+            run.batch_size,
+            run.steps,
+        )
 
     def _batches(self, dataset: Dataset, label_drop: float) -> TokenBatches:
         recipe = self.recipe
@@ -91,18 +109,20 @@ class ModelTraining(Training):
         recipe, accumulate = self.recipe, self.recipe.run.accumulate
         set_learning_rate(self.optimizer, learning_rate(recipe.optim, step, recipe.run.steps))
         total = torch.zeros((), device=self.world.device)
-        for micro in range(accumulate):
-            part = self.world.rank * accumulate + micro
-            # Replicas average their gradients once, after the last part.
-            parallel, last = self.parallel, micro == accumulate - 1
-            batch = self.batches.batch(step, part)
-            if self.graphed is not None:
-                total += self.graphed(batch)
-                continue
-            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
-                loss = self.loss(batch) / accumulate
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with self.interruptible():
+            for micro in range(accumulate):
+                part = self.world.rank * accumulate + micro
+                # Replicas average their gradients once, after the last part.
+                parallel, last = self.parallel, micro == accumulate - 1
+                batch = self.batches.batch(step, part)
+                if self.graphed is not None:
+                    total += self.graphed(batch)
+                    continue
+                waits = isinstance(parallel, DistributedDataParallel) and not last
+                with parallel.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                    loss = self.loss(batch) / accumulate
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         if recipe.optim.clip > 0:
             clip_gradients(self.optimizer, recipe.optim.clip)
         self.optimizer.step()
@@ -121,14 +141,14 @@ class ModelTraining(Training):
         accumulate = self.recipe.run.accumulate
         total = torch.zeros((), device=self.world.device)
         self.objective.eval()
-        with self.ema.swapped_in():
+        with self.ema.swapped_in(), self.interruptible():
             for step in range(count):
                 for micro in range(accumulate):
                     total += self.loss(batches.batch(step, self.world.rank * accumulate + micro))
         self.objective.train()
         return {"validation loss": float(mean_over_ranks(total / (count * accumulate), self.world))}
 
-    def averaged_weights(self) -> dict[str, Tensor]:
+    def averaged_weights(self) -> State:
         """Return the averaged weights, unsharded, on the CPU, by the network's own names (on every rank)."""
         with self.ema.swapped_in():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -139,13 +159,13 @@ class ModelTraining(Training):
     def export(self) -> Path:
         """Write `folder/model`: the averaged weights as a model folder, with the tokenizer where one is named."""
         recipe, target = self.recipe, self.folder / "model"
-        weights = self.averaged_weights()
+        weights = BestWeights.read(self) or self.averaged_weights()
         if not self.world.main:
             return target
         names = None
         if recipe.model.text is None:
-            given, all_ = tuple(self.dataset.tokens.classes), numbered_classes(recipe.model.num_classes).lines
-            names = ClassNames(given + all_[len(given) :])
+            given = tuple(self.dataset.tokens.classes)
+            names = ClassNames(given) if given else numbered_classes(recipe.model.num_classes)
         config = FolderConfig(model=recipe.model, sampling=recipe.sampling, classes=names, license=recipe.license)
         write_folder(target, config, model=weights)
         if recipe.tokenizer is not None:
@@ -167,7 +187,8 @@ class ModelTraining(Training):
         samples = make_samples(model, self.validation or self.dataset, num_images)
         settings, request = self.recipe.sampling.settings(), samples.request
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        *_, last = decode(model, request, plan, settings)
+        with self.interruptible():
+            *_, last = decode(model, request, plan, settings)
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer), device=self.world.device, dtype=torch.float32)
         return samples.sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)))
 
@@ -228,26 +249,29 @@ def make_samples(model: ARPG, dataset: Dataset, num_images: int) -> Samples:
     return Samples(tasks.generate(model, labels, list(range(num_images)), grid=tokens.grid))
 
 
-def warm_start(model: ARPG, name: str) -> list[str]:
+def warm_start(model: ARPG, name: str, classes: Sequence[str] = ()) -> list[str]:
     """Copy the weights of model `name` that fit into `model`; return lines that say what is new.
 
-    The grid may differ, because positions are not learned. With another vocabulary or other classes, the embedding
-    rows of the same meaning are copied: codes, [MASK], the null class; classes only where there are as many.
+    The grid may differ, because positions are not learned. The embedding is copied by the meaning of its rows: codes
+    (where there are as many), [MASK], the null class, and classes by their names. A class that `name` does not know
+    starts as the null class. `classes` are the names of the model's classes; where one side has no names, classes of
+    equal number are copied as they are.
     """
-    other = load_model(resolve(name), dtype=torch.float32)
+    folder = resolve(name)
+    described = read_folder(folder)
+    other = load_model(folder, config=described, dtype=torch.float32)
     state, source = model.state_dict(), other.state_dict()
-    sizes = [(c.vocab_size, c.num_classes) for c in (model.config, other.config)]
     lines, num_copied = [], 0
     with torch.no_grad():
         for key, tensor in state.items():
             found = source.get(key)
-            by_rows = key == "embedding.weight" and sizes[0] != sizes[1]
-            if by_rows and found is not None and found.shape[1] == tensor.shape[1]:
+            if key == "embedding.weight" and found is not None and found.shape[1] == tensor.shape[1]:
                 for to_rows, from_rows in _matching_rows(model.config, other.config):
                     tensor[to_rows] = found[from_rows]
                 num_copied += 1
-                if model.config.num_classes != other.config.num_classes:
-                    lines.append(f"new: the {model.config.num_classes} class rows of {key}")
+                new = _copy_classes(tensor, found, model.config, other.config, classes, described.classes)
+                if new:
+                    lines.append(f"new: {len(new)} of {model.config.num_classes} classes, like {new[0]}")
             elif found is not None and found.shape == tensor.shape:
                 tensor.copy_(found)
                 num_copied += 1
@@ -258,11 +282,31 @@ def warm_start(model: ARPG, name: str) -> list[str]:
 
 def _matching_rows(to: ModelConfig, source: ModelConfig) -> list[tuple[slice, slice]]:
     """Return the embedding rows with the same meaning in both models."""
-    single = ((to.null_class_id, source.null_class_id), (to.mask_id, source.mask_id))
-    rows = [(slice(i, i + 1), slice(j, j + 1)) for i, j in single]
+    rows = [  # [MASK]; the null class and the spare row
+        (slice(to.mask_id, to.mask_id + 1), slice(source.mask_id, source.mask_id + 1)),
+        (slice(to.null_class_id, None), slice(source.null_class_id, None)),
+    ]
     if to.vocab_size == source.vocab_size:
         rows.append((slice(0, to.vocab_size), slice(0, to.vocab_size)))
-    if to.num_classes == source.num_classes:
-        span = [slice(c.first_class_id, c.first_class_id + c.num_classes) for c in (to, source)]
-        rows.append((span[0], span[1]))
     return rows
+
+
+def _copy_classes(
+    to_ED: Tensor,
+    from_ED: Tensor,
+    to: ModelConfig,
+    source: ModelConfig,
+    classes: Sequence[str],
+    known: ClassNames | None,
+) -> list[str]:
+    """Copy the class rows of the same name, and the null class into the others; return the names of those."""
+    if not classes or known is None or known == numbered_classes(source.num_classes):
+        same = to.num_classes == source.num_classes
+        ids: list[int | None] = [i if same else None for i in range(to.num_classes)]
+    else:
+        ids = [known.match(name) for name in classes]
+    for row, found in enumerate(ids):
+        from_row = source.null_class_id if found is None else source.first_class_id + found
+        to_ED[to.first_class_id + row] = from_ED[from_row]
+    names = classes or numbered_classes(to.num_classes).lines
+    return [names[row] for row, found in enumerate(ids) if found is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class RunRecipe:
     steps: int
     batch_size: int  # over all processes and accumulation steps
     accumulate: int = 1
-    precision: str = "bf16"
+    precision: str = "auto"  # bf16 where the device multiplies it in hardware, else float32
     compile: bool = True
     graph: bool = True  # on one GPU, without accumulation: a model's gradients are replayed from a CUDA graph
     parallel: str = "none"
@@ -53,12 +54,15 @@ class RunRecipe:
     sample_every: int = 1000
     save_every: int = 1000
     keep: int = 2
+    progress_s: float = 10.0  # seconds without a line after which one says how far the run is
+    patience: int = 0  # validations without a lower loss before the run ends; it exports the best. 0: runs to the end
 
     def __post_init__(self) -> None:
-        one_of("run.precision", self.precision, ("bf16", "float32"))
+        one_of("run.precision", self.precision, ("auto", "bf16", "float32"))
         one_of("run.parallel", self.parallel, PARALLEL)
         for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "sample_every", "save_every"):
             require(getattr(self, name) >= 1, f"run.{name} is {getattr(self, name)}; expected 1 or more")
+        require(self.patience >= 0, f"run.patience is {self.patience}; expected 0 or more validations")
         require(self.keep >= 1, f"run.keep is {self.keep}; expected 1 or more snapshots")
         require(
             self.batch_size % self.accumulate == 0,
@@ -148,9 +152,15 @@ def read_recipe(path: Path, cls: type[T], overrides: Sequence[str] = ()) -> T:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid TOML: {error}") from None
+    return make_recipe(data, cls, overrides, where=str(path))
+
+
+def make_recipe(data: dict[str, Any], cls: type[T], overrides: Sequence[str], *, where: str) -> T:
+    """Build a recipe from nested values and `a.b=value` overrides; "none" unsets a value that is optional."""
+    data = copy.deepcopy(data)
     for override in overrides:
         _override(data, override)
-    return from_dict(cls, data, where=str(path))
+    return from_dict(cls, data, where=where)
 
 
 def _override(data: dict[str, Any], override: str) -> None:

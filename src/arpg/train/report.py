@@ -23,6 +23,7 @@ class Report:
     def __init__(self, folder: Path, *, num_steps: int, start: int, active: bool) -> None:
         self.folder, self.num_steps, self.active = folder, num_steps, active
         self.since, self.since_step = time.perf_counter(), start
+        self.last_line = self.since
         self.board = _tensorboard(folder / "tensorboard") if active else None
         if active:
             folder.mkdir(parents=True, exist_ok=True)
@@ -51,6 +52,19 @@ class Report:
         if self.board is not None:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
+        self._print(step, metrics)
+
+    def silent(self, seconds: float) -> bool:
+        """Return whether this process is the one that reports and has printed nothing for `seconds`."""
+        return self.active and time.perf_counter() - self.last_line >= seconds
+
+    def progress(self, step: int, loss: float) -> None:
+        """Print how far the run is, with the mean loss since the last metrics; nothing is written to a file."""
+        rate = (step - self.since_step) / max(time.perf_counter() - self.since, 1e-9)
+        self._print(step, {"loss": loss, "steps/s": rate})
+
+    def _print(self, step: int, metrics: dict[str, float]) -> None:
+        self.last_line = time.perf_counter()
         shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
         left = ""
         if rate := metrics.get("steps/s"):

@@ -28,6 +28,7 @@ from arpg.data.crops import CropStream, center_crops
 from arpg.data.images import open_images
 from arpg.errors import require
 from arpg.evaluation.reconstruction import reconstruction_report
+from arpg.files import State
 from arpg.hub import resolve
 from arpg.image import sheet, to_images, to_pil
 from arpg.tokenizer import VQTokenizer
@@ -87,6 +88,7 @@ class TokenizerTraining(Training):
     recipe: TokenizerRecipe
 
     def __init__(self, recipe: TokenizerRecipe, folder: Path, world: World) -> None:
+        require(recipe.run.patience == 0, "a tokenizer has no single validation loss; set run.patience to 0")
         require(
             recipe.run.accumulate == 1 and recipe.run.parallel != "fsdp",
             "a tokenizer is trained with run.accumulate = 1 and run.parallel = none or ddp: it is small",
@@ -246,11 +248,14 @@ class TokenizerTraining(Training):
         """Write `folder/model`: the averaged weights as a model folder that holds the tokenizer alone."""
         target = self.folder / "model"
         if self.world.main:
-            with self._averaged() as tokenizer:
-                state = {key: tensor.detach().cpu().clone() for key, tensor in tokenizer.state_dict().items()}
             config = FolderConfig(tokenizer=self.recipe.tokenizer, license=self.recipe.license)
-            write_folder(target, config, tokenizer=state)
+            write_folder(target, config, tokenizer=self.averaged_weights())
         return target
+
+    def averaged_weights(self) -> State:
+        """Return the averaged weights on the CPU."""
+        with self._averaged() as tokenizer:
+            return {key: tensor.detach().cpu().clone() for key, tensor in tokenizer.state_dict().items()}
 
     def describe_batch(self, step: int) -> str:
         """Name the samples of a step's batch."""
