@@ -30,11 +30,10 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-import uvicorn
 from PIL import Image
 
 from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
-from arpg.serve.app import Server, create_app
+from arpg.serve.app import Server
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.served_model import ServedModel
@@ -276,7 +275,7 @@ def soak(*, requests: int, clients: int, seed: int, share: float = 0.01) -> dict
     service = ImageService([ServedModel("tiny", lambda: pipeline)], keys=ApiKeys([KEY]), settings=settings)
     service.open()
     bound = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"), service)
+    server = Server(service, lifespan="off")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     run = Soak(f"http://127.0.0.1:{bound.getsockname()[1]}", service, seed=seed)

@@ -15,6 +15,7 @@ import pytest
 
 from arpg import cli
 from arpg.serve.batcher import ContinuousBatch
+from support.http import until
 from support.paths import ROOT
 
 
@@ -44,16 +45,6 @@ def paused_steps(monkeypatch):
     made = PausedSteps(monkeypatch)
     yield made
     made.release(10000)
-
-
-def until(condition, seconds=60):
-    """Poll until `condition` is true; return whether it was in time."""
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.01)):
-        if condition():
-            return True
-        pause.wait(0.01)
-    return False
 
 
 def send(address, body, path="/v1/arpg/generate", headers=()):
@@ -231,7 +222,7 @@ def test_the_command_refuses_what_is_not_safe(arguments, says, tmp_path, monkeyp
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("arpg.serve")]:
+    for name in [name for name in sys.modules if name.startswith("arpg.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delattr("arpg.serve.app", raising=False)

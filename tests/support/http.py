@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import threading
 
 import numpy as np
 from PIL import Image
@@ -41,3 +42,13 @@ def error(answer, status):
     assert answer.status_code == status, answer.text
     assert set(answer.json()) == {"error"}
     return answer.json()["error"]
+
+
+def until(condition, seconds=60):
+    """Poll until `condition` is true; return whether it was in time."""
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return True
+        pause.wait(0.01)
+    return False

@@ -4,9 +4,7 @@ import contextlib
 import socket
 import threading
 
-import uvicorn
-
-from arpg.serve.app import Server, create_app
+from arpg.serve.app import Server
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
@@ -38,7 +36,7 @@ def servers(served):
     def run(**settings):
         service = served(**settings)
         bound = socket.create_server(("127.0.0.1", 0))
-        server = Server(uvicorn.Config(create_app(service), log_config=None, lifespan="off"), service)
+        server = Server(service, lifespan="off")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         running.append((server, thread))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from starlette.exceptions import HTTPException
 import arpg
 from arpg.errors import InputError
 from arpg.serve.api_error import ApiError, shorten
+from arpg.serve.http_protocol import HttpProtocol
 from arpg.serve.middleware import RequestMiddleware, allowed_hosts
 from arpg.serve.native import native_routes
 from arpg.serve.observability import configure_logging
@@ -165,14 +167,7 @@ def run(service: ImageService, bound: socket.socket) -> None:
     """
     configure_logging()
     hosts = allowed_hosts(bound.getsockname()[0], service.keys)
-    config = uvicorn.Config(
-        create_app(service, hosts=hosts),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-    )
-    server = Server(config, service)
+    server = Server(service, hosts=hosts)
     server.run(sockets=[bound])
     if server.failed:
         raise SystemExit(1)
@@ -181,7 +176,20 @@ def run(service: ImageService, bound: socket.socket) -> None:
 class Server(uvicorn.Server):
     """A uvicorn server that drains on the first signal, with open sockets until no request is left, and then exits."""
 
-    def __init__(self, config: uvicorn.Config, service: ImageService) -> None:
+    def __init__(self, service: ImageService, *, hosts: frozenset[str] | None = None, **options: Any) -> None:
+        settings = service.settings
+        config = uvicorn.Config(
+            create_app(service, hosts=hosts),
+            http=functools.partial(HttpProtocol, settings=settings),  # type: ignore[arg-type]  # it is only called
+            loop="asyncio",
+            ws="none",
+            proxy_headers=False,  # who the client is, is not for the client to say
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # it goes to call_later
+            **options,
+        )
         super().__init__(config)
         self.service = service
         self.failed = False  # a worker thread has died

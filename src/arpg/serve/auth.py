@@ -125,19 +125,21 @@ def _parse(entries: Iterable[str]) -> dict[bytes, str]:
 def check_exposure(host: str, keys: ApiKeys, *, insecure: bool) -> None:
     """Raise an `InputError` where other machines can reach `host` and there are neither keys nor `insecure`."""
     require(
-        bool(len(keys)) or insecure or _is_loopback(host),
+        bool(len(keys)) or insecure or is_loopback(host),
         f"host is {host}, which other machines can reach, and there are no API keys; give --keys-file or "
         f"${KEYS_VARIABLE}, or --insecure to allow everybody",
     )
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address: localhost, 127.0.0.0/8, ::1, and these inside IPv6."""
+    if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _digest(key: str) -> bytes:

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, internal_error
-from arpg.serve.auth import ApiKeys
+from arpg.serve.auth import ApiKeys, is_loopback
 from arpg.serve.observability import Metrics
+from arpg.serve.schemas import TASKS
 from arpg.serve.server_config import ServeSettings
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ SECURITY_HEADERS = {
 }
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # not logged
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+POST_ROUTES = {  # all that take a body: whether there may be images in it
+    **{f"/v1/arpg/{task}": True for task in (*TASKS, "condition")},
+    "/v1/images/generations": False,
+    "/v1/images/edits": True,
+}
 
 
 def allowed_hosts(host: str, keys: ApiKeys) -> frozenset[str] | None:
@@ -38,7 +44,7 @@ def allowed_hosts(host: str, keys: ApiKeys) -> frozenset[str] | None:
 
     A server without keys on a loopback address accepts only its own names, which stops DNS rebinding.
     """
-    return LOOPBACK if host in LOOPBACK and not len(keys) else None
+    return LOOPBACK | {host.strip("[]").lower()} if is_loopback(host) and not len(keys) else None
 
 
 class ClientDisconnected(Exception):  # noqa: N818  an outcome, not a failure
@@ -95,7 +101,9 @@ class RequestMiddleware:
         hosts: frozenset[str] | None,
     ) -> None:
         self.app, self.admission, self.metrics, self.keys = app, admission, admission.metrics, keys
-        self.max_bytes, self.io_timeout_s, self.hosts = settings.limits.bytes, settings.io_timeout_s, hosts
+        self.settings, self.hosts = settings, hosts
+        self.body_bytes = 0  # of all requests that are being answered
+        self.metrics.gauge("arpg_body_bytes", "Bytes of request bodies in memory", lambda: self.body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -108,15 +116,15 @@ class RequestMiddleware:
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         state.setdefault("id", f"req_{secrets.token_hex(12)}")  # on Ray, the ingress has set it
-        start, response = time.monotonic(), _ResponseSender(send, scope, self.io_timeout_s)
-        admitted = False
+        start, response = time.monotonic(), _ResponseSender(send, scope, self.settings.io_timeout_s)
+        admitted, body = False, bytearray()
         try:
-            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-            self._check(scope, headers)
-            if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            headers = self._check(scope)
+            if scope["method"] == "POST" and scope["path"] in POST_ROUTES:
                 self.admission.enter()
                 admitted = True
-            await self.app(scope, await self._read_body(headers, receive), response.send)
+                await self._read_body(scope, headers, receive, body)
+            await self.app(scope, _replay(bytes(body), receive), response.send)
         except ClientDisconnected:
             self.metrics.cancelled.inc()
             state["outcome"] = 499
@@ -128,46 +136,52 @@ class RequestMiddleware:
         finally:
             if admitted:
                 self.admission.leave()
+            self.body_bytes -= len(body)
             self._record(scope, response, time.monotonic() - start)
 
-    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+    def _check(self, scope: Scope) -> dict[str, str]:
+        """Return the headers, or raise an error: all that can be said before the body is read."""
+        names = [name.lower() for name, _ in scope["headers"]]
+        twice = [name for name in (b"host", b"authorization", b"content-type") if names.count(name) > 1]
+        if twice or {b"content-length", b"transfer-encoding"} <= set(names):
+            what = f"{twice[0].decode()} is given twice" if twice else "both content-length and transfer-encoding"
+            raise ApiError(400, f"the headers are ambiguous: {what}; send one", code="ambiguous_headers")
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if self.hosts is not None and _without_port(host) not in self.hosts:
             raise ApiError(421, "the server does not answer to this host name", code="unknown_host")
         origin = headers.get("origin")
-        if scope["method"] != "GET" and origin is not None and urlsplit(origin).netloc != host:
+        if scope["method"] != "GET" and origin is not None and _site(origin) != host:
             raise ApiError(403, "requests from pages of other sites are not accepted", code="cross_origin")
         if scope["path"].startswith("/v1/") or scope["path"] == "/metrics":
             self.keys.check(headers.get("authorization"))
+        return headers
 
-    async def _read_body(self, headers: dict[str, str], receive: Receive) -> Receive:
-        """Read the whole body, within the limits of size and time; the result replays it, then waits for disconnect."""
-        too_large = ApiError(413, f"the request is longer than {self.max_bytes} bytes; send less", code="too_large")
+    async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive, body: bytearray) -> None:
+        """Read a body into `body`, within the limits of its size, of its time, and of the memory for all bodies."""
+        limits, seconds = self.settings.limits, self.settings.io_timeout_s
+        most = limits.bytes if POST_ROUTES[scope["path"]] else min(limits.bytes, limits.json_bytes)
+        too_large = ApiError(413, f"the request is longer than {most} bytes; send less", code="too_large")
         length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length[:20]) > self.max_bytes:
+        if length.isascii() and length.isdigit() and int(length[:20]) > most:
             raise too_large
-        body = bytearray()
         try:
-            async with asyncio.timeout(self.io_timeout_s):
-                while True:
+            async with asyncio.timeout(seconds):
+                more = True
+                while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnected
-                    body += message.get("body", b"")
-                    if len(body) > self.max_bytes:
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    if len(body) + len(part) > most:
                         raise too_large
-                    if not message.get("more_body", False):
-                        break
+                    if self.body_bytes + len(part) > self.settings.max_body_bytes:
+                        full = "the requests in progress take all memory for bodies; try again in a moment"
+                        raise ApiError(503, full, code="bodies_full", retry_after=5)
+                    self.body_bytes += len(part)
+                    body += part
         except TimeoutError:
-            raise ApiError(
-                408, f"the request did not arrive within {self.io_timeout_s:g} seconds; send it again"
-            ) from None
-        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def replay() -> Message:
-            return first.pop() if first else await receive()
-
-        return replay
+            raise ApiError(408, f"the request did not arrive within {seconds:g} seconds; send it again") from None
 
     def _record(self, scope: Scope, response: _ResponseSender, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", None) or ("static" if scope.get("endpoint") else "other")
@@ -210,6 +224,25 @@ class _ResponseSender:
             await error.response()(self.scope, receive, self.send)
 
 
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that has the whole body in its first message, and then waits for the disconnect."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
 def _without_port(host: str) -> str:
     """Return the name in a Host header."""
+    host = host.lower()
     return host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rsplit(":", 1)[0]
+
+
+def _site(origin: str) -> str | None:
+    """Return host and port in an Origin header; None: it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None

@@ -28,10 +28,15 @@ from arpg.errors import require
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, read_keys
-from arpg.serve.middleware import AdmissionLimiter, ClientDisconnected, RequestMiddleware, wait_for_disconnect
+from arpg.serve.middleware import (
+    POST_ROUTES,
+    AdmissionLimiter,
+    ClientDisconnected,
+    RequestMiddleware,
+    wait_for_disconnect,
+)
 from arpg.serve.observability import Metrics, configure_logging
 from arpg.serve.responses import json_response
-from arpg.serve.schemas import TASKS
 from arpg.serve.server_config import ALIASES, ServeSettings
 from arpg.serve.service import ImageService
 
@@ -41,13 +46,7 @@ APP_NAME = "arpg"
 REPLICA = "Replica"
 MAX_TRIES = 8
 OUTCOME = "arpg.outcome"  # the type of a message of ours: how a stream ended, for the metrics of the ingress
-ROUTES = {  # what the metrics name; all other paths are "other"
-    "/v1/arpg/condition",
-    "/v1/images/generations",
-    "/v1/images/edits",
-    "/v1/models",
-    *(f"/v1/arpg/{task}" for task in TASKS),
-}
+ROUTES = {*POST_ROUTES, "/v1/models"}  # what the metrics name; all other paths are "other"
 SCALE_TYPES: dict[str, Any] = {
     "model": lambda names: names.split(","),
     "replicas": int,

@@ -22,7 +22,8 @@ class Limits:
     strength: int = 10  # of a condition image
     pixels: int = 1 << 22  # of an image that is sent
     input_side: int = 1 << 14  # pixels of an image that is sent, along its longer side
-    bytes: int = 1 << 24  # of a request
+    bytes: int = 1 << 24  # of a request with images
+    json_bytes: int = 1 << 18  # of a request without images
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -41,6 +42,12 @@ class ServeSettings:
     max_pending_requests: int = 64  # waiting or running; more get a 429
     deadline: float = 120.0  # seconds for one request
     io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
+    header_timeout_s: float = 10.0  # seconds for the headers of a request to arrive
+    keep_alive_s: float = 30.0  # how long an idle connection stays open
+    max_connections: int = 512  # open at the same time
+    max_header_bytes: int = 1 << 15  # of a request line and its headers
+    max_headers: int = 100  # of a request
+    max_body_bytes: int = 1 << 28  # of all requests that are in memory; more get a 503
     threads: int | None = None  # of torch; None: torch's default
     limits: Limits = field(default_factory=Limits)
 
@@ -49,10 +56,17 @@ class ServeSettings:
         require(  # rows join and leave the batches of a server, so no two steps have the same shape
             self.engine != "graph", "engine is 'graph', which a server cannot replay; expected auto, eager or compiled"
         )
-        for name in ("max_batch", "max_pending_requests"):
+        for name in (
+            "max_batch",
+            "max_pending_requests",
+            "max_connections",
+            "max_header_bytes",
+            "max_headers",
+            "max_body_bytes",
+        ):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; expected 1 or more")
-        for name in ("deadline", "io_timeout_s"):
+        for name in ("deadline", "io_timeout_s", "header_timeout_s", "keep_alive_s"):
             value = getattr(self, name)
             require(value > 0, f"{name} is {value}; expected more than 0 seconds")
         require(
