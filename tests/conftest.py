@@ -163,3 +163,46 @@ def intermediates(monkeypatch):
 
     monkeypatch.setattr(Image.Image, "resize", spied)
     return made
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """The address and the faults of an S3 server on loopback."""
+    from support.object_store import s3_server
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def fresh_filesystems():
+    """A function that forgets open file systems, which keep their credentials and addresses."""
+    from arpg.storage import _filesystem
+
+    yield _filesystem.cache_clear
+    _filesystem.cache_clear()
+
+
+@pytest.fixture
+def bucket(s3, monkeypatch, tmp_path, fresh_filesystems):
+    """The URL of a bucket of the S3 server, reached with the usual variables; retries wait only briefly."""
+    from arpg import storage
+    from support.object_store import KEYS
+
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3[0], "ARPG_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "BACKOFF_SECONDS", 0.01)
+    fresh_filesystems()
+    name = f"bucket-{tmp_path.name.replace('_', '-').lower()}"
+    storage._filesystem("s3").mkdir(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture
+def faults(s3):
+    """The faults of the S3 server; those that are left are forgotten after the test."""
+    from support.object_store import Faults
+
+    yield s3[1]
+    for name, value in vars(Faults()).items():
+        setattr(s3[1], name, value)

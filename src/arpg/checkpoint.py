@@ -32,6 +32,7 @@ from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
 from arpg.quantization.storage import add_difference, pack_difference, unpack
 from arpg.settings import SamplingDefaults
+from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
@@ -53,7 +54,7 @@ class FolderConfig:
     base: str | None = None  # an installed model, where the stored weights are differences from its weights
 
 
-def read_folder(folder: Path) -> FolderConfig:
+def read_folder(folder: AnyPath) -> FolderConfig:
     """Read the configuration and the class names of a model folder."""
     path = folder / CONFIG
     require(path.is_file(), f"{folder} is not a model folder: it has no {CONFIG}")
@@ -93,7 +94,7 @@ def read_folder(folder: Path) -> FolderConfig:
 
 
 def write_folder(
-    folder: Path, config: FolderConfig, *, model: State | None = None, tokenizer: State | None = None
+    folder: AnyPath, config: FolderConfig, *, model: State | None = None, tokenizer: State | None = None
 ) -> None:
     """Write what is given and keep the rest of an existing folder; config.json comes last, since it names the rest."""
     if (folder / CONFIG).exists():
@@ -110,7 +111,7 @@ def write_folder(
         if config.license == "unknown":
             kept["license"] = old.license
         config = replace(config, **kept)
-    writes: dict[Path, Callable[[Path], object]] = {}
+    writes: dict[AnyPath, Callable[[Path], object]] = {}
     for name, state in ((MODEL, model), (TOKENIZER, tokenizer)):
         if state is not None:
             tensors = {key: tensor.detach().contiguous() for key, tensor in state.items()}
@@ -127,7 +128,7 @@ def write_folder(
 
 
 def load_model(
-    folder: Path,
+    folder: AnyPath,
     *,
     config: FolderConfig | None = None,
     device: torch.device | str = "cpu",
@@ -148,7 +149,7 @@ def load_model(
 
 
 def load_tokenizer(
-    folder: Path,
+    folder: AnyPath,
     *,
     config: FolderConfig | None = None,
     device: torch.device | str = "cpu",
@@ -175,7 +176,7 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
         tokenizer.decode_in(torch.bfloat16)
 
 
-def write_difference(folder: Path, target: Path, *, base: str, form: str) -> None:
+def write_difference(folder: AnyPath, target: AnyPath, *, base: str, form: str) -> None:
     """Write a model folder as differences from the installed model `base`, whose tokenizer it must share."""
     described, other = read_folder(folder), installed_folder(base, what="base")
     if described.tokenizer is not None:
@@ -214,7 +215,7 @@ def _some(items: list[str], most: int = 12) -> str:
 
 
 def _load(
-    module: Module, path: Path, device: torch.device | str, dtype: torch.dtype | None, base: State | None = None
+    module: Module, path: AnyPath, device: torch.device | str, dtype: torch.dtype | None, base: State | None = None
 ) -> Module:
     state = unpack(read_tensors(path), where=str(path))
     if base is not None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from arpg.errors import InputError, first_line, one_of, require
-from arpg.hub import home
 from arpg.image import Pixels, resize, to_rgb
 from arpg.settings import CONTROL_KINDS
+from arpg.storage import home
 
 FASTDEPTH_FILE = "fastdepth.onnx"  # MIT; docs/guides/control.md has the sha256 of the one tested
 METRIC_DEPTH_MODELS = ("depth_pro", "glpn", "zoedepth")  # predict distance, where others predict nearness

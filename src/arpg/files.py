@@ -23,24 +23,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg.errors import InputError, require
+from arpg.storage import AnyPath, RemotePath, fetch
 
 State = dict[str, Tensor]
 # What torch.load raises for files that are cut short or no checkpoints at all.
 _BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: AnyPath, write: Callable[[Path], object]) -> None:
     """Write to a temporary file beside `path` and rename it, so that `path` is never half there."""
     write_together({path: write})
 
 
-def write_together(writes: dict[Path, Callable[[Path], object]]) -> None:
-    """Write several files: all are complete under temporary names before the first gets its own, in the order given."""
-    ready: list[tuple[Path, Path]] = []
+def write_together(writes: Mapping[AnyPath, Callable[[Path], object]]) -> None:
+    """Write several files: all are complete under temporary names before the first gets its own, in the order given.
+
+    Each function is given a local file to write, which is uploaded where its path is remote.
+    """
+    ready: list[tuple[Any, AnyPath]] = []  # temporary and final paths, both local or both remote
     created: list[Path] = []
-    path = Path()
+    path: AnyPath = Path()
     try:
         for path, write in writes.items():
+            if isinstance(path, RemotePath):
+                with tempfile.TemporaryDirectory(prefix="arpg-upload-") as scratch:
+                    local = Path(scratch) / path.name
+                    write(local)
+                    ready.append((path.upload(local), path))
+                continue
             created += _make_folder(path.parent)
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             os.close(handle)
@@ -48,7 +58,7 @@ def write_together(writes: dict[Path, Callable[[Path], object]]) -> None:
             write(Path(name))
             os.chmod(name, 0o666 & ~_umask())
         for temporary, path in ready:
-            os.replace(temporary, path)
+            temporary.replace(path)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
     finally:
@@ -59,17 +69,17 @@ def write_together(writes: dict[Path, Callable[[Path], object]]) -> None:
                 folder.rmdir()
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: AnyPath, text: str) -> None:
     """Write `text` as UTF-8."""
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: AnyPath, data: Any) -> None:
     """Write `data` as indented JSON."""
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: AnyPath) -> Any:
     """Read a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +87,7 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} is not valid JSON: {error}") from None
 
 
-def write_array(path: Path, array: NDArray[Any]) -> None:
+def write_array(path: AnyPath, array: NDArray[Any]) -> None:
     """Write `array` as a .npy file."""
 
     def write(temporary: Path) -> None:
@@ -87,11 +97,11 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
     write_whole(path, write)
 
 
-def read_array(path: Path, *, advice: str, mmap: bool = True) -> NDArray[Any]:
+def read_array(path: AnyPath, *, advice: str, mmap: bool = True) -> NDArray[Any]:
     """Read a .npy file, mapped into memory unless `mmap` is false; `advice` says what to do about a damaged one."""
     require(path.is_file(), f"{path} does not exist; {advice}")
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+        array: NDArray[Any] = np.load(fetch(path), mmap_mode="r" if mmap else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"{path} is not a whole .npy file ({error}); {advice}") from None
     return array
@@ -110,11 +120,11 @@ def _umask() -> int:
     return mask
 
 
-def read_tensors(path: Path) -> State:
+def read_tensors(path: AnyPath) -> State:
     """Read a safetensors file."""
     require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
     try:
-        return safetensors.torch.load_file(path)
+        return safetensors.torch.load_file(fetch(path))
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch or convert it again") from None
 
@@ -154,9 +164,9 @@ def write_tensors(state: State, path: Path, *, metadata: dict[str, str] | None =
         raise OSError(str(error)) from None
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: AnyPath) -> str:
     """Return the sha256 of a file's bytes."""
-    with path.open("rb") as file:
+    with fetch(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -18,6 +18,7 @@ from arpg.errors import InputError, first_line, require
 from arpg.files import hash_file, read_json, write_json
 from arpg.installed import CONFIG, installed_folder, installed_models
 from arpg.settings import SamplingDefaults
+from arpg.storage import AnyPath, as_path, home
 
 log = logging.getLogger(__name__)
 
@@ -63,23 +64,19 @@ PUBLISHED = {
 }
 
 
-def home() -> Path:
-    """Return the folder of fetched models: $ARPG_HOME, or else one in the user's cache folder."""
-    if value := os.environ.get("ARPG_HOME"):
-        return Path(value)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "arpg"
+def resolve(name: str | AnyPath) -> AnyPath:
+    """Return the folder of a model: an installed name, a folder, a published name, or `user/repository` on the hub.
 
-
-def resolve(name: str | Path) -> Path:
-    """Return the folder of a model: an installed name, a folder, a published name, or `user/repository` on the hub."""
-    folder, text = Path(name), str(name)
+    A folder may also be a URL, like s3://bucket/model.
+    """
+    folder, text = as_path(name), str(name)
     if text in (installed := installed_models()):
         return installed_folder(text)
     if folder.is_dir():
         return folder
     if text in PUBLISHED:
         return pull(text)
+    require(isinstance(folder, Path), f"{text} is not a model folder: there are no files below it")
     if text.count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/"):
         return _snapshot(text)
     raise InputError(

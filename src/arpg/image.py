@@ -19,6 +19,7 @@ from torch import Tensor
 
 from arpg.errors import InputError, require
 from arpg.files import write_whole
+from arpg.storage import AnyPath
 
 Pixels = NDArray[np.uint8]
 MAX_PIXELS = 64 * 10**6
@@ -204,8 +205,13 @@ def check_output(path: Path, *, folder: bool) -> None:
     check_writable(path, folder=folder)
 
 
-def check_writable(path: Path, *, folder: bool = False) -> None:
-    """Raise an `InputError` if a file, or with `folder` files in a folder, could not be written."""
+def check_writable(path: AnyPath, *, folder: bool = False) -> None:
+    """Raise an `InputError` if a file, or with `folder` files in a folder, could not be written.
+
+    An object store says so only when it is written to.
+    """
+    if not isinstance(path, Path):
+        return
     target = path if folder else path.parent
     existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
     require(existing.is_dir(), f"{path} cannot be written: {existing} is a file; choose another place")

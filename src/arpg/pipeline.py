@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,12 @@ from arpg.decode import Engine
 from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
 from arpg.errors import require
-from arpg.hub import home, resolve
+from arpg.hub import resolve
 from arpg.image import to_rgb
 from arpg.model import ARPG
 from arpg.quantization.precision import Precision, to_precision
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, SamplingDefaults, canonical_names
+from arpg.storage import AnyPath, as_path, home
 from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.canvas import Box, Canvas, box_image
 from arpg.tasks.control_input import ControlInput, Controls, check_controls
@@ -93,7 +93,7 @@ class Pipeline:
     @classmethod
     def from_pretrained(
         cls,
-        name: str | Path,
+        name: str | AnyPath,
         *,
         device: str | torch.device = "auto",
         precision: Precision = "auto",
@@ -127,7 +127,7 @@ class Pipeline:
             engine=engine,
         )
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | AnyPath) -> None:
         """Write a model folder that `from_pretrained` loads."""
         config = FolderConfig(
             model=self.model.config,
@@ -136,7 +136,7 @@ class Pipeline:
             license=self.license,
             classes=self.classes if self.prompts is None else None,
         )
-        write_folder(Path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
+        write_folder(as_path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
     def generate_task(self, classes: Classes = None, **options: Any) -> ImageTask:
         """Sample images of classes or prompts from empty grids, see `generate`."""

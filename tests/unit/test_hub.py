@@ -12,6 +12,7 @@ from huggingface_hub import close_session, constants
 
 from arpg import InputError, Pipeline, hub
 from arpg.convert import model_to_published
+from arpg.storage import home
 from support.small import SMALL, small_model, small_tokenizer
 
 COMMIT = "c" * 40
@@ -112,7 +113,7 @@ def test_pull_fetches_converts_and_keeps(stand_in, small_l):
     assert pipe.license.startswith("MIT")
     asked = len(stand_in.log)
     assert any(path.endswith("arpg_300m.pt") for _, path in stand_in.log)
-    assert hub.pull("arpg-l") == hub.home() / "models" / "arpg-l"
+    assert hub.pull("arpg-l") == home() / "models" / "arpg-l"
     assert len(stand_in.log) == asked, "the second time nothing is fetched"
 
 
@@ -121,11 +122,11 @@ def test_offline_says_which_files_and_where(stand_in, small_l, monkeypatch):
     with pytest.raises(InputError) as caught:
         hub.pull("arpg-l")
     message = str(caught.value)
-    downloads = hub.home() / "downloads"
+    downloads = home() / "downloads"
     for part in ("arpg_300m.pt", "hp-l33/ARPG", "vq_ds16_c2i.pt", "FoundationVision/LlamaGen", str(downloads)):
         assert part in message
     assert "\n" not in message
-    assert not (hub.home() / "models").exists()
+    assert not (home() / "models").exists()
     # And what the message says works.
     downloads.mkdir(parents=True)
     (downloads / "arpg_300m.pt").write_bytes(small_l[0])
@@ -142,7 +143,7 @@ def test_a_file_of_another_size_is_refused(stand_in, small_l):
     hub.PUBLISHED["arpg-l"] = dataclasses.replace(hub.PUBLISHED["arpg-l"], model=other)
     with pytest.raises(InputError, match="is not arpg-l"):
         hub.pull("arpg-l")
-    assert not (hub.home() / "models").exists()
+    assert not (home() / "models").exists()
 
 
 def test_a_lock_file_pins_revision_and_sums(stand_in, small_l, tmp_path):
@@ -180,12 +181,12 @@ def test_a_file_with_another_sum_is_refused(stand_in, small_l, tmp_path, monkeyp
     monkeypatch.setenv(hub.LOCK_VARIABLE, str(lock))  # so that every verb and the server check it
     with pytest.raises(InputError, match=f"lock.json expects {'0' * 64} for arpg_300m.pt of hp-l33/ARPG"):
         Pipeline.from_pretrained("arpg-l", device="cpu")
-    downloads = hub.home() / "downloads"
+    downloads = home() / "downloads"
     downloads.mkdir(parents=True)
     (downloads / "arpg_300m.pt").write_bytes(small_l[0])
     with pytest.raises(InputError, match="SHA-256"):
         hub.pull("arpg-l")
-    assert not (hub.home() / "models").exists()
+    assert not (home() / "models").exists()
     lock.write_text("[]")
     with pytest.raises(InputError, match="is no lock file"):
         hub.pull("arpg-l")

@@ -9,6 +9,7 @@ SOURCE = ROOT / "src" / "arpg"
 # Each may import what stands before it (and its own package). Nothing but `python -m arpg` imports cli.
 LAYERS = [
     {"errors"},
+    {"storage"},
     {"files", "settings", "classes", "tables", "installed"},
     {"config"},
     {"device", "image"},

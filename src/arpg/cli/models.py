@@ -28,6 +28,7 @@ def info(
         return
     from arpg.checkpoint import read_folder
     from arpg.hub import resolve
+    from arpg.storage import fetch, sorted_glob
 
     folder = resolve(model)
     described = read_folder(folder)
@@ -43,8 +44,9 @@ def info(
         lines.append(("stored as", f"differences from {described.base}"))
     if described.classes is not None:
         lines.append(("classes", f"{len(described.classes)}: {described.classes.name(0)}, ... (see `arpg classes`)"))
-    for file in sorted(folder.glob("*.safetensors")):
-        size = f"{_parameters(file) / 1e6:.2f} M parameters, {file.stat().st_size / 1e6:.1f} MB"
+    for file in sorted_glob(folder, "*.safetensors"):
+        local = fetch(file)
+        size = f"{_parameters(local) / 1e6:.2f} M parameters, {local.stat().st_size / 1e6:.1f} MB"
         lines.append((file.name, size))
     for name, text in lines:
         out.print(f"{name:<22} {text}", markup=False)
@@ -206,8 +208,9 @@ def _info_all() -> None:
     from arpg.checkpoint import read_folder
     from arpg.decode.engine import choose_mode
     from arpg.device import choose_device
-    from arpg.hub import PUBLISHED, home
+    from arpg.hub import PUBLISHED
     from arpg.installed import installed_models
+    from arpg.storage import home
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")
     out.print(f"--engine auto is {choose_mode('auto', choose_device('auto'))} here")

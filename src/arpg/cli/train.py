@@ -13,6 +13,7 @@ import typer
 from arpg.cli.options import Command, DeviceOption, add_options, out, output_option, parse_values, progress_bar
 from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
+from arpg.storage import as_path
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def train(options: TrainingOptions) -> None:
 def tokenize(
     images: Annotated[list[str], typer.Argument(help="Image folders, zips, or paths into zips; together one set.")],
     tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="A model folder with a tokenizer.")],
-    folder: Annotated[Path, output_option("The token folder to write.")],
+    folder: Annotated[str, output_option("The token folder to write.")],
     size: Annotated[int, typer.Option(help="Side of the square that is tokenized, in pixels.")],
     ten_crops: Annotated[bool, typer.Option("--ten-crops", help="Ten views of each image instead of one.")] = False,
     views: Annotated[
@@ -89,7 +90,7 @@ def tokenize(
         tokens = run(
             loaded,
             concatenate(sets) if len(sets) > 1 else sets[0],
-            folder,
+            as_path(folder),
             size=size,
             ten_crops=ten_crops,
             views=views,
@@ -105,7 +106,7 @@ def tokenize(
 
 
 def embed(
-    folder: Annotated[Path, typer.Argument(help="A token folder with captions.")],
+    folder: Annotated[str, typer.Argument(help="A token folder with captions.")],
     encoder: Annotated[
         str, typer.Option(help="minilm, flan-t5-xl (or another size), a hub id or a folder.")
     ] = "minilm",
@@ -121,7 +122,7 @@ def embed(
     from arpg.text_encoder import load_encoder
 
     tokens = open_tokens(folder)
-    if (folder / TEXT).exists():  # how wide the states are is known without the encoder
+    if (as_path(folder) / TEXT).exists():  # how wide the states are is known without the encoder
         width = open_text_states(tokens).config.width
         load = None
     else:

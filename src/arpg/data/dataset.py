@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from arpg.device import send
 from arpg.errors import present, require
 from arpg.files import read_array, read_json, write_array, write_json
 from arpg.noise import Stream, random_words, seed_keys
+from arpg.storage import AnyPath
 
 if TYPE_CHECKING:
     from arpg.text_encoder import TextEncoder
@@ -194,7 +194,7 @@ def write_text_states(
 
 
 def _write_text_shard(
-    folder: Path, number: int, captions: Sequence[str], encoder: TextEncoder, batch_size: int
+    folder: AnyPath, number: int, captions: Sequence[str], encoder: TextEncoder, batch_size: int
 ) -> None:
     parts, lengths = [], []
     for start in range(0, len(captions), ENCODE_CHUNK):
@@ -206,7 +206,7 @@ def _write_text_shard(
         write_array(folder / name, array)
 
 
-def _captioned(tokens: TokenSet) -> tuple[Path, Sequence[str]]:
+def _captioned(tokens: TokenSet) -> tuple[AnyPath, Sequence[str]]:
     captions = present(tokens.captions, f"{tokens.folder} has no captions; tokenize images that have them")
     assert tokens.folder is not None
     return tokens.folder, captions

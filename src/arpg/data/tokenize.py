@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.errors import require
 from arpg.files import hash_tensors
 from arpg.image import adm_crop, crop_views, ten_crop, to_images
+from arpg.storage import AnyPath
 from arpg.tasks.control_input import ControlInput
 from arpg.tokenizer import VQTokenizer
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 def tokenize(
     tokenizer: VQTokenizer,
     images: ImageSet,
-    folder: Path,
+    folder: AnyPath,
     *,
     size: int,
     ten_crops: bool = False,

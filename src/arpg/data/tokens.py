@@ -21,7 +21,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, one_of, require
 from arpg.files import read_array, read_json, write_array, write_json
 from arpg.settings import CONTROL_KINDS
+from arpg.storage import AnyPath, as_path
 
 FORMAT = "arpg-tokens-1"
 TOKENS, UNFINISHED = "tokens.json", "unfinished.json"
@@ -111,7 +111,7 @@ class TokenSet:
         labels: Array,
         *,
         captions: Sequence[str] | None = None,
-        folder: Path | None = None,
+        folder: AnyPath | None = None,
         views_of: Array | None = None,
         controls: Sequence[MapSet] = (),
     ) -> None:
@@ -152,7 +152,7 @@ class TokenWriter:
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         *,
         grid: tuple[int, int],
         vocab_size: int,
@@ -263,9 +263,9 @@ class TokenWriter:
         self.shards.append(Shard(*names, size))
 
 
-def open_tokens(path: str | Path, *, vocab_size: int | None = None) -> TokenSet:
+def open_tokens(path: str | AnyPath, *, vocab_size: int | None = None) -> TokenSet:
     """Open a token set; `vocab_size` is that of the model to train on it."""
-    folder = Path(path)
+    folder = as_path(path)
     require(folder.is_dir(), f"{folder} is not a folder; expected a token set, as `arpg tokenize` writes it")
     if (folder / TOKENS).exists():
         tokens = _open_shards(folder)
@@ -281,7 +281,7 @@ def open_tokens(path: str | Path, *, vocab_size: int | None = None) -> TokenSet:
     return tokens
 
 
-def _open_shards(folder: Path) -> TokenSet:
+def _open_shards(folder: AnyPath) -> TokenSet:
     where = str(folder / TOKENS)
     data = _read_object(folder / TOKENS)
     require(data.pop("format", None) == FORMAT, f'{where} does not say "format": "{FORMAT}"')
@@ -302,7 +302,7 @@ def _open_shards(folder: Path) -> TokenSet:
     return TokenSet(info, ids, labels, captions=captions, folder=folder, controls=controls)
 
 
-def _open_shard(folder: Path, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:
+def _open_shard(folder: AnyPath, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:
     """Open the ids and labels of a shard, and check them against tokens.json."""
     ids, labels = (read_array(folder / name, advice=_AGAIN) for name in (shard.ids, shard.labels))
     shape = (shard.num_images, info.views, math.prod(info.grid))
@@ -317,7 +317,7 @@ def _open_shard(folder: Path, shard: Shard, info: TokenInfo) -> tuple[Array, Arr
     return ids, labels
 
 
-def _open_published(folder: Path, vocab_size: int | None) -> TokenSet:
+def _open_published(folder: AnyPath, vocab_size: int | None) -> TokenSet:
     paths = [p for p in folder.glob("*/*.npy") if p.parent.name.isdecimal() and not p.name.startswith(".")]
     require(bool(paths), f"{folder} has no {TOKENS} and no CLASS_ID/NAME.npy files; expected a token set")
     if vocab_size is None:
@@ -345,7 +345,7 @@ def _open_published(folder: Path, vocab_size: int | None) -> TokenSet:
     return TokenSet(info, [ids], labels)
 
 
-def _load_published(path: Path) -> Array:
+def _load_published(path: AnyPath) -> Array:
     """Read one image of the published layout, `[views, N]`; the files may have a leading axis of 1."""
     array = read_array(path, advice=_AGAIN, mmap=False)
     if array.ndim == 3 and len(array) == 1:
@@ -355,14 +355,14 @@ def _load_published(path: Path) -> Array:
     return array
 
 
-def _check_range(path: Path, array: Array, limit: int, name: str) -> None:
+def _check_range(path: AnyPath, array: Array, limit: int, name: str) -> None:
     low, high = int(array.min(initial=0)), int(array.max(initial=0))
     require(
         low >= 0 and high < limit, f"{path} has {low if low < 0 else high}; expected 0 to {limit - 1} ({name} {limit})"
     )
 
 
-def _open_maps(folder: Path, info: TokenInfo, counts: Sequence[int]) -> MapSet:
+def _open_maps(folder: AnyPath, info: TokenInfo, counts: Sequence[int]) -> MapSet:
     """Open the condition images of a set whose shards have `counts` images."""
     shards: list[Array] = []
     for number, count in enumerate(counts):
@@ -375,7 +375,7 @@ def _open_maps(folder: Path, info: TokenInfo, counts: Sequence[int]) -> MapSet:
     return MapSet(info.control, info.control_size, shards)
 
 
-def _captions(folder: Path, number: int, shard: Shard) -> list[str]:
+def _captions(folder: AnyPath, number: int, shard: Shard) -> list[str]:
     path = folder / _caption_name(number)
     require(path.is_file(), f"{path} does not exist; {_AGAIN}")
     texts = read_json(path)
@@ -384,7 +384,7 @@ def _captions(folder: Path, number: int, shard: Shard) -> list[str]:
     return list(texts)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: AnyPath) -> dict[str, Any]:
     data = read_json(path)
     require(isinstance(data, dict), f"{path} is {data!r}; expected an object")
     return dict(data)

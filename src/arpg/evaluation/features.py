@@ -26,8 +26,8 @@ from arpg.errors import InputError, require
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import Moments, RunningGains, Statistics
 from arpg.files import hash_file, write_whole
-from arpg.hub import home
 from arpg.image import Pixels, adm_crop, check_pixels
+from arpg.storage import AnyPath, as_path, fetch, home, list_files
 
 ARRAY = "arr_0"  # where np.savez puts what it is given, and where ADM's files have their images
 THREADS = 8
@@ -43,12 +43,12 @@ class ImageSource:
     batches: Callable[[int], Iterator[Pixels]]
 
 
-def open_source(path: str | Path, *, size: int | None = None) -> ImageSource:
+def open_source(path: str | AnyPath, *, size: int | None = None) -> ImageSource:
     """Open an npz file with images in arr_0 (uint8 [n, H, W, 3]), or a folder or zip file of image files.
 
     With a size, image files are cropped to that square as ADM prepares ImageNet; an npz file must have it already.
     """
-    path = Path(path)
+    path = as_path(path)
     require(size is None or size >= 1, f"size is {size}; expected 1 or more pixels")
     return _open_npz(path, size) if path.suffix == ".npz" else from_images(open_images(path), size=size)
 
@@ -90,17 +90,17 @@ def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
     return ImageSource(images.where, len(images), batches)
 
 
-def npz_names(path: Path) -> set[str]:
+def npz_names(path: AnyPath) -> set[str]:
     """Return the names of the arrays in an npz file."""
     require(path.is_file(), f"{path} does not exist; expected an npz file")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(fetch(path)) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
     except (OSError, zipfile.BadZipFile) as error:
         raise InputError(f"{path} is not a whole npz file ({error}); make or copy it again") from None
 
 
-def _open_npz(path: Path, size: int | None) -> ImageSource:
+def _open_npz(path: AnyPath, size: int | None) -> ImageSource:
     names = npz_names(path)
     require(
         ARRAY in names, f"{path} has no {ARRAY}, only {', '.join(sorted(names)) or 'nothing'}; expected images in it"
@@ -119,7 +119,7 @@ def _open_npz(path: Path, size: int | None) -> ImageSource:
     def batches(batch_size: int) -> Iterator[Pixels]:
         require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
         try:
-            with zipfile.ZipFile(path) as archive, archive.open(f"{ARRAY}.npy") as file:
+            with zipfile.ZipFile(fetch(path)) as archive, archive.open(f"{ARRAY}.npy") as file:
                 _skip_header(file)
                 for start in range(0, shape[0], batch_size):
                     n = min(batch_size, shape[0] - start)
@@ -135,9 +135,9 @@ def _open_npz(path: Path, size: int | None) -> ImageSource:
     return ImageSource(str(path), shape[0], batches)
 
 
-def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+def _header(path: AnyPath) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(f"{ARRAY}.npy") as file:
+        with zipfile.ZipFile(fetch(path)) as archive, archive.open(f"{ARRAY}.npy") as file:
             shape, fortran, dtype = _skip_header(file)
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(f"{path} is damaged ({error}); make or copy it again") from None
@@ -179,7 +179,7 @@ class Features:
         """Return the number of images that there are features of."""
         return self.pool.n if self.pool_MF is None else len(self.pool_MF)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write an npz file; `mu`, `sigma`, `mu_s` and `sigma_s` have the names of ADM's reference files."""
         arrays: dict[str, Any] = {"format": FORMAT, "network": self.network, "n": self.pool.n}
         arrays |= {"mu": self.pool.mean_F, "sigma": self.pool.cov_FF}
@@ -198,7 +198,7 @@ class Features:
         write_whole(path, write)
 
     @staticmethod
-    def load(path: Path) -> Features:
+    def load(path: AnyPath) -> Features:
         """Read a file of `save`, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
         require(path.is_file(), f"{path} does not exist; expected an npz file of features or statistics")
         try:
@@ -271,13 +271,13 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 
-def has_features(path: Path) -> bool:
+def has_features(path: AnyPath) -> bool:
     """Return whether the file holds features or statistics and no images, so that no network is needed."""
     return path.suffix == ".npz" and "mu" in (names := npz_names(path)) and ARRAY not in names
 
 
 def read_features(
-    path: Path,
+    path: AnyPath,
     inception: Inception,
     *,
     size: int | None = None,
@@ -299,7 +299,7 @@ def read_features(
 
 
 def _of_images(
-    path: Path, inception: Inception, *, size: int | None, batch_size: int, keep: bool, progress: Progress | None
+    path: AnyPath, inception: Inception, *, size: int | None, batch_size: int, keep: bool, progress: Progress | None
 ) -> Features:
     source = open_source(path, size=size)
     cached = home() / "features" / f"{_key(path, inception, size)}.npz" if keep else None
@@ -315,15 +315,16 @@ def _of_images(
     return features
 
 
-def _key(path: Path, inception: Inception, size: int | None) -> str:
+def _key(path: AnyPath, inception: Inception, size: int | None) -> str:
     """Return a hash of the bytes of the images, of the network and of the crop."""
     digest = hashlib.sha256(f"{FORMAT} {inception.identity} {size}\n".encode())
     if path.is_dir():
-        for name in open_images(path).names:
-            digest.update(f"{name} {hash_file(path / name)}\n".encode())
+        files: list[tuple[str, AnyPath]] = [(name, path / name) for name in sorted(list_files(path))]
     else:
         archive = next(p for p in (path, *path.parents) if p.is_file())
-        digest.update(f"{path.relative_to(archive)} {hash_file(archive)}\n".encode())
+        files = [(str(path).removeprefix(str(archive)).lstrip("/") or ".", archive)]
+    for name, file in files:  # a store knows the version of a file without its bytes
+        digest.update(f"{name} {hash_file(file) if isinstance(file, Path) else file.version}\n".encode())
     return digest.hexdigest()
 
 
@@ -332,7 +333,7 @@ def reference_features(
     images: ImageSet,
     size: int,
     *,
-    keep: Path | None = None,
+    keep: AnyPath | None = None,
     progress: Progress | None = None,
 ) -> Features:
     """Return the features of the centre crops of real images at the model's size, which it was trained to generate.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
 from arpg.settings import SamplingSettings
+from arpg.storage import AnyPath, fetch, remove_folder
 
 FORMAT = "arpg-samples-1"
 SETTINGS = "settings.json"
@@ -136,7 +136,7 @@ class Share:
 
 def sample_images(
     pipe: Pipeline,
-    out: Path,
+    out: AnyPath,
     *,
     labels: Labels,
     seed: int = 0,
@@ -156,7 +156,7 @@ def sample_images(
     require(len(labels) >= 1, "there are no labels; expected one for each image")
     resolved = pipe.sampling.settings(**settings)
     about = _about(pipe, labels, seed, resolved)
-    parts = Path(f"{out}.parts")
+    parts = out.parent / f"{out.name}.parts"
     if out.exists():
         _check_same(about, _read_about(out), where=out)
         return
@@ -186,7 +186,7 @@ def sample_images(
         while not _covered(parts, num).all():
             time.sleep(POLL_SECONDS)
         _merge(parts, out, labels, about)
-        shutil.rmtree(parts)
+        remove_folder(parts)
 
 
 def _about(pipe: Pipeline, labels: Labels, seed: int, settings: SamplingSettings) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def fingerprint(pipe: Pipeline) -> str:
     return hash_tensors(pipe.tokenizer.state_dict(), digest)[:32]
 
 
-def _check_same(wanted: dict[str, Any], text: str, *, where: Path) -> None:
+def _check_same(wanted: dict[str, Any], text: str, *, where: AnyPath) -> None:
     try:
         found = json.loads(text)
     except ValueError:
@@ -234,15 +234,15 @@ def _check_same(wanted: dict[str, Any], text: str, *, where: Path) -> None:
     )
 
 
-def _read_about(out: Path) -> str:
+def _read_about(out: AnyPath) -> str:
     try:
-        with zipfile.ZipFile(out) as archive:
+        with zipfile.ZipFile(fetch(out)) as archive:
             return archive.comment.decode("utf-8", errors="replace")
     except (OSError, zipfile.BadZipFile) as error:
         raise InputError(f"{out} is not a whole npz file ({error}); delete it or choose another --out") from None
 
 
-def _ranges(parts: Path) -> list[tuple[int, int, Path]]:
+def _ranges(parts: AnyPath) -> list[tuple[int, int, AnyPath]]:
     found = []
     for path in parts.glob("[0-9]*-[0-9]*.npy"):
         first, stop = path.stem.split("-")
@@ -250,14 +250,14 @@ def _ranges(parts: Path) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
-def _covered(parts: Path, num: int) -> NDArray[np.bool_]:
+def _covered(parts: AnyPath, num: int) -> NDArray[np.bool_]:
     covered = np.zeros(num, bool)
     for first, stop, _ in _ranges(parts):
         covered[first:stop] = True
     return covered
 
 
-def _merge(parts: Path, out: Path, labels: Labels, about: dict[str, Any]) -> None:
+def _merge(parts: AnyPath, out: AnyPath, labels: Labels, about: dict[str, Any]) -> None:
     """Write the parts one after the other into a zip file, so that memory holds one at a time."""
     ranges = _ranges(parts)
     shape = _open_part(ranges[0][2], ranges[0][1] - ranges[0][0], None).shape[1:]
@@ -290,7 +290,7 @@ def _header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> No
     npy.write_array_header_1_0(file, about)
 
 
-def _open_part(path: Path, count: int, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
+def _open_part(path: AnyPath, count: int, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
     pixels = read_array(path, advice="delete it and run the command again")
     good = pixels.dtype == np.uint8 and len(pixels) == count and shape in (None, pixels.shape[1:])
     require(good, f"{path} holds {pixels.dtype} {list(pixels.shape)}, not {count} images; delete it and run again")

@@ -22,6 +22,7 @@ from arpg.serve.observability import Metrics
 from arpg.serve.schemas import model_info
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import TokenizerThread, serving_pipeline
+from arpg.storage import AnyPath, fetch
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class ServedModel:
     by more than the share of the device that it takes.
     """
 
-    def __init__(self, name: str, load: Callable[[], Pipeline], *, folder: Path | None = None) -> None:
+    def __init__(self, name: str, load: Callable[[], Pipeline], *, folder: AnyPath | None = None) -> None:
         self.name, self.folder = name, folder
         self._load = load
         self._state: LoadedModel | None = None
@@ -146,8 +147,9 @@ def _tensor_bytes(*parts: object) -> int:
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
-def find_thumbnails(folder: Path) -> Path | None:
+def find_thumbnails(folder: AnyPath) -> Path | None:
     """Find the thumbnails of the classes in a model's folder, or in that of the model it is based on."""
     base = read_folder(folder).base
     folders = [folder, *([] if base is None else [installed_folder(base)])]
-    return next((file for each in folders if (file := each / "thumbnails.webp").is_file()), None)
+    files = (each / "thumbnails.webp" for each in folders)
+    return next((fetch(file) for file in files if file.is_file()), None)
