@@ -174,6 +174,8 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
         pack_linears(model)
     if model.dtype == torch.bfloat16:
         tokenizer.decode_in(torch.bfloat16)
+    elif tokenizer.pixel_dtype is not None:  # the model has had another type
+        tokenizer.decode_in(tokenizer.dtype)
 
 
 def write_difference(folder: AnyPath, target: AnyPath, *, base: str, form: str) -> None:

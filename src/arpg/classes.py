@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import SupportsIndex
 
 from arpg.errors import InputError, require
 
@@ -33,9 +34,21 @@ class ClassNames:
         """Return the usual name of a class."""
         return self.lines[class_id].split(",")[0].strip()
 
-    def find(self, name_or_id: str | int) -> int:
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the usual names, in the order of the ids."""
+        return (self.name(class_id) for class_id in range(len(self)))
+
+    def __getitem__(self, class_id: SupportsIndex) -> str:
+        """Return the usual name of a class."""
+        return self.name(range(len(self))[class_id])
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a name, however it is spelled, is that of a class."""
+        return isinstance(name, str) and _key(name) in self._ids
+
+    def find(self, name_or_id: str | SupportsIndex) -> int:
         """Return the id of a class. Names ignore case, '_' and '-'; unknown or ambiguous ones raise an `InputError`."""
-        text = str(name_or_id).strip()
+        text = name_or_id.strip() if isinstance(name_or_id, str) else str(name_or_id.__index__())
         if text.lstrip("-").isdigit():
             class_id = int(text)
             require(

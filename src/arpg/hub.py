@@ -241,3 +241,37 @@ def _snapshot(repo: str) -> Path:
     if not revision:
         pins.write()
     return folder
+
+
+def push(
+    folder: Path, repo: str, *, license: str, private: bool | None, token: str | None, message: str, create_pr: bool
+) -> str:
+    """Upload a model folder to a repository of the hub and return the address of the commit, see `push_to_hub`."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
+        repo_id = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        if not api.file_exists(repo_id, "README.md"):
+            (folder / "README.md").write_text(_model_card(repo_id, license), encoding="utf-8")
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=message, create_pr=create_pr or None
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        raise InputError(
+            f"the hub did not take {repo!r} ({first_line(error)}); check the name, the connection and the token "
+            "(`hf auth login`, or token=)"
+        ) from None
+    return str(commit)
+
+
+def _model_card(repo: str, license: str) -> str:
+    known = license.lower() in ("mit", "apache-2.0")
+    named = f"license: {license.lower()}" if known else f"license: other\nlicense_name: {json.dumps(license)}"
+    return (
+        f"---\n{named}\nlibrary_name: arpg\npipeline_tag: unconditional-image-generation\n---\n\n# {repo}\n\n"
+        "An [ARPG](https://arxiv.org/abs/2503.10568) model: autoregressive image generation with randomized parallel "
+        f'decoding.\n\n```python\nfrom arpg import Pipeline\n\npipe = Pipeline.from_pretrained("{repo}")\n'
+        "image = pipe().images[0]\n```\n"
+    )

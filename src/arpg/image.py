@@ -9,7 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from arpg.files import write_whole
 from arpg.storage import AnyPath
 
 Pixels = NDArray[np.uint8]
+ImageInput = Image.Image | NDArray[Any] | Tensor | str | Path  # see `to_image`
 MAX_PIXELS = 64 * 10**6
 _TOO_LARGE = f"at most {MAX_PIXELS // 10**6} million pixels are taken; make it smaller"
 MAX_INTERMEDIATE_PIXELS = 1 << 24  # of what a resize makes between its input and its output
@@ -66,6 +67,47 @@ def open_image(path: Path, *, what: str = "image") -> Image.Image:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{what} {path} cannot be read as an image ({error}); is it truncated?") from None
+
+
+def to_image(image: ImageInput, *, what: str = "image") -> Image.Image:
+    """Return a PIL image as it is, open a path as RGB, and convert an array `[H, W, C]` or a tensor `[C, H, W]`.
+
+    Pixels are uint8, or floating point from 0 to 1. One channel may be left out (`[H, W]`), and a batch of one image is
+    that image.
+    """
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, str | Path):
+        return open_image(Path(image), what=what)
+    is_tensor = isinstance(image, Tensor)
+    array = image.detach().cpu().float().numpy() if isinstance(image, Tensor) and image.is_floating_point() else image
+    array = np.asarray(array)
+    layout = "[C, H, W]" if is_tensor else "[H, W, C]"
+    shape = f"{what} is {array.dtype} {list(array.shape)}; expected"
+    array = array[0] if array.ndim == 4 and len(array) == 1 else array
+    array = array.transpose(1, 2, 0) if is_tensor and array.ndim == 3 else array
+    array = array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
+    fits = array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (3, 4))
+    require(fits and array.size > 0, f"{shape} {layout} with 1, 3 or 4 channels, or [H, W]")
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8) * 255
+    elif np.issubdtype(array.dtype, np.floating):
+        low, high = float(array.min()), float(array.max())
+        require(low >= 0 and high <= 1, f"{what} has pixels from {low:g} to {high:g}; expected 0 to 1, or uint8")
+        array = np.round(array * 255).astype(np.uint8)
+    require(array.dtype == np.uint8, f"{shape} uint8, bool, or floating point from 0 to 1")
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+def to_mask(mask: ImageInput) -> NDArray[np.bool_]:
+    """Return which pixels `[H, W]` a mask sets: white ones, those that are True, or numbers from 0.5."""
+    grey = np.asarray(to_image(mask, what="mask").convert("L"))
+    require(
+        isinstance(mask, Image.Image | str | Path) or not 0 < int(grey.max()) < 128,
+        f"mask has numbers from 0 to {int(grey.max())} of 255, so nothing is to be filled; expected 255, 1.0 or True "
+        "where it is",
+    )
+    return grey >= 128
 
 
 def check_pixels(pixels: Pixels, *, what: str = "pixels") -> None:

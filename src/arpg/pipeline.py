@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.decode import Engine
+from arpg.config import PRECISIONS
+from arpg.decode import Engine, Step
 from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
-from arpg.errors import require
-from arpg.hub import resolve
-from arpg.image import to_rgb
+from arpg.errors import one_of, require
+from arpg.hub import push, resolve
+from arpg.image import ImageInput, to_image, to_mask, to_rgb
 from arpg.model import ARPG
-from arpg.quantization.precision import Precision, to_precision
-from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, SamplingDefaults, canonical_names
+from arpg.quantization.packed import unpack_linears
+from arpg.quantization.precision import Precision, precision_of, to_precision
+from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, Order, SamplingDefaults, canonical_names
 from arpg.storage import AnyPath, as_path, home
 from arpg.tasks import Label, Prompt, label_condition, stages
+from arpg.tasks.call import OUTPUT_TYPES, ImageOutput, choose_task, decode_with_bar, to_output
 from arpg.tasks.canvas import Box, Canvas, box_image
-from arpg.tasks.control_input import ControlInput, Controls, check_controls
+from arpg.tasks.control_input import ControlInput, check_controls
+from arpg.tasks.options import (
+    CallOptions,
+    Class,
+    Classes,
+    ControlOptions,
+    ExpandOptions,
+    GenerateOptions,
+    InpaintOptions,
+    OutpaintOptions,
+    TaskOptions,
+    as_list,
+    read_seed,
+    show_options,
+)
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
 from arpg.text_encoder import PromptCache
-from arpg.tokenizer import Tokenizer
-
-Classes = str | int | Sequence[str | int] | None
-Seed = int | torch.Generator | Sequence[int | torch.Generator]
+from arpg.tokenizer import Tokenizer, VQTokenizer
 
 
 class Pipeline:
-    """Generates and edits images of classes or prompts.
+    """Generates and edits images of classes or prompts. `pipe(...)` is the call of diffusers; the verbs say which task.
 
     Where a method takes a class, a model that was trained on text takes `prompt` and `negative` (a prompt that guidance
     leads away from) instead. Every task takes these options, and accepts the names of diffusers for some of them:
 
     - `num_images` (`num_images_per_prompt`): images of each class or prompt.
-    - `seed` (`generator`): image i has seed `seed + i`; a list has one for each image. A `torch.Generator` stands for
-      its initial seed: it is not advanced.
+    - `seed` (`generator`): image i has seed `seed + i`; a list has one for each image, None is a random seed. A
+      `torch.Generator` stands for its initial seed: it is not advanced.
     - `best_of`: candidates sampled for each image (with consecutive seeds), of which the most likely is kept.
     - `batch_size`: images decoded together; tokens do not depend on it, pixels may differ by one grey level.
     - `control`: a `ControlInput`, or a list with one for each image.
     - `steps` (`num_inference_steps`), `guidance` (`guidance_scale`) and the other sampling settings
       (`arpg.settings.SETTINGS`); what is not given is the model's recommendation.
 
-    Methods that return images also take `on_step`, a function that is called with every `Step`.
+    Methods that return images also take `on_step`, a function that is called with every `Step`. Images, masks and
+    condition images are PIL images, arrays `[H, W, C]`, tensors `[C, H, W]` or paths (`arpg.image.to_image`). A
+    progress bar is shown on a terminal and in a notebook, see `set_progress_bar_config`.
 
     Examples:
         >>> pipe = Pipeline.from_pretrained("arpg-xl")
@@ -89,6 +108,7 @@ class Pipeline:
         self.license = license
         text = model.config.text
         self.prompts = prompts or (None if text is None else PromptCache(text, device=model.device))
+        self._progress_bar: dict[str, Any] = {}
 
     @classmethod
     def from_pretrained(
@@ -97,6 +117,7 @@ class Pipeline:
         *,
         device: str | torch.device = "auto",
         precision: Precision = "auto",
+        torch_dtype: Precision | None = None,
         dtype: Precision | None = None,
         engine: str = "auto",
     ) -> Pipeline:
@@ -104,14 +125,20 @@ class Pipeline:
         `arpg-xxl`) or a hub id.
 
         `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
-        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `dtype` is its old name.
+        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `torch_dtype` (as in
+        diffusers) and `dtype` are other names of it.
         `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.engine`).
         The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)
         config = read_folder(folder)
         on = choose_device(device)
-        precision = precision if dtype is None else dtype
+        given = [each for each in (dtype, torch_dtype) if each is not None]
+        require(
+            len(given) + (precision != "auto") <= 1,
+            "more than one of precision, dtype and torch_dtype is given; they are the same, leave the others out",
+        )
+        precision = given[0] if given else precision
         model = to_precision(load_model(folder, config=config), precision, on)
         tokenizer = load_tokenizer(folder, config=config, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
@@ -138,134 +165,288 @@ class Pipeline:
         )
         write_folder(as_path(folder), config, model=self.model.state_dict(), tokenizer=self.tokenizer.state_dict())
 
-    def generate_task(self, classes: Classes = None, **options: Any) -> ImageTask:
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "Upload an ARPG model",
+        create_pr: bool = False,
+    ) -> str:
+        """Upload the model folder to a repository of the Hugging Face hub, which is created if there is none.
+
+        Returns the address of the commit. A repository without README.md gets a model card.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return push(
+                Path(folder),
+                repo_id,
+                license=self.license,
+                private=private,
+                token=token,
+                message=commit_message,
+                create_pr=create_pr,
+            )
+
+    def to(
+        self,
+        *where: str | torch.device | torch.dtype,
+        device: str | torch.device | None = None,
+        dtype: Precision | None = None,
+    ) -> Pipeline:
+        """Move to a device and change the precision, in place: `pipe.to("cuda")`, `pipe.to("cpu", torch.bfloat16)`.
+
+        What is not given stays. The tokenizer stays in float32, see `from_pretrained`.
+        """
+        for value in where:
+            if isinstance(value, torch.dtype) or value in PRECISIONS:
+                require(dtype is None, f"the precisions {dtype} and {value} are given; expected one")
+                dtype = value
+            else:
+                require(device is None, f"the devices {device} and {value} are given; expected one")
+                device = value
+        on = self.device if device is None else choose_device(device)
+        precision = precision_of(self.model) if dtype is None else dtype
+        to_precision(unpack_linears(self.model), precision, on)
+        if isinstance(self.tokenizer, VQTokenizer):
+            prepare(self.model, self.tokenizer.to(on))
+        require(self.tokenizer.device == on, f"the tokenizer is on {self.tokenizer.device}; move it to {on}, too")
+        if self.prompts is not None:
+            self.prompts.to(on)
+        self.engine = self.engine.on_device_of_model()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in."""
+        return self.model.dtype
+
+    def __repr__(self) -> str:
+        wide, high = self.image_size
+        takes = "prompts" if self.prompts is not None else f"{len(self.classes)} classes"
+        controls = self.model.config.control
+        takes += f" and {', '.join(controls.kinds)} condition images" if controls is not None else ""
+        millions = sum(tensor.numel() for tensor in self.model.state_dict().values()) / 1e6
+        return (
+            f"Pipeline({millions:.1f}M parameters in {precision_of(self.model)} on {self.device}, engine "
+            f"{self.engine.mode}: {takes} to images of {wide}x{high} pixels)"
+        )
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        """Set keyword arguments of the progress bar, a `tqdm`; `disable=True` turns it off, `disable=False` on.
+
+        Without `disable` it is shown where stderr is a terminal, and in notebooks.
+        """
+        self._progress_bar = config
+
+    @overload
+    def __call__(
+        self, prompt: Classes = None, *, output_type: Literal["pil"] = "pil", **options: Unpack[CallOptions]
+    ) -> ImageOutput[list[Image.Image]]: ...
+    @overload
+    def __call__(
+        self, prompt: Classes = None, *, output_type: Literal["np"], **options: Unpack[CallOptions]
+    ) -> ImageOutput[NDArray[np.float32]]: ...
+    @overload
+    def __call__(
+        self, prompt: Classes = None, *, output_type: Literal["pt", "latent"], **options: Unpack[CallOptions]
+    ) -> ImageOutput[Tensor]: ...
+    @show_options
+    def __call__(
+        self, prompt: Classes = None, *, output_type: str = "pil", **options: Unpack[CallOptions]
+    ) -> ImageOutput[Any]:
+        """Run the task that the arguments describe, and return its `.images`.
+
+        `prompt` is what the model takes: prompts, or names or ids of classes; None generates without a condition.
+        Without an image, images are generated, and enlarged (`expand`) where `height` and `width` are larger than the
+        model's. With `image` and `mask_image` the white part is filled (`inpaint`), with `box` replaced (`edit`), with
+        `left`, `top`, `right` or `bottom` the image is continued (`outpaint`), with `height` or `width` enlarged
+        (`expand`). `control_image`, `kind` and `strength` are a condition image to follow.
+
+        `output_type`: "pil" images, "np" float32 `[B, H, W, 3]` or "pt" `[B, 3, H, W]` from 0 to 1, or "latent", the
+        token ids `[B, h, w]`. `callback_on_step_end(pipe, step, timestep, {"latents": ids})` is called after every step
+        with the number of steps so far, twice, and the tokens `[B, h * w]`; it cannot replace them.
+        """
+        one_of("output_type", output_type, OUTPUT_TYPES)
+        given: dict[str, Any] = {k: v for k, v in options.items() if v is not None or k in ("seed", "generator")}
+        callback, done = given.pop("callback_on_step_end", None), 0
+        task = choose_task(self, prompt, given)
+
+        def on_step(step: Step) -> None:
+            nonlocal done
+            if callback is not None:
+                returned = callback(self, done, done, {"latents": step.ids_BN})
+                same = returned is None or returned.get("latents", step.ids_BN) is step.ids_BN
+                require(same, "callback_on_step_end returned other latents; tokens cannot be replaced")
+            done += 1
+
+        decode_with_bar(task, on_step, self._progress_bar)
+        return to_output(task, output_type)
+
+    def _run(self, task: ImageTask, on_step: OnStep) -> list[Image.Image]:
+        decode_with_bar(task, on_step, self._progress_bar)
+        return task.images()
+
+    @show_options
+    def generate_task(self, classes: Classes = None, **options: Unpack[GenerateOptions]) -> ImageTask:
         """Sample images of classes or prompts from empty grids, see `generate`."""
         spec = self._generate_spec(classes, **options)
         return ImageTask(self.engine, self.tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)])
 
+    @show_options
     def inpaint_task(
         self,
-        image: Image.Image,
-        mask: Image.Image,
-        class_: str | int | None = None,
+        image: ImageInput,
+        mask: ImageInput,
+        class_: Class | None = None,
         *,
-        feather: int = 0,
-        **options: Any,
+        feather: int = TASK_SETTINGS["feather"].default,
+        **options: Unpack[TaskOptions],
     ) -> ImageTask:
         """Sample the white part of a mask, see `inpaint`."""
-        spec, rgb = self._spec(class_, **options), to_rgb(image)
-        masked = np.asarray(mask.convert("L")) >= 128
-        canvas = Canvas.fit(rgb, masked, grid=self.model.config.grid, stride=self.tokenizer.config.stride)
+        spec, rgb = self._spec(class_, **options), to_rgb(to_image(image))
+        canvas = Canvas.fit(rgb, to_mask(mask), grid=self.model.config.grid, stride=self.tokenizer.config.stride)
         stage = stages.inpaint_stage(canvas, feather=feather)
         return ImageTask(self.engine, self.tokenizer, spec, stages=[stage], images=[rgb])
 
-    def edit_task(self, image: Image.Image, box: Box, class_: str | int | None = None, **options: Any) -> ImageTask:
+    @show_options
+    def edit_task(
+        self, image: ImageInput, box: Box, class_: Class | None = None, **options: Unpack[InpaintOptions]
+    ) -> ImageTask:
         """Replace a box of an image, see `edit`."""
         given = class_ is not None or options.get("prompt") is not None
         require(given, f"there is nothing to put into the box; give a {self._takes}")
-        return self.inpaint_task(image, box_image(to_rgb(image).size, box), class_, **options)
+        return self.inpaint_task(image, box_image(to_rgb(to_image(image)).size, box), class_, **options)
 
+    @show_options
     def outpaint_task(
         self,
-        image: Image.Image,
-        class_: str | int | None = None,
+        image: ImageInput,
+        class_: Class | None = None,
         *,
         left: int = 0,
         top: int = 0,
         right: int = 0,
         bottom: int = 0,
-        **options: Any,
+        **options: Unpack[TaskOptions],
     ) -> ImageTask:
         """Continue an image beyond its sides, see `outpaint`."""
-        spec, rgb = self._spec(class_, **options), to_rgb(image)
+        spec, rgb = self._spec(class_, **options), to_rgb(to_image(image))
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
         stage = stages.outpaint_stage(Canvas.extend(rgb, (left, top, right, bottom), grid=grid, stride=stride), grid)
         return ImageTask(self.engine, self.tokenizer, spec, stages=[stage], images=[rgb])
 
+    @show_options
     def expand_task(
         self,
-        image: Image.Image | None = None,
-        class_: str | int | None = None,
+        image: ImageInput | None = None,
+        class_: Class | None = None,
         *,
         size: tuple[int, int],
-        **options: Any,
+        **options: Unpack[ExpandOptions],
     ) -> ImageTask:
         """Enlarge an image, see `expand`."""
         given = class_ is not None or options.get("prompt") is not None
         require(image is not None or given, f"there is neither an image nor a {self._takes}; give one of them")
-        options = canonical_names(options)
-        method = options.pop("method", None) or EXPAND_METHODS[0]
-        spec, images = self._spec(class_, **options), [] if image is None else [to_rgb(image)]
+        named = canonical_names(options)
+        method = named.pop("method", None) or EXPAND_METHODS[0]
+        spec, images = self._spec(class_, **named), [] if image is None else [to_rgb(to_image(image))]
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
         image_size = images[0].size if images else self.image_size
         stage = stages.expand_stage(image_size, size, window=grid, stride=stride, method=method)
         first = [] if images else [stages.generate_stage(grid)]
         return ImageTask(self.engine, self.tokenizer, spec, stages=[*first, stage], images=images)
 
-    def generate(self, classes: Classes = None, *, on_step: OnStep = None, **options: Any) -> list[Image.Image]:
+    @show_options
+    def generate(
+        self, classes: Classes = None, *, on_step: OnStep = None, **options: Unpack[GenerateOptions]
+    ) -> list[Image.Image]:
         """Generate `num_images` images of each class or prompt.
 
         `prompt` and `negative` are a text or a list of texts. `control` is a condition image for all images (then the
         class may be left out), or a list with one for each.
         """
-        return self.generate_task(classes, **options).run(on_step)
+        return self._run(self.generate_task(classes, **options), on_step)
 
+    @show_options
     def inpaint(
         self,
-        image: Image.Image,
-        mask: Image.Image,
-        class_: str | int | None = None,
+        image: ImageInput,
+        mask: ImageInput,
+        class_: Class | None = None,
         *,
         on_step: OnStep = None,
-        **options: Any,
+        **options: Unpack[InpaintOptions],
     ) -> list[Image.Image]:
         """Fill the white part of a mask, given the rest of the image; pixels outside of the mask do not change.
 
         `feather` blends that many pixels inside the mask with the original. A condition image covers the whole image.
         """
-        return self.inpaint_task(image, mask, class_, **options).run(on_step)
+        return self._run(self.inpaint_task(image, mask, class_, **options), on_step)
 
+    @show_options
     def edit(
-        self, image: Image.Image, box: Box, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
+        self,
+        image: ImageInput,
+        box: Box,
+        class_: Class | None = None,
+        *,
+        on_step: OnStep = None,
+        **options: Unpack[InpaintOptions],
     ) -> list[Image.Image]:
         """Replace the box (left, top, right, bottom) of an image by a class or a prompt; options as in `inpaint`."""
-        return self.edit_task(image, box, class_, **options).run(on_step)
+        return self._run(self.edit_task(image, box, class_, **options), on_step)
 
+    @show_options
     def outpaint(
-        self, image: Image.Image, class_: str | int | None = None, *, on_step: OnStep = None, **options: Any
+        self,
+        image: ImageInput,
+        class_: Class | None = None,
+        *,
+        on_step: OnStep = None,
+        **options: Unpack[OutpaintOptions],
     ) -> list[Image.Image]:
         """Continue an image by `left`, `top`, `right` and `bottom` pixels; its own pixels do not change.
 
         A canvas larger than the trained grid is sampled window by window, each given what is known already. A
         condition image covers the whole canvas, and each window takes its part of it.
         """
-        return self.outpaint_task(image, class_, **options).run(on_step)
+        return self._run(self.outpaint_task(image, class_, **options), on_step)
 
+    @show_options
     def expand(
         self,
-        image: Image.Image | None = None,
-        class_: str | int | None = None,
+        image: ImageInput | None = None,
+        class_: Class | None = None,
         *,
         size: tuple[int, int],
         on_step: OnStep = None,
-        **options: Any,
+        **options: Unpack[ExpandOptions],
     ) -> list[Image.Image]:
         """Enlarge an image to `size` (width, height) with newly sampled detail; without an image, generate one first.
 
         `method` is checkerboard (the default), positions or windows, see `arpg.tasks.stages.expand_stage`.
         """
-        return self.expand_task(image, class_, size=size, **options).run(on_step)
+        return self._run(self.expand_task(image, class_, size=size, **options), on_step)
 
+    @show_options
     def control(
         self,
-        image: Image.Image,
-        class_: str | int | None = None,
+        image: ImageInput,
+        class_: Classes = None,
         *,
         kind: str = CONTROL_KINDS[0],
         strength: float = 1.0,
         from_image: bool = False,
         on_step: OnStep = None,
-        **options: Any,
+        **options: Unpack[ControlOptions],
     ) -> list[Image.Image]:
         """Generate images of a class, a prompt or neither that follow a condition image; options as in `generate`.
 
@@ -275,7 +456,7 @@ class Pipeline:
         return self.generate(class_, control=control, on_step=on_step, **options)
 
     def extract_control(
-        self, image: Image.Image, kind: str = CONTROL_KINDS[0], strength: float = 1.0, *, depth: str | None = None
+        self, image: ImageInput, kind: str = CONTROL_KINDS[0], strength: float = 1.0, *, depth: str | None = None
     ) -> ControlInput:
         """Extract the edges or the depth of an image at the size that the model was trained with.
 
@@ -283,7 +464,8 @@ class Pipeline:
         """
         return ControlInput.from_image(image, kind, strength, size=self.image_size, depth=depth)
 
-    def stream(self, classes: Classes = None, **options: Any) -> Iterator[list[Image.Image]]:
+    @show_options
+    def stream(self, classes: Classes = None, **options: Unpack[GenerateOptions]) -> Iterator[list[Image.Image]]:
         """Generate as `generate` does, all images in one batch, and yield previews of them after every step.
 
         Patches that are not sampled yet are grey. Other tasks: `pipe.inpaint_task(...).stream()` and so on.
@@ -308,10 +490,8 @@ class Pipeline:
         **options: Any,
     ) -> TaskSpec:
         """Resolve one or several classes or prompts, and the options of a task."""
-        given: Any = prompt if classes is None else classes
-        items: list[Any] = [given] if given is None or isinstance(given, str | int) else list(given)
-        something = given is not None or options.get("control") is not None
-        require(something and len(items) >= 1, f"no {self._takes} is given; there is nothing to generate")
+        items = as_list(prompt if classes is None else classes)
+        require(len(items) >= 1, f"no {self._takes} is given; there is nothing to generate")
         negatives = [negative] * len(items) if negative is None or isinstance(negative, str) else list(negative)
         require(
             len(negatives) == len(items),
@@ -320,42 +500,38 @@ class Pipeline:
         both = None if prompt is None or classes is None else str(prompt)  # an error that `_label` explains
         pairs = [(None, item) if classes is None else (item, both) for item in items]
         labels = [self._label(name, text, no) for (name, text), no in zip(pairs, negatives, strict=True)]
-        return self._task_spec(labels, **canonical_names(options))
+        return self._task_spec(labels, options)
 
     def _spec(
-        self, class_: str | int | None, *, prompt: str | None = None, negative: str | None = None, **options: Any
+        self, class_: Class | None, *, prompt: str | None = None, negative: str | None = None, **options: Any
     ) -> TaskSpec:
         """Resolve a class or a prompt, and the options of a task."""
-        return self._task_spec([self._label(class_, prompt, negative)], **canonical_names(options))
+        return self._task_spec([self._label(class_, prompt, negative)], options)
 
-    def _task_spec(
-        self,
-        labels: Sequence[Label],
-        *,
-        num_images: int = 1,
-        seed: Seed = 0,
-        batch_size: int = 32,
-        best_of: int = 1,
-        control: Controls = None,
-        **settings: Any,
-    ) -> TaskSpec:
+    def _task_spec(self, labels: Sequence[Label], options: Mapping[str, Any]) -> TaskSpec:
+        """Resolve options: None is the default, except for `seed`, where it is a random one."""
+        named = canonical_names(options)
+        given = {name: value for name, value in named.items() if value is not None or name == "seed"}
+        num_images, seed, best_of, batch_size = (
+            given.pop(name, TASK_SETTINGS[name].default) for name in ("num_images", "seed", "best_of", "batch_size")
+        )
         TASK_SETTINGS["num_images"].check(num_images)
-        seed = read_seed(seed)
+        seed, controls = read_seed(seed), check_controls(given.pop("control", None), self.model.config.control)
         return TaskSpec(
             tuple(label for label in labels for _ in range(num_images)),
-            self.sampling.settings(**settings),
+            self.sampling.settings(**given),
             seed=seed if isinstance(seed, int) else 0,
             seeds=None if isinstance(seed, int) else tuple(seed),
             best_of=best_of,
             batch_size=batch_size,
-            controls=check_controls(control, self.model.config.control),
+            controls=controls,
         )
 
     @property
     def _takes(self) -> str:
         return "class" if self.prompts is None else "prompt"
 
-    def _label(self, class_: str | int | None, prompt: str | None, negative: str | None) -> Label:
+    def _label(self, class_: Class | None, prompt: str | None, negative: str | None) -> Label:
         """Return the class id or the encoded prompt; the other of both is an `InputError`."""
         if self.prompts is None:
             for name, value in (("prompt", prompt), ("negative", negative)):
@@ -371,12 +547,12 @@ class Pipeline:
 
     def score(
         self,
-        image: Image.Image,
-        class_: str | int | None = None,
+        image: ImageInput,
+        class_: Class | None = None,
         *,
         prompt: str | None = None,
         orders: int = 1,
-        order: str = "random",
+        order: Order = "random",
         seed: int = 0,
     ) -> NDArray[np.float32]:
         """Return the bits of each token of an image under each of several orders, `[orders, h, w]`.
@@ -389,7 +565,7 @@ class Pipeline:
         bits: NDArray[np.float32] = found[0]
         return bits
 
-    def classify(self, image: Image.Image, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
+    def classify(self, image: ImageInput, *, orders: int = 1, seed: int = 0) -> NDArray[np.float32]:
         """Return the bits per token of an image under each class, `[classes]`; fewest bits: the most likely class."""
         require(
             self.prompts is None, "the model takes prompts, so it has no classes to choose from; score prompts instead"
@@ -398,12 +574,3 @@ class Pipeline:
         bits = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
-
-
-def read_seed(seed: Seed) -> int | Sequence[int]:
-    """Return an int or a list of ints; a torch generator stands for its initial seed."""
-    if isinstance(seed, torch.Generator):
-        return seed.initial_seed()
-    if isinstance(seed, Sequence):
-        return [each.initial_seed() if isinstance(each, torch.Generator) else each for each in seed]
-    return seed

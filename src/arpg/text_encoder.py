@@ -169,8 +169,8 @@ class PromptCache:
         load: Callable[[], PromptEncoder] | None = None,
     ) -> None:
         """`load` replaces `open_encoder(config)`."""
-        self.config, self.folder = config, folder
-        self._load = load or (lambda: open_encoder(config, device=device))
+        self.config, self.folder, self.device = config, folder, device
+        self._load = load
         self._encoder: PromptEncoder | None = None
         self._cached: OrderedDict[str, Tensor] = OrderedDict()  # least recently used first
         self._bytes = 0
@@ -180,8 +180,22 @@ class PromptCache:
     def encoder(self) -> PromptEncoder:
         """The encoder, loaded at the first use."""
         if self._encoder is None:
-            self._encoder = self._load()
+            self._encoder = open_encoder(self.config, device=self.device) if self._load is None else self._load()
         return self._encoder
+
+    def to(self, device: torch.device | str) -> PromptCache:
+        """Encode on another device from now on: the encoder is loaded again there, with its next use."""
+        if torch.device(device) != torch.device(self.device):
+            self.device, self._encoder = device, None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the locks, and the encoder, which a copy loads when it needs it."""
+        return {**self.__dict__, "_encoder": None, "_cache_lock": None, "_encode_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._cache_lock, self._encode_lock = threading.Lock(), threading.Lock()
 
     def states(self, prompt: str) -> Tensor:
         """Return the states `[T, E]` of `prompt`, on the CPU; encoded alone, so that they depend on nothing else."""

@@ -196,7 +196,7 @@ def test_bad_input(pipe, pipeline):
     with pytest.raises(InputError, match="strength is nan"):
         pipe.control(grey(), 1, strength=float("nan"))
     with pytest.raises(InputError, match="no class is given"):
-        pipe.generate()
+        pipe.generate([])
     task = pipe.generate_task(1)
     with pytest.raises(InputError, match="no condition image to show"):
         ImageTask.beside_conditions(task, [0], [grey()])

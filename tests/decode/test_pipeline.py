@@ -64,7 +64,9 @@ def test_bad_calls(pipeline):
     for arguments, message in (
         ({"classes": []}, "no class"),
         ({"classes": "tiger"}, "'tiger' is unknown"),
-        ({"classes": 0, "stepz": 3}, "unknown sampling setting stepz"),
+        ({"classes": 0, "stepz": 3}, "generate has no option 'stepz'; did you mean steps"),
+        ({"classes": 0, "guidence_scale": 3.0}, "'guidence_scale'; did you mean guidance_scale"),
+        ({"classes": 0, "feather": 3}, "generate has no option 'feather'"),
         ({"classes": 0, "schedule": (1, 2)}, "fills 3 tokens"),
     ):
         with pytest.raises(InputError, match=message):

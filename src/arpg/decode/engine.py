@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,9 +168,20 @@ class Engine:
     def __init__(self, model: ARPG, mode: str = "auto", *, graph_memory: int | None = None) -> None:
         """`graph_memory`: bytes that captured graphs may hold; None: a quarter of the GPU's memory."""
         self.model, self.mode = model, choose_mode(mode, model.device)
+        self._arguments = (mode, graph_memory)
         if self.mode == "compiled":
             model.compile_blocks(dynamic=True)
         self.graphs = GraphCache(model.device, memory=graph_memory, capture_after=1 if mode == "auto" else 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the arguments, not the captured graphs."""
+        mode, graph_memory = self._arguments
+        return partial(Engine, graph_memory=graph_memory), (self.model, mode)
+
+    def on_device_of_model(self) -> Engine:
+        """Return an engine of the same kind, after the model was moved."""
+        mode, graph_memory = self._arguments
+        return Engine(self.model, mode, graph_memory=graph_memory)
 
     def decode(
         self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool = True

@@ -11,14 +11,13 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.decode.order import make_order, order_words, resolve_order
 from arpg.decode.request import Request
 from arpg.errors import require
-from arpg.image import adm_crop, to_images, to_rgb
+from arpg.image import ImageInput, adm_crop, to_image, to_images, to_rgb
 from arpg.model import ARPG, Condition
 from arpg.settings import Order
 from arpg.tokenizer import Tokenizer
@@ -72,7 +71,7 @@ def fill_bits(model: ARPG, request: Request, ids_BN: Tensor) -> Tensor:
 def image_bits(
     model: ARPG,
     tokenizer: Tokenizer,
-    image: Image.Image,
+    image: ImageInput,
     condition: Condition,
     *,
     orders: int,
@@ -84,7 +83,7 @@ def image_bits(
     require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
     grid, stride = model.config.grid, tokenizer.config.stride
     require(grid[0] == grid[1], f"the model's grid is {grid[0]}x{grid[1]}; only square ones can be scored")
-    pixels = np.asarray(adm_crop(to_rgb(image), grid[0] * stride))
+    pixels = np.asarray(adm_crop(to_rgb(to_image(image)), grid[0] * stride))
     ids_N = tokenizer.encode(to_images(pixels[None], tokenizer.device))[0]
     order_KN = make_orders(order, grid, range(seed, seed + orders))
     sample_R = torch.arange(len(condition)).repeat_interleave(orders)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -14,7 +15,7 @@ from PIL import Image, ImageOps
 from arpg.config import ControlConfig
 from arpg.errors import present
 from arpg.extractors import extract, to_condition
-from arpg.image import adm_crop, resize, to_rgb
+from arpg.image import ImageInput, adm_crop, resize, to_image, to_rgb
 from arpg.settings import TASK_SETTINGS
 
 Part = tuple[float, float, float, float]  # left, top, right, bottom as fractions of the whole
@@ -30,14 +31,19 @@ class ControlInput:
     kind: str = "canny"
     strength: float = 1.0
 
+    if TYPE_CHECKING:
+
+        def __init__(self, image: ImageInput, kind: str = "canny", strength: float = 1.0) -> None: ...
+
     def __post_init__(self) -> None:
         TASK_SETTINGS["kind"].check(self.kind)
         TASK_SETTINGS["strength"].check(self.strength)
+        object.__setattr__(self, "image", to_image(self.image, what="condition image"))
 
     @classmethod
     def from_image(
         cls,
-        image: Image.Image,
+        image: ImageInput,
         kind: str = "canny",
         strength: float = 1.0,
         *,
@@ -49,7 +55,7 @@ class ControlInput:
         `depth` names the depth model, see `open_depth`.
         """
         TASK_SETTINGS["kind"].check(kind)
-        rgb = to_rgb(image)
+        rgb = to_rgb(to_image(image))
         if size is not None:  # a square is cropped as the training images were
             rgb = adm_crop(rgb, size[0]) if size[0] == size[1] else ImageOps.fit(rgb, size)
         return cls(extract(kind, rgb, depth=depth), kind, strength)

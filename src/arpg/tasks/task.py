@@ -241,6 +241,11 @@ class ImageTask:
         assert self._index == len(self._requests)
         return self._decode_pixels(len(self.stages) - 1, self.kept, self.spec.batch_size)
 
+    def ids(self) -> Tensor:
+        """Return the token ids of the images, `[images, h, w]`. Valid after the last request."""
+        assert self._index == len(self._requests)
+        return self._ids_Chw[torch.tensor(self.kept)]
+
     def beside_conditions(self, rows: Sequence[int], images: Sequence[Image.Image]) -> list[Image.Image]:
         """Put the condition image of each candidate at the left of its image."""
         require(bool(self.spec.controls), "there is no condition image to show beside the result; give one")
