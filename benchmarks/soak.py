@@ -114,7 +114,7 @@ class Faults:
     def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
-        tokenizer = service.loaded.tokenizer._tokenizer
+        tokenizer = service.loaded.tokenizer.small._tokenizer
         decode = tokenizer.decode
 
         def step(running: ContinuousBatch) -> None:

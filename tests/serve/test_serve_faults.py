@@ -136,10 +136,10 @@ def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, cap
 def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
     address, service = live()
     caplog.set_level("CRITICAL")
-    inner, broken = service.loaded.tokenizer._tokenizer, object()
-    service.loaded.tokenizer._tokenizer = broken
+    inner, broken = service.loaded.tokenizer.small._tokenizer, object()
+    service.loaded.tokenizer.small._tokenizer = broken
     assert call(address, {"class": 1, "steps": 2})[0] == 500
-    service.loaded.tokenizer._tokenizer = inner
+    service.loaded.tokenizer.small._tokenizer = inner
     assert call(address, {"class": 1, "steps": 2})[0] == 200
 
 

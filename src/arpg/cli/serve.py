@@ -29,6 +29,10 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Images decoded together.")] = 16,
     max_wait_ms: Annotated[float, typer.Option(help="How long an idle server waits for more requests.")] = 10.0,
     max_pending_requests: Annotated[int, typer.Option(help="Requests waiting or running; more get a 429.")] = 64,
+    max_pending_cost: Annotated[
+        float, typer.Option(help="Work waiting or running, in images of the model's own size; more gets a 429.")
+    ] = 256.0,
+    key_share: Annotated[float, typer.Option(help="Share of both limits for one key, where there are several.")] = 0.5,
     deadline: Annotated[float, typer.Option(help="Seconds for one request.")] = 120.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads of a step; by default one per core.")] = None,
     device: DeviceOption = "auto",
@@ -59,6 +63,8 @@ def serve(
         max_batch=max_batch,
         max_wait_ms=max_wait_ms,
         max_pending_requests=max_pending_requests,
+        max_pending_cost=max_pending_cost,
+        key_share=key_share,
         deadline=deadline,
         threads=threads,
     )

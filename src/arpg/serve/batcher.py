@@ -44,6 +44,7 @@ class PendingRows:
     should_stop: Callable[[], bool]
     on_end: Callable[[PendingRows, BaseException | None], None]  # open rows and no error: it was stopped
     on_step: Callable[[PendingRows], None] | None = None
+    tenant: Hashable = None  # whose owners share a turn: a key of the server
     ids_BN: Tensor = field(init=False)  # on the CPU; of finished rows, and of all rows where there is an `on_step`
     known_BN: Tensor = field(init=False)
     steps_B: list[int] = field(init=False)
@@ -104,6 +105,7 @@ class Batcher:
         self._arrived: list[PendingRows] = []
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
+        self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
         self._closing = False
         self._ended: BaseException | None = None  # why the thread has ended
         self._thread = threading.Thread(target=self._run, name="arpg-batcher", daemon=True)
@@ -180,26 +182,31 @@ class Batcher:
         return not closing
 
     def _admit(self) -> None:
-        """Admit rows one by one, owners in turn. The last quarter of the batch is for owners that have no row in it."""
+        """Admit rows one by one, tenants and their owners in turn.
+
+        The last quarter of the batch is for owners that have no row in it.
+        """
         self._remove({pending: None for pending in self._all_pending() if pending.should_stop()})
         busy = {ref.pending.owner for batch in self._batches for ref in batch.rows}
         room = self.max_batch - sum(self._weight(ref.pending) for batch in self._batches for ref in batch.rows)
         reserved = self.max_batch // 4
         admitted: list[RowRef] = []
-        skipped = 0
-        while self._waiting and room > 0 and skipped < len(self._waiting):
-            owner, rows = next(iter(self._waiting.items()))
-            weight = self._weight(rows[0].pending)
+        skipped: set[Hashable] = set()
+        while room > 0 and (owner := self._next_owner(skipped)) is not None:
+            rows = self._waiting[owner]
+            pending = rows[0].pending
+            weight = self._weight(pending)
             alone = not self._batches and not admitted
-            if not alone and room < weight and time.monotonic() - rows[0].pending.since > MAX_BYPASS_S:
+            if not alone and room < weight and time.monotonic() - pending.since > MAX_BYPASS_S:
                 break  # no row is admitted before there is room for this large one
             if not alone and (room < weight or (owner in busy and room - weight < reserved)):
-                self._waiting.move_to_end(owner)
-                skipped += 1
+                skipped.add(owner)
                 continue
             admitted.append(rows.popleft())
             busy.add(owner)
-            room, skipped = room - weight, 0
+            room = room - weight
+            self._turns += 1
+            self._last_turn[pending.tenant] = self._turns
             if rows:
                 self._waiting.move_to_end(owner)
             else:
@@ -209,6 +216,13 @@ class Batcher:
             groups.setdefault(ref.pending.key, []).append(ref)
         for key, group in groups.items():
             self._start(key, group)
+
+    def _next_owner(self, skipped: set[Hashable]) -> Hashable | None:
+        """Return the waiting owner whose turn it is: tenants in turn, and the owners of a tenant in turn."""
+        waiting = [owner for owner in self._waiting if owner not in skipped]
+        if not waiting:
+            return None
+        return min(waiting, key=lambda owner: self._last_turn.get(self._waiting[owner][0].pending.tenant, 0))
 
     def _weight(self, pending: PendingRows) -> int:
         """Count a row of a larger grid than the model's as several."""
@@ -336,3 +350,39 @@ class Batcher:
         if not pending.ended:
             pending.ended = True
             pending.on_end(pending, error)
+
+
+class BatcherLanes:
+    """Two batchers of one model: requests of up to `max_tokens` each, and larger ones.
+
+    A step over a large grid takes seconds on a CPU and cannot be interrupted; in a thread of its own it takes its share
+    of the device from the others, but makes none wait for its end. Grids of different sizes never share a batch, so
+    batches are as full as with one thread.
+    """
+
+    def __init__(self, make: Callable[[], Batcher], *, max_tokens: int) -> None:
+        self.small, self.large, self._max_tokens = make(), make(), max_tokens
+
+    @property
+    def alive(self) -> bool:
+        """Whether both threads run."""
+        return self.small.alive and self.large.alive
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that are not in a batch yet."""
+        return self.small.num_waiting + self.large.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Rows in batches."""
+        return self.small.num_running + self.large.num_running
+
+    def submit(self, pending: PendingRows) -> None:
+        """Queue the rows of a request."""
+        (self.small if pending.request.num_tokens <= self._max_tokens else self.large).submit(pending)
+
+    def close(self) -> None:
+        """Stop after the current steps; requests that are not finished end with an error."""
+        self.small.close()
+        self.large.close()

@@ -7,14 +7,13 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, internal_error
-from arpg.serve.auth import ApiKeys, is_loopback
-from arpg.serve.observability import Metrics
+from arpg.serve.auth import ANONYMOUS, ApiKeys, is_loopback
 from arpg.serve.schemas import TASKS
 from arpg.serve.server_config import ServeSettings
 
@@ -57,34 +56,6 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class AdmissionLimiter:
-    """Limits the calls that are waiting or running: a 429 when there are too many, a 503 while draining."""
-
-    def __init__(self, capacity: int, metrics: Metrics, *, estimate_wait: Callable[[], float]) -> None:
-        self.capacity, self.metrics, self.estimate_wait = capacity, metrics, estimate_wait
-        self.num_admitted = 0
-        self.draining = False
-        metrics.gauge("arpg_queue_depth", "HTTP requests admitted, waiting or running", lambda: self.num_admitted)
-
-    def enter(self) -> None:
-        """Admit a call, or raise a 429 or 503."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down; try again in a moment", code="draining", retry_after=5)
-        if self.num_admitted >= self.capacity:
-            self.metrics.rejected.inc()
-            raise ApiError(
-                429,
-                f"{self.num_admitted} requests are waiting or running, which is the limit; try again later",
-                code="queue_full",
-                retry_after=min(60.0, self.estimate_wait()),
-            )
-        self.num_admitted += 1
-
-    def leave(self) -> None:
-        """Count an admitted call as answered."""
-        self.num_admitted -= 1
-
-
 class RequestMiddleware:
     """Checks, admits, logs and counts every request. Plain ASGI, so that streams and disconnects pass through it.
 
@@ -121,9 +92,10 @@ class RequestMiddleware:
         try:
             headers = self._check(scope)
             if scope["method"] == "POST" and scope["path"] in POST_ROUTES:
-                self.admission.enter()
-                admitted = True
+                self.admission.check(state["key"])  # before the body is read
                 await self._read_body(scope, headers, receive, body)
+                self.admission.enter(state["key"])  # a body that does not arrive takes no place
+                admitted = True
             await self.app(scope, _replay(bytes(body), receive), response.send)
         except ClientDisconnected:
             self.metrics.cancelled.inc()
@@ -135,7 +107,7 @@ class RequestMiddleware:
             await response.send_error(internal_error(), receive)
         finally:
             if admitted:
-                self.admission.leave()
+                self.admission.leave(state["key"])
             self.body_bytes -= len(body)
             self._record(scope, response, time.monotonic() - start)
 
@@ -153,8 +125,10 @@ class RequestMiddleware:
         origin = headers.get("origin")
         if scope["method"] != "GET" and origin is not None and _site(origin) != host:
             raise ApiError(403, "requests from pages of other sites are not accepted", code="cross_origin")
+        label = ANONYMOUS
         if scope["path"].startswith("/v1/") or scope["path"] == "/metrics":
-            self.keys.check(headers.get("authorization"))
+            label = self.keys.check(headers.get("authorization"))
+        scope["state"].setdefault("key", label)  # on Ray, the ingress has set it
         return headers
 
     async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive, body: bytearray) -> None:

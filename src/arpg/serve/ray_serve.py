@@ -25,16 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpg.config import DEFAULT_MODEL
 from arpg.errors import require
+from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, read_keys
-from arpg.serve.middleware import (
-    POST_ROUTES,
-    AdmissionLimiter,
-    ClientDisconnected,
-    RequestMiddleware,
-    wait_for_disconnect,
-)
+from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, wait_for_disconnect
 from arpg.serve.observability import Metrics, configure_logging
 from arpg.serve.responses import json_response
 from arpg.serve.server_config import ALIASES, ServeSettings
@@ -126,7 +121,9 @@ class Ingress:
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
         call_id = scope["state"]["id"]
-        forwarded = {name: scope[name] for name in SCOPE_FIELDS if name in scope} | {"state": {"id": call_id}}
+        forwarded = {name: scope[name] for name in SCOPE_FIELDS if name in scope} | {
+            "state": {"id": call_id, "key": scope["state"]["key"]}
+        }
         disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
         started = False
         try:
@@ -184,7 +181,7 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
     metrics = Metrics()
     return RequestMiddleware(
         Ingress(metrics),
-        admission=AdmissionLimiter(settings.max_pending_requests, metrics, estimate_wait=lambda: 5.0),
+        admission=AdmissionLimiter(settings, metrics, num_keys=lambda: len(keys)),
         keys=keys,
         settings=settings,
         hosts=hosts,

@@ -63,8 +63,8 @@ class Job:
     The last event is a `Result` or an `ApiError`.
     """
 
-    def __init__(self, *, id: str, deadline: float, previews: bool) -> None:
-        self.id = id
+    def __init__(self, *, id: str, key: str, deadline: float, previews: bool) -> None:
+        self.id, self.key = id, key  # of the call; the label of its API key
         self.previews = previews
         self.created = time.time()
         self._loop = asyncio.get_running_loop()
@@ -74,6 +74,7 @@ class Job:
         self._lock = threading.Lock()
         self._ended = False
         self._cancelled = False
+        self._on_end: list[Callable[[], None]] = []
 
     @property
     def seconds(self) -> float:
@@ -110,7 +111,18 @@ class Job:
             if self._ended:
                 return
             self._ended = True
+        for call in self._on_end:
+            call()
         self._send(event)
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call `call` once when the job ends; at once where it has."""
+        with self._lock:
+            ended = self._ended
+            if not ended:
+                self._on_end.append(call)
+        if ended:
+            call()
 
     def stop(self) -> None:
         """End a job that was stopped: the deadline has passed, or nobody reads the response."""

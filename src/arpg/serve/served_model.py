@@ -15,13 +15,14 @@ from arpg.errors import InputError
 from arpg.hub import resolve
 from arpg.installed import installed_folder
 from arpg.pipeline import Pipeline, choose_device
+from arpg.serve.admission import own_tokens
 from arpg.serve.api_error import ApiError
-from arpg.serve.batcher import Batcher
+from arpg.serve.batcher import Batcher, BatcherLanes
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import Metrics
 from arpg.serve.schemas import model_info
 from arpg.serve.server_config import ServeSettings
-from arpg.serve.workers import TokenizerThread, serving_pipeline
+from arpg.serve.workers import TokenizerLanes, serving_pipeline
 from arpg.storage import AnyPath, fetch
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class LoadedModel:
     """The parts of a served model that exist once it is loaded; `weight_bytes`: memory of its weights."""
 
     pipeline: Pipeline
-    tokenizer: TokenizerThread
-    batcher: Batcher
+    tokenizer: TokenizerLanes
+    batcher: BatcherLanes
     builder: TaskBuilder
     weight_bytes: int
 
@@ -41,8 +42,8 @@ class LoadedModel:
 class ServedModel:
     """A model by its name. `open` calls `load`, which returns the pipeline, and starts the threads that decode it.
 
-    Each model has a decode thread and a tokenizer thread of its own: a step of a large model does not delay a small one
-    by more than the share of the device that it takes.
+    Each model has its own threads: one that decodes images of up to the model's size and one for larger ones, and the
+    same for their pixels. Work of another model, or on a larger image, takes its share of the device and nothing more.
     """
 
     def __init__(self, name: str, load: Callable[[], Pipeline], *, folder: AnyPath | None = None) -> None:
@@ -67,10 +68,15 @@ class ServedModel:
         """Load the model and start its threads; this takes a while."""
         loaded = self._load()
         size, threads = settings.max_batch, settings.threads
-        tokenizer = TokenizerThread(loaded.tokenizer, max_batch=size, threads=threads)
+        tokens, stride = own_tokens(loaded), loaded.tokenizer.config.stride
+        tokenizer = TokenizerLanes(loaded.tokenizer, max_pixels=tokens * stride**2, max_batch=size, threads=threads)
         pipeline = serving_pipeline(loaded, tokenizer, metrics)
         max_wait = settings.max_wait_ms / 1000
-        batcher = Batcher(pipeline.model, max_batch=size, max_wait=max_wait, threads=threads, metrics=metrics)
+
+        def make_batcher() -> Batcher:
+            return Batcher(pipeline.model, max_batch=size, max_wait=max_wait, threads=threads, metrics=metrics)
+
+        batcher = BatcherLanes(make_batcher, max_tokens=tokens)
         builder = TaskBuilder(pipeline, self.name, settings.limits)
         weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
         self._state = LoadedModel(pipeline, tokenizer, batcher, builder, weight_bytes)

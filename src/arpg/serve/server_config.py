@@ -40,6 +40,8 @@ class ServeSettings:
     max_batch: int = 16  # images decoded together
     max_wait_ms: float = 10.0  # how long an idle server waits for more requests
     max_pending_requests: int = 64  # waiting or running; more get a 429
+    max_pending_cost: float = 256.0  # of those, in images of the model's own size; large tasks have as much again
+    key_share: float = 0.5  # of both limits, for one API key where there are several
     deadline: float = 120.0  # seconds for one request
     io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
     header_timeout_s: float = 10.0  # seconds for the headers of a request to arrive
@@ -66,6 +68,8 @@ class ServeSettings:
         ):
             value = getattr(self, name)
             require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require(0 < self.key_share <= 1, f"key_share is {self.key_share}; expected more than 0 and at most 1")
+        require(self.max_pending_cost > 0, f"max_pending_cost is {self.max_pending_cost}; expected more than 0 images")
         for name in ("deadline", "io_timeout_s", "header_timeout_s", "keep_alive_s"):
             value = getattr(self, name)
             require(value > 0, f"{name} is {value}; expected more than 0 seconds")

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from arpg.decode import Step, make_plan
 from arpg.errors import InputError, require
+from arpg.serve.admission import AdmissionLimiter, own_tokens, task_cost
 from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import PendingRows
 from arpg.serve.build_task import BuiltTask, TaskBuilder
-from arpg.serve.middleware import AdmissionLimiter
 from arpg.serve.observability import Metrics, peak_rss_bytes
 from arpg.serve.responses import Accepted, Job, Preview, Result, to_png
 from arpg.serve.served_model import LoadedModel, ServedModel
@@ -52,10 +52,7 @@ class ImageService:
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
         self.pools = WorkerPools()
-        self.admission = AdmissionLimiter(
-            self.settings.max_pending_requests, self.metrics, estimate_wait=lambda: self.seconds_per_image
-        )
-        self.seconds_per_image = 1.0  # a moving average, for Retry-After
+        self.admission = AdmissionLimiter(self.settings, self.metrics, num_keys=lambda: len(self.keys))
         self._closed = False
         for name, meaning, count in (
             ("arpg_rows_waiting", "Images not in a batch yet", lambda loaded: loaded.batcher.num_waiting),
@@ -138,12 +135,13 @@ class ImageService:
     ) -> Job:
         """Start a job of a model for an HTTP call; `build` is called in a worker thread."""
         loaded = model.loaded
-        job = Job(id=call.state.id, deadline=self.settings.deadline, previews=previews)
+        job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=previews)
 
         def prepare() -> None:
             run = _TaskRun(self, loaded, job, *build(loaded.builder))
+            job.on_end(self.admission.reserve(job.key, run.cost, large=run.large))
             job.send(Accepted())
-            run.submit_next()
+            self.submit(run.pool, job, run.submit_next)
 
         self.submit(self.pools.prepare, job, prepare)
         return job
@@ -181,11 +179,6 @@ class ImageService:
         log.error("generation failed", exc_info=error, extra={"id": job.id})
         job.end(internal_error())
 
-    def record_images(self, count: int, seconds: float) -> None:
-        """Record that a request for `count` images took `seconds`, in the metrics and for Retry-After."""
-        self.metrics.images.inc(count)
-        self.seconds_per_image += 0.2 * (seconds / count - self.seconds_per_image)
-
 
 def _of_loaded(model: ServedModel, value: Callable[[LoadedModel], float]) -> float:
     """Return a number of a model; 0 while it is not loaded."""
@@ -199,6 +192,10 @@ class _TaskRun:
         self, service: ImageService, loaded: LoadedModel, job: Job, task: ImageTask, about: dict[str, Any]
     ) -> None:
         self.service, self.loaded, self.job, self.task, self.about = service, loaded, job, task, about
+        self.cost = task_cost(task, loaded.pipeline)
+        tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
+        self.large = tokens > own_tokens(loaded.pipeline)
+        self.pool = service.pools.large if self.large else service.pools.finish
         self.backlog: deque[Callable[[], None]] = deque()  # previews to make, and what follows them
         self.working = False
         self.lock = threading.Lock()
@@ -215,7 +212,7 @@ class _TaskRun:
         self.grid = request.grid
         self.decoded_at = torch.where(request.known_BN, -2, -1)
         job = self.job
-        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end)
+        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end, tenant=job.key)
         if job.previews:
             pending.on_step = self.on_step
         self.loaded.batcher.submit(pending)
@@ -265,7 +262,7 @@ class _TaskRun:
                     self.working = False
             self._work_off()
 
-        self.service.submit(self.service.pools.preview, self.job, run)
+        self.service.submit(self.pool, self.job, run)
 
     def accept(self, step: Step) -> None:
         self.task.accept(step)
@@ -292,5 +289,6 @@ class _TaskRun:
         settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
         pngs = [to_png(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
         seconds = self.job.seconds
-        self.service.record_images(len(images), seconds)
+        self.service.metrics.images.inc(len(images))
+        self.service.admission.record(self.cost, seconds)
         self.job.end(Result(pngs, images, seeds, settings, seconds))

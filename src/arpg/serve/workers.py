@@ -149,19 +149,59 @@ class TokenizerThread:
             call.future.set_result(part)
 
 
+class TokenizerLanes:
+    """A `Tokenizer` for any thread, with a thread for images of up to `max_pixels` and another for larger ones.
+
+    The pixels of a large image take seconds on a CPU; those of small ones do not wait for them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_pixels: int, max_batch: int, threads: int | None = None) -> None:
+        self.config, self.device = tokenizer.config, tokenizer.device
+        self.small, self.large = (TokenizerThread(tokenizer, max_batch=max_batch, threads=threads) for _ in range(2))
+        self._max_pixels = max_pixels
+
+    @property
+    def alive(self) -> bool:
+        """Whether both threads run."""
+        return self.small.alive and self.large.alive
+
+    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
+        """Return the images of code ids; with `known_BN`, as a preview."""
+        pixels = grid[0] * grid[1] * self.config.stride**2
+        return self._lane(pixels).decode(ids_BN, grid, known_BN=known_BN)
+
+    def encode(self, image_B3HW: Tensor) -> Tensor:
+        """Return the code ids of images."""
+        return self._lane(image_B3HW.shape[-2] * image_B3HW.shape[-1]).encode(image_B3HW)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights by name."""
+        return self.small.state_dict()
+
+    def close(self) -> None:
+        """Stop the threads after the calls that are waiting."""
+        self.small.close()
+        self.large.close()
+
+    def _lane(self, pixels: int) -> TokenizerThread:
+        return self.small if pixels <= self._max_pixels else self.large
+
+
 class WorkerPools:
     """Threads that prepare jobs (read images, encode prompts) and others that make previews and PNG files.
 
-    The pools are separate, so that previews continue while images and prompts are read.
+    The pools are separate, so that previews continue while images and prompts are read, and so that large tasks, whose
+    work takes long, keep no thread from small ones.
     """
 
     def __init__(self) -> None:
         self.prepare: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
-        self.preview: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-preview")
+        self.finish: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-finish")
+        self.large: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-large")
 
     def close(self) -> None:
         """Wait for the work that is running, and drop the rest."""
-        for pool in (self.prepare, self.preview):
+        for pool in (self.prepare, self.finish, self.large):
             pool.shutdown(wait=True, cancel_futures=True)
 
 

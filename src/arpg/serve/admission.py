@@ -1,0 +1,139 @@
+"""Admission of calls: how many, and how much work, may be waiting or running, in all and for each API key.
+
+The cost of a call is tokens x steps x images, twice with guidance, in images of the model's own size with its default
+settings: one such image costs 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from arpg.pipeline import Pipeline
+from arpg.serve.api_error import ApiError
+from arpg.serve.observability import Metrics
+from arpg.serve.server_config import ServeSettings
+from arpg.settings import SamplingSettings
+from arpg.tasks.task import ImageTask
+
+LARGE_SHARE = 0.125  # of the budget: what costs more is a large task, with a budget of its own
+LANES = ("small", "large")
+
+
+def own_tokens(pipeline: Pipeline) -> int:
+    """Return the number of tokens of an image of the model's own size."""
+    height, width = pipeline.model.config.grid
+    return height * width
+
+
+def task_cost(task: ImageTask, pipeline: Pipeline) -> float:
+    """Estimate the cost of a task, in images of the model's own size with its default settings."""
+    default = pipeline.sampling.settings()
+    unit = _sample_cost(own_tokens(pipeline), default)
+    windows = ((stage.window[0] * stage.window[1], len(stage.corners)) for stage in task.stages)
+    settings = task.spec.settings
+    return len(task.spec) * sum(count * _sample_cost(tokens, settings) for tokens, count in windows) / unit
+
+
+def _sample_cost(tokens: int, settings: SamplingSettings) -> float:
+    steps = settings.steps if isinstance(settings.schedule, str) else len(settings.schedule)
+    steps = min(steps, tokens) if settings.decode == "steps" else tokens
+    return float(tokens * steps * (1 if settings.guidance == 1 else 2))
+
+
+class AdmissionLimiter:
+    """Limits the calls in progress and their cost: a 429 when there is too much, a 503 while draining.
+
+    Large tasks have a budget of their own, so that they never make small ones wait for admission; one that exceeds the
+    whole budget is admitted when no other large one is in progress. Where there are several keys, one of them holds at
+    most `key_share` of each limit. All methods but `enter` and `leave` may be called from any thread.
+    """
+
+    def __init__(self, settings: ServeSettings, metrics: Metrics, *, num_keys: Callable[[], int]) -> None:
+        self.capacity, self.budget, self.key_share = (
+            settings.max_pending_requests,
+            settings.max_pending_cost,
+            settings.key_share,
+        )
+        self.metrics, self.num_keys = metrics, num_keys
+        self.num_admitted = 0
+        self.draining = False
+        self._requests: Counter[str] = Counter()  # by key
+        self._costs: dict[str, dict[str, float]] = {lane: {} for lane in LANES}  # by key
+        self._lock = threading.Lock()
+        self._seconds_per_cost = 1.0  # a moving average, for Retry-After
+        metrics.gauge("arpg_queue_depth", "HTTP requests admitted, waiting or running", lambda: self.num_admitted)
+        for lane in LANES:
+            meaning = "Cost of the admitted requests, in images of the model's own size"
+            metrics.gauge("arpg_pending_cost", meaning, partial(self.pending_cost, lane), lane=lane)
+
+    @property
+    def _share(self) -> float:
+        return self.key_share if self.num_keys() > 1 else 1.0
+
+    def pending_cost(self, lane: str) -> float:
+        """Return the cost of the admitted requests of a lane."""
+        with self._lock:
+            return sum(self._costs[lane].values())
+
+    def check(self, key: str) -> None:
+        """Raise a 503 while draining, and a 429 where there is no place for a call of this key."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; try again in a moment", code="draining", retry_after=5)
+        if self.num_admitted >= self.capacity:
+            what = f"{self.num_admitted} requests are waiting or running, which is the limit; try again later"
+            raise self._refuse(what, "queue_full")
+        if self._requests[key] >= max(1.0, self._share * self.capacity):
+            what = f"this key has {self._requests[key]} requests waiting or running, its share; try again later"
+            raise self._refuse(what, "key_quota")
+
+    def enter(self, key: str) -> None:
+        """Admit a call whose body has arrived, or raise a 429 or 503."""
+        self.check(key)
+        self.num_admitted += 1
+        self._requests[key] += 1
+
+    def leave(self, key: str) -> None:
+        """Count an admitted call as answered."""
+        self.num_admitted -= 1
+        self._requests[key] -= 1
+        if self._requests[key] <= 0:
+            del self._requests[key]
+
+    def reserve(self, key: str, cost: float, *, large: bool) -> Callable[[], None]:
+        """Admit the work of a call, or raise a 429; return the function that gives it back.
+
+        `large`: the task has a grid beyond the model's own.
+        """
+        lane = "large" if large or cost > LARGE_SHARE * self.budget else "small"
+        with self._lock:
+            costs = self._costs[lane]
+            total, own = sum(costs.values()), costs.get(key, 0.0)
+            full = total > 0 and total + cost > self.budget
+            over = own > 0 and own + cost > self._share * self.budget
+            if not full and not over:
+                costs[key] = own + cost
+        if full or over:
+            what = f"requests of a cost of {total if full else own:.1f} images are in progress" + (
+                "" if full else " for this key"
+            )
+            message = f"{what}; this one costs {cost:.1f} and the limit is {self.budget:g}; try again later"
+            raise self._refuse(message, "cost_limit" if full else "key_quota", cost=cost)
+
+        def release() -> None:
+            with self._lock:
+                costs[key] -= cost
+                if costs[key] <= 1e-6:
+                    del costs[key]
+
+        return release
+
+    def record(self, cost: float, seconds: float) -> None:
+        """Record that a request of `cost` took `seconds`, for Retry-After."""
+        self._seconds_per_cost += 0.2 * (seconds / max(cost, 1e-3) / max(1, self.num_admitted) - self._seconds_per_cost)
+
+    def _refuse(self, message: str, code: str, *, cost: float = 1.0) -> ApiError:
+        self.metrics.rejected.inc()
+        return ApiError(429, message, code=code, retry_after=min(60.0, max(1.0, cost * self._seconds_per_cost)))
