@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from arpg.errors import InputError, require
+from arpg.errors import InputError, require, require_file
 from arpg.evaluation.metrics import wilson
 from arpg.files import write_json, write_text
 from arpg.image import Pixels, save
@@ -65,7 +65,7 @@ class GenEvalPrompt:
 
 def read_prompts(path: Path) -> list[GenEvalPrompt]:
     """Read GenEval's evaluation_metadata.jsonl, or a file of the same form."""
-    require(path.is_file(), f"{path} does not exist; expected GenEval's evaluation_metadata.jsonl")
+    require_file(path, "GenEval's evaluation_metadata.jsonl")
     prompts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():

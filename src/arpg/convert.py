@@ -18,6 +18,7 @@ from arpg.model import ARPG
 from arpg.tokenizer import VQTokenizer
 
 USAGE_BUFFER = "quantize.codebook_used"  # the published tokenizer's training statistics; not needed, dropped by name
+CODEBOOK = "quantize.embedding.weight"
 WRAPPERS = ("model", "module", "state_dict")
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 
@@ -84,8 +85,9 @@ def model_from_published(
     state: State, *, where: str, num_heads: int | None = None, grid: tuple[int, int] = (16, 16)
 ) -> tuple[ModelConfig, State]:
     """Return configuration and weights under our keys. `num_heads` cannot be read off the weights."""
+    require(CODEBOOK not in state, f"{where} is a VQ tokenizer, not an ARPG checkpoint; use `arpg convert tokenizer`")
     for key in ("embeddings.weight", "head.weight", "layers.norm.weight"):
-        require(key in state, f"{where}: missing keys: {key}; is this an ARPG checkpoint?")
+        require(key in state, f"{where}: missing keys: {key}; it has {_some_keys(state)}: is this an ARPG checkpoint?")
     rows, width = state["embeddings.weight"].shape
     vocab_size = state["head.weight"].shape[0]
     pass1_layers = _count(state, r"layers\.self_dec\.(\d+)\.")
@@ -126,13 +128,17 @@ def model_to_published(config: ModelConfig, state: State) -> State:
 def tokenizer_from_published(state: State, *, where: str) -> tuple[TokenizerConfig, State]:
     """Return configuration and weights; our keys are the published ones without the usage buffer."""
     ours = {key: tensor for key, tensor in state.items() if key != USAGE_BUFFER}
-    for key in ("encoder.conv_in.weight", "encoder.conv_out.weight", "quantize.embedding.weight"):
-        require(key in ours, f"{where}: missing keys: {key}; is this a VQ tokenizer checkpoint?")
+    require("layers.norm.weight" not in ours, f"{where} is an ARPG checkpoint, no tokenizer; use `arpg convert model`")
+    for key in ("encoder.conv_in.weight", "encoder.conv_out.weight", CODEBOOK):
+        require(
+            key in ours,
+            f"{where}: missing keys: {key}; it has {_some_keys(ours)}: is this a VQ tokenizer checkpoint?",
+        )
     channels = ours["encoder.conv_in.weight"].shape[0]
     levels = _count(ours, r"encoder\.conv_blocks\.(\d+)\.")
     firsts = [ours.get(f"encoder.conv_blocks.{i}.res.0.conv1.weight") for i in range(levels)]
     require(levels > 0 and all(t is not None for t in firsts), f"{where}: missing keys: encoder.conv_blocks.*")
-    codebook_size, codebook_dim = ours["quantize.embedding.weight"].shape
+    codebook_size, codebook_dim = ours[CODEBOOK].shape
     config = TokenizerConfig(
         channels=channels,
         multipliers=tuple(t.shape[0] // channels for t in firsts if t is not None),
@@ -149,6 +155,10 @@ def tokenizer_from_published(state: State, *, where: str) -> tuple[TokenizerConf
 def write_published(path: Path, state: State) -> None:
     """Write weights under published keys as a .pt file."""
     write_whole(path, lambda temporary: torch.save({"model": state}, temporary))
+
+
+def _some_keys(state: State) -> str:
+    return ", ".join(sorted(state)[:3])
 
 
 def _is_state(value: Any) -> bool:

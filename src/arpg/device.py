@@ -55,10 +55,21 @@ def choose_device(device: str | torch.device) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise InputError(f"device is {device!r}; expected auto, cpu, cuda or cuda:0") from None
+        raise InputError(f"device is {device!r}; expected auto, cpu, cuda, cuda:0 or mps") from None
+    require(
+        chosen.type in ("cpu", "cuda", "mps"), f"device is {str(device)!r}; expected auto, cpu, cuda, cuda:0 or mps"
+    )
     require(
         chosen.type != "cuda" or torch.cuda.is_available(),
-        f"device is {device!r}, but torch sees no GPU; use --device cpu",
+        f"device is {str(device)!r}, but torch sees no GPU; use --device cpu",
+    )
+    require(
+        chosen.type != "cuda" or (chosen.index or 0) < torch.cuda.device_count(),
+        f"device is {str(device)!r}, but torch sees {torch.cuda.device_count()} GPUs, which count from cuda:0",
+    )
+    require(
+        chosen.type != "mps" or torch.backends.mps.is_available(),
+        f"device is {str(device)!r}, but torch sees no Apple GPU; use --device cpu",
     )
     return chosen
 

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import IO, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class AnyFile(Protocol):
+    """What the checks need of a path, local or remote."""
+
+    def is_file(self) -> bool:
+        """Return whether it is a file."""
+
+    def is_dir(self) -> bool:
+        """Return whether it is a folder."""
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]:
+        """Open it for reading."""
 
 
 class InputError(ValueError):
@@ -36,6 +49,40 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6) or [each for each in names if name in each]
     return f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names)}"
+
+
+def require_file(path: AnyFile, expected: str, *, what: str = "") -> None:
+    """Raise an `InputError` unless `path` is a file; `what` it is for comes before its name."""
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise InputError(f"{what} {path} {found}; expected {expected}".strip())
+
+
+def describe_broken(path: AnyFile, expected: str, error: Exception, *, starts: tuple[bytes, ...] = ()) -> str:
+    """Say why a file could not be read as `expected`: it is empty, text, something else, or cut short.
+
+    A file that begins with one of `starts` is of the expected kind, so it can only be damaged.
+    """
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if not head:
+        return f"{path} is empty; expected {expected}"
+    if head.startswith(b"version https://git-lfs"):
+        return f"{path} is a Git LFS pointer, not {expected}; fetch the file itself with `git lfs pull`"
+    if head.startswith(starts):
+        return f"{path} is cut short or damaged ({first_line(error)}); fetch or make it again"
+    if b"\0" not in head and not _undecodable(head):
+        return f"{path} is a text file; expected {expected}"
+    return f"{path} is not {expected} ({first_line(error)})"
+
+
+def _undecodable(head: bytes) -> bool:
+    """Return whether `head` cannot be the beginning of UTF-8 text; its last character may be cut."""
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start < len(head) - 3
+    return False
 
 
 def first_line(error: Exception) -> str:

@@ -22,11 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.errors import InputError, require
+from arpg.errors import InputError, describe_broken, require, require_file
 from arpg.storage import AnyPath, RemotePath, fetch
 
 State = dict[str, Tensor]
 # What torch.load raises for files that are cut short or no checkpoints at all.
+_STARTS = (b"PK", b"\x80\x02")  # of torch's files: a zip, formerly a pickle
 _BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 
@@ -122,38 +123,47 @@ def _umask() -> int:
 
 def read_tensors(path: AnyPath) -> State:
     """Read a safetensors file."""
-    require(path.is_file(), f"{path} does not exist; the folder is incomplete, fetch or convert it again")
+    require_file(path, "a safetensors file; if it is part of a model folder, fetch or convert the folder again")
     try:
         return safetensors.torch.load_file(fetch(path))
     except (safetensors.SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch or convert it again") from None
+        raise InputError(describe_tensors(path, error)) from None
+
+
+def describe_tensors(path: AnyPath, error: Exception) -> str:
+    """Say why a safetensors file could not be read."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return describe_broken(path, "a safetensors file", error, starts=(head,) if head[8:] == b"{" else ())
 
 
 def read_pickle(path: Path) -> Any:
     """Read a torch file without running code."""
-    require(path.exists(), f"{path} does not exist; expected a published checkpoint (.pt)")
-    require(path.is_file(), f"{path} is not a file; expected a published checkpoint (.pt)")
+    require_file(path, "a published checkpoint (.pt)")
     try:
         # Training checkpoints carry their command line; nothing else may be constructed.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols: what matters ends up in an error
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            is_checkpoint = file.read(4).startswith(_STARTS)
+        if not is_checkpoint or "truncated" in str(error):
+            raise InputError(describe_broken(path, "a published checkpoint (.pt)", error, starts=_STARTS)) from None
         first = str(error).splitlines()[0].rstrip(". ")
         raise InputError(f"{path} is refused by the safe loader: {first[:200]}; expected plain tensors") from None
     except _BROKEN as error:
-        first = str(error).splitlines()[0][:200] if str(error) else "no content"
-        raise InputError(f"{path} cannot be read ({first}); is it truncated? Fetch it again") from None
+        raise InputError(describe_broken(path, "a published checkpoint (.pt)", error, starts=_STARTS)) from None
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Read the metadata of a safetensors file; empty where it has none."""
-    require(path.is_file(), f"{path} does not exist; expected a safetensors file")
+    require_file(path, "a safetensors file")
     try:
         with safetensors.safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
     except (safetensors.SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a whole safetensors file ({error}); copy or make it again") from None
+        raise InputError(describe_tensors(path, error)) from None
 
 
 def write_tensors(state: State, path: Path, *, metadata: dict[str, str] | None = None) -> None:

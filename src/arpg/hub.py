@@ -6,6 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from arpg.storage import AnyPath, as_path, home
 
 log = logging.getLogger(__name__)
 
+CONNECT_SECONDS = 2.0
 LOCK_VARIABLE = "ARPG_LOCK"
 SOURCES = "sources.json"  # in a converted folder: the files that it was made of
 
@@ -74,6 +79,10 @@ def resolve(name: str | AnyPath) -> AnyPath:
         return installed_folder(text)
     if folder.is_dir():
         return folder
+    require(
+        not folder.is_file(),
+        f"model {text} is a file; expected a model folder, which `arpg convert model {text} FOLDER` makes",
+    )
     if text in PUBLISHED:
         return pull(text)
     require(isinstance(folder, Path), f"{text} is not a model folder: there are no files below it")
@@ -145,13 +154,48 @@ def _fetch(name: str, published: Published, source: Source, pins: Pins) -> Path:
 
 def _download(repo: str, file: str, pins: Pins) -> Path:
     """Fetch a file from the hub at its pinned revision, or at the newest, and check it."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    log.info("fetching %s from %s", file, repo)
-    path = Path(hf_hub_download(repo, file, revision=pins.revision(repo), endpoint=os.environ.get("HF_ENDPOINT")))
+    endpoint, revision = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), pins.revision(repo)
+    if problem := _unreachable(endpoint):
+        cached = try_to_load_from_cache(repo, file, revision=revision)
+        if cached is _CACHED_NO_EXIST:
+            raise LocalEntryNotFoundError(f"{repo} has no {file}")
+        if not isinstance(cached, str):
+            raise ConnectionError(f"{endpoint} cannot be reached: {problem}")
+        path = Path(cached)
+    else:
+        log.info("fetching %s from %s", file, repo)
+        path = Path(hf_hub_download(repo, file, revision=revision, endpoint=endpoint))
     commit = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else None
     pins.check(repo, file, path, revision=commit)
     return path
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Return why no connection to the hub can be made, within two seconds; None where it can.
+
+    The hub's library tries a dead address six times, for half a minute. Where a proxy is set, only the proxy knows.
+    """
+    parts = urllib.parse.urlsplit(endpoint)
+    if parts.scheme in urllib.request.getproxies():
+        return None
+    problem: list[str] = ["no answer within two seconds"]
+
+    def connect() -> None:
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname or "", port), timeout=CONNECT_SECONDS).close()
+            problem.clear()
+        except OSError as error:
+            problem[:] = [error.strerror or str(error)]
+
+    # Looking up a name has no time limit of its own.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    return problem[0] if problem else None
 
 
 class Pins:

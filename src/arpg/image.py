@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
+from PIL import Image, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from arpg.errors import InputError, require
+from arpg.errors import InputError, describe_broken, first_line, require, require_file
 from arpg.files import write_whole
 from arpg.storage import AnyPath
 
@@ -52,7 +52,7 @@ def _upright_8_bit(image: Image.Image) -> Image.Image:
 
 def open_image(path: Path, *, what: str = "image") -> Image.Image:
     """Open an image file as RGB; its size is checked before any pixel is decoded."""
-    require(path.is_file(), f"{what} {path} does not exist; expected an image file")
+    require_file(path, "an image file", what=what)
     try:
         with (
             warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
@@ -63,10 +63,12 @@ def open_image(path: Path, *, what: str = "image") -> Image.Image:
             return to_rgb(image)
     except Image.DecompressionBombError:
         raise InputError(f"{what} {path} is very large; {_TOO_LARGE}") from None
+    except UnidentifiedImageError as error:
+        raise InputError(f"{what} {describe_broken(path, 'an image file', error)}") from None
     except (OSError, SyntaxError, ValueError, struct.error) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{what} {path} cannot be read as an image ({error}); is it truncated?") from None
+        raise InputError(f"{what} {path} is cut short or damaged ({first_line(error)}); save it again") from None
 
 
 def to_image(image: ImageInput, *, what: str = "image") -> Image.Image:

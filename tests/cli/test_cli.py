@@ -172,6 +172,7 @@ def test_explicit_steps_and_causal(run, folder, tmp_path):
         (["--class", "0", "-n", "0"], ["images is 0"]),
         (["--class", "0", "--batch-size", "0"], ["batch_size is 0"]),
         (["--class", "0", "--device", "tpu9"], ["device is 'tpu9'"]),
+        (["--class", "0", "--device", "meta"], ["device is 'meta'", "cuda:0 or mps"]),
         (["--class", "0", "--dtype", "int3"], ["precision is 'int3'"]),
         (["--class", "0", "--frobnicate"], ["--frobnicate"]),
         ([], ["--class"]),
@@ -206,7 +207,7 @@ def test_broken_models(run, folder, tmp_path):
     check_error(generate(run, tmp_path / "nothing", *output), "nothing", "neither installed")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:999])
-    check_error(generate(run, folder, *output), "model.safetensors", "not a whole safetensors file")
+    check_error(generate(run, folder, *output), "model.safetensors", "cut short or damaged")
     (folder / "config.json").unlink()
     check_error(generate(run, folder, *output), "no config.json")
     assert not (tmp_path / "out.png").exists()
@@ -246,15 +247,15 @@ def test_storing_small(run, folder, tmp_path):
 def test_convert_errors(run, tmp_path):
     target = tmp_path / "folder"
     check_error(run("convert", "model", GOLDEN / "arpg_a.pt", target), "give --heads")
-    check_error(run("convert", "model", GOLDEN / "vq_a.pt", target, "--heads", 2), "is this an ARPG checkpoint")
-    check_error(run("convert", "tokenizer", GOLDEN / "arpg_a.pt", target), "is this a VQ tokenizer")
+    check_error(run("convert", "model", GOLDEN / "vq_a.pt", target, "--heads", 2), "is a VQ tokenizer")
+    check_error(run("convert", "tokenizer", GOLDEN / "arpg_a.pt", target), "is an ARPG checkpoint")
     check_error(run("convert", "model", GOLDEN / "arpg_a.pt", target, "--ema", "--heads", 2), "without --ema")
     check_error(run("convert", "model", GOLDEN / "arpg_a.pt", target, "--heads", 3), "width 64", "3 heads")
     check_error(run("convert", "model", GOLDEN / "arpg_a.pt", target, "--heads", 2, "--grid", "4by4"), "'4by4'")
     check_error(run("convert", "model", tmp_path / "none.pt", target), "does not exist")
     short = tmp_path / "short.pt"
     short.write_bytes((GOLDEN / "arpg_a.pt").read_bytes()[:5000])
-    check_error(run("convert", "model", short, target, "--heads", 2), "short.pt", "truncated")
+    check_error(run("convert", "model", short, target, "--heads", 2), "short.pt", "cut short or damaged")
     names = tmp_path / "names.txt"
     names.write_text("one\ntwo\n")
     check_error(

@@ -235,14 +235,18 @@ def test_a_bomb_is_refused_before_a_pixel_is_decoded(tmp_path, monkeypatch, fold
 
 def test_bad_files(tmp_path, monkeypatch):
     (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "noise.png").write_bytes(bytes(range(256)))
+    (tmp_path / "folder.png").mkdir()
     noise(32, 32).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:200])
     (tmp_path / "bomb.png").write_bytes(png(20_000, 20_000))
     (tmp_path / "large.png").write_bytes(png(9_000, 9_000))
     for name, message in (
         ("none.png", "does not exist"),
-        ("text.png", "cannot be read as an image"),
-        ("cut.png", "cannot be read as an image"),
+        ("text.png", "text.png is a text file; expected an image file"),
+        ("noise.png", "noise.png is not an image file"),
+        ("folder.png", "folder.png is a folder"),
+        ("cut.png", "cut.png is cut short or damaged"),
         ("bomb.png", "at most 64 million pixels"),
         ("large.png", "9000x9000 pixels; at most 64 million"),
     ):
@@ -322,7 +326,7 @@ def test_command_line(folder, tmp_path, monkeypatch, capsys):
         (("edit", source, "--box", "5,2,12", "--class", 2), "box is '5,2,12'"),
         (("edit", source, "--box", "5,2,50,9", "--class", 2), "inside 20x12 pixels"),
         (("inpaint", source, "--mask", out.with_name("no.png")), "no.png does not exist"),
-        (("inpaint", source, "--mask", folder / "config.json"), "cannot be read as an image"),
+        (("inpaint", source, "--mask", folder / "config.json"), "is a text file; expected an image file"),
     ):
         code, printed = run(*arguments, "-o", tmp_path / "bad.png")
         assert code == 2

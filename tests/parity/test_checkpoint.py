@@ -87,9 +87,14 @@ def test_a_config_that_does_not_fit_is_named(folder, change, message):
 def test_broken_files_are_named(folder, tmp_path):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
-    for content in (whole[: len(whole) // 2], whole[:4], b""):
+    for content, message in (
+        (whole[: len(whole) // 2], "is cut short or damaged"),
+        (b"\xff" * 100, "is not a safetensors file"),
+        (b"weights", "is a text file; expected a safetensors file"),
+        (b"", "is empty"),
+    ):
         weights.write_bytes(content)
-        with pytest.raises(InputError, match="not a whole safetensors file"):
+        with pytest.raises(InputError, match=message):
             load_model(folder)
     weights.unlink()
     with pytest.raises(InputError, match="does not exist"):

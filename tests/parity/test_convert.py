@@ -115,10 +115,21 @@ def test_pickles_cannot_run_code(tmp_path):
 def test_truncated_and_foreign_files(tmp_path):
     whole = (GOLDEN / "arpg_a.pt").read_bytes()
     path = tmp_path / "x.pt"
-    for content in (whole[: len(whole) // 2], whole[:100], b"", b"PK\x03\x04 no", b"hello"):
+    for content, message in (
+        (whole[: len(whole) // 2], "is cut short or damaged"),
+        (whole[:100], "is cut short or damaged"),
+        (b"PK\x03\x04 no", "is cut short or damaged"),
+        (b"", "is empty"),
+        (b"hello", "is a text file; expected a published checkpoint"),
+        ("hällo".encode()[:2], "is a text file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is not a published checkpoint"),
+    ):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"x\.pt"):
+        with pytest.raises(InputError, match=rf"x\.pt {message}"):
             read_published(path)
+    with pytest.raises(InputError, match="is a folder; expected a published checkpoint"):
+        read_published(tmp_path)
     with pytest.raises(InputError, match="does not exist"):
         read_published(tmp_path / "none.pt")
     torch.save([1, 2], path)
@@ -137,10 +148,15 @@ def test_unknown_and_missing_keys_are_listed():
         model_from_published(short, where="x", num_heads=2)
     with pytest.raises(InputError, match="give --heads"):
         model_from_published(state, where="x")
-    with pytest.raises(InputError, match="is this an ARPG checkpoint"):
+    with pytest.raises(InputError, match=r"x is a VQ tokenizer, .* use `arpg convert tokenizer`"):
         model_from_published(read_published(GOLDEN / "vq_a.pt"), where="x")
-    with pytest.raises(InputError, match="is this a VQ tokenizer"):
+    with pytest.raises(InputError, match=r"x is an ARPG checkpoint, .* use `arpg convert model`"):
         tokenizer_from_published(state, where="x")
+    foreign = {"conv1.weight": torch.zeros(1)}
+    with pytest.raises(InputError, match=r"it has conv1\.weight: is this an ARPG checkpoint"):
+        model_from_published(foreign, where="x")
+    with pytest.raises(InputError, match=r"it has conv1\.weight: is this a VQ tokenizer"):
+        tokenizer_from_published(foreign, where="x")
 
 
 def test_ablations_cannot_be_written_in_the_published_format(model):

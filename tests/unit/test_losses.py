@@ -165,7 +165,7 @@ def test_bad_lpips_files_are_named(tmp_path):
         ("absent.pth", None, "does not exist"),
         ("list.pth", None, "holds no plain dictionary of tensors"),
         ("cut.pth", None, "cut.pth"),
-        ("cut.safetensors", None, "not a whole safetensors file"),
+        ("cut.safetensors", None, "is a text file; expected a safetensors file"),
         ("vgg16.pth", "one.pth", r"one\.pth: missing keys: lin1"),
         ("ours.safetensors", "one.pth", "do not belong"),
         ("one.pth", None, r"one\.pth: missing keys: lin\.0\.weight"),

@@ -30,7 +30,7 @@ from arpg.cli.options import (
     with_sampling_options,
 )
 from arpg.config import to_dict
-from arpg.errors import InputError, present, require
+from arpg.errors import InputError, present, require, require_file
 from arpg.settings import TASK_SETTINGS, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -431,7 +431,7 @@ def read_prompts(path: Path, negative: str | None = None) -> list[PromptLine]:
 
     Empty lines are skipped, and in plain files those that begin with #. `negative` is for lines that have none.
     """
-    require(path.is_file(), f"{path} does not exist; expected a file with a prompt per line")
+    require_file(path, "a file with a prompt per line")
     try:
         rows = [row.strip() for row in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:

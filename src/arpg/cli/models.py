@@ -11,7 +11,7 @@ import typer
 
 from arpg import config as configs
 from arpg.cli.options import GridOption, ModelOption, Verb, VerbGroup, err, out, parse_grid
-from arpg.errors import InputError, one_of, present, require
+from arpg.errors import InputError, one_of, present, require, require_file
 from arpg.settings import SamplingDefaults
 
 convert = typer.Typer(
@@ -111,7 +111,7 @@ def convert_model(
             )
             class_names = imagenet_classes() if found.num_classes == 1000 else None
             if names is not None:
-                require(names.is_file(), f"{names} does not exist; expected a file with one class name per line")
+                require_file(names, "a file with one class name per line")
                 class_names = parse_classes(
                     names.read_text(encoding="utf-8"), where=str(names), num_classes=found.num_classes
                 )
@@ -246,6 +246,7 @@ def _parameters(file: Path) -> int:
 
     from safetensors import SafetensorError, safe_open
 
+    from arpg.files import describe_tensors
     from arpg.quantization.storage import SCALE, SHAPE
 
     try:
@@ -255,7 +256,7 @@ def _parameters(file: Path) -> int:
             squeezed = {key: tensors.get_tensor(key + SHAPE).tolist()[1:] for key in keys if key + SHAPE in every}
             return sum(math.prod(squeezed.get(key) or tensors.get_slice(key).get_shape()) for key in keys)
     except SafetensorError as error:
-        raise InputError(f"{file} is not a whole safetensors file ({error}); fetch or convert it again") from None
+        raise InputError(describe_tensors(file, error)) from None
 
 
 def _plain(value: Any) -> str:

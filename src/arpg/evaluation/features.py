@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from arpg.data.images import ImageSet, open_images
-from arpg.errors import InputError, require
+from arpg.errors import InputError, describe_broken, require, require_file
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import Moments, RunningGains, Statistics
 from arpg.files import hash_file, write_whole
@@ -92,12 +92,12 @@ def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
 
 def npz_names(path: AnyPath) -> set[str]:
     """Return the names of the arrays in an npz file."""
-    require(path.is_file(), f"{path} does not exist; expected an npz file")
+    require_file(path, "an npz file")
     try:
         with zipfile.ZipFile(fetch(path)) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
     except (OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} is not a whole npz file ({error}); make or copy it again") from None
+        raise InputError(describe_broken(path, "an npz file", error, starts=(b"PK",))) from None
 
 
 def _open_npz(path: AnyPath, size: int | None) -> ImageSource:
@@ -200,13 +200,13 @@ class Features:
     @staticmethod
     def load(path: AnyPath) -> Features:
         """Read a file of `save`, or one of statistics (`mu`, `sigma`, and for sFID `mu_s`, `sigma_s`)."""
-        require(path.is_file(), f"{path} does not exist; expected an npz file of features or statistics")
+        require_file(path, "an npz file of features or statistics")
         try:
             # Opened here: np.load leaves a damaged file open.
             with path.open("rb") as stream, np.load(stream) as file:
                 arrays = {key: file[key] for key in file.files if key in KEYS}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise InputError(f"{path} is not a whole npz file ({error}); make it again") from None
+            raise InputError(describe_broken(path, "an npz file", error, starts=(b"PK",))) from None
         network = str(arrays.pop("network", ""))
         found = {key: torch.from_numpy(np.asarray(array)) for key, array in arrays.items()}
         require("mu" in found and "sigma" in found, f"{path} has no mu and sigma; expected features or statistics")

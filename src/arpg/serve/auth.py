@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from arpg.errors import InputError, require
+from arpg.errors import InputError, require, require_file
 from arpg.serve.api_error import ApiError
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _version(file: Path) -> tuple[int, int, int] | None:
 
 
 def _read(file: Path) -> dict[bytes, str]:
-    require(file.is_file(), f"keys file {file} does not exist; expected a text file with one key on each line")
+    require_file(file, "a text file with one key on each line", what="keys file")
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arpg.config import ModelConfig, TokenizerConfig, from_dict
-from arpg.errors import InputError, one_of, require
+from arpg.errors import InputError, one_of, require, require_file
 from arpg.settings import SamplingDefaults
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class TokenizerRecipe:
 
 def read_recipe(path: Path, cls: type[T], overrides: Sequence[str] = ()) -> T:
     """Read a recipe, with `a.b=value` overrides (values as in TOML; bare words are strings)."""
-    require(path.is_file(), f"{path} does not exist; expected a recipe (a TOML file, see recipes/)")
+    require_file(path, "a recipe (a TOML file, see recipes/)")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
