@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     handler = logging.StreamHandler(sys.stdout)
     logging.getLogger().addHandler(handler)
-    for name in ("garden", "arpg"):
+    for name in ("garden", "experiments", "arpg"):
         logging.getLogger(name).setLevel(logging.INFO)
     module, function = VERBS[arguments[0]][0].split(":")
     try:

@@ -39,7 +39,7 @@ from experiments.garden.control_score import SCENE_SEED, EdgeScorers, control_re
 from experiments.garden.depth_net import DepthNet, compose_depth_scenes, train_and_save
 from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
 from experiments.garden.scene_sets import Sets, compose_tokens
-from experiments.garden.staged_run import run_stages, train_until
+from experiments.staged_run import run_stages, train_until
 
 log = logging.getLogger("garden")
 FORMS = ("int6", "int4")  # the first is the bundled one

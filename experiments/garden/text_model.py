@@ -44,7 +44,7 @@ from experiments.garden.geneval import TASKS, GenEvalPrompt, ceiling, generate, 
 from experiments.garden.objects import KINDS
 from experiments.garden.scene_sets import compose_tokens
 from experiments.garden.scene_spec import caption, sample_spec
-from experiments.garden.staged_run import run_stages, train_until
+from experiments.staged_run import run_stages, train_until
 
 log = logging.getLogger("garden")
 WORDS = "embeddings.word_embeddings.weight"

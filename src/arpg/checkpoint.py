@@ -30,7 +30,7 @@ from arpg.files import State, read_json, read_tensors, write_tensors, write_toge
 from arpg.installed import CONFIG, installed_folder
 from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
-from arpg.quantization.storage import add_difference, pack_difference, unpack
+from arpg.quantization.storage import add_difference, pack, pack_difference, unpack
 from arpg.settings import SamplingDefaults
 from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
@@ -176,6 +176,17 @@ def prepare(model: ARPG, tokenizer: VQTokenizer) -> None:
         tokenizer.decode_in(torch.bfloat16)
     elif tokenizer.pixel_dtype is not None:  # the model has had another type
         tokenizer.decode_in(tokenizer.dtype)
+
+
+def store_folder(folder: AnyPath, target: AnyPath, *, form: str) -> None:
+    """Write a model folder whole, its weights in the storage format `form`."""
+    described = replace(read_folder(folder), base=None)
+    parts = {}
+    if described.model is not None:
+        parts["model"] = pack(load_model(folder).state_dict(), form)
+    if described.tokenizer is not None:
+        parts["tokenizer"] = pack(load_tokenizer(folder).state_dict(), form)
+    write_folder(target, described, **parts)
 
 
 def write_difference(folder: AnyPath, target: AnyPath, *, base: str, form: str) -> None:

@@ -6,9 +6,17 @@ import sys
 import time
 import zipfile
 
+import numpy as np
 import pytest
+import torch
 
-from experiments.garden import staged_run
+from arpg import InputError, load_model
+from arpg.config import ModelConfig
+from arpg.data.tokens import TokenWriter
+from arpg.train import report
+from arpg.train.model import ModelTraining
+from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
+from experiments import staged_run
 from experiments.garden.__main__ import VERBS
 from support.paths import ROOT
 
@@ -67,3 +75,56 @@ def test_results_come_in_pieces_that_make_one_zip(tmp_path, sizes):
     assert all(piece.stat().st_size <= 100 for piece in pieces)
     with zipfile.ZipFile(io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))) as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == written
+    staged_run.join_pieces(target, tmp_path / "back")
+    for name, data in written.items():
+        assert (tmp_path / "back" / name).read_bytes() == data
+    (target / "results.zip.000").rename(target / "results.zip.007")
+    with pytest.raises(InputError, match="some of them are missing"):
+        staged_run.join_pieces(target, tmp_path / "back")
+    with pytest.raises(InputError, match=r"has no results.zip"):
+        staged_run.join_pieces(tmp_path, tmp_path / "back")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    writer = TokenWriter(tmp_path / "tokens", grid=(2, 2), vocab_size=8, classes=("a", "b"), views=1)
+    writer.add(np.random.default_rng(0).integers(8, size=(16, 1, 4)), np.arange(16) % 2)
+    writer.close()
+    return ModelRecipe(
+        model=ModelConfig(32, 2, 1, 1, vocab_size=8, num_classes=2, grid=(2, 2)),
+        data=TokenData(str(tmp_path / "tokens")),
+        optim=OptimRecipe(1e-2, ema=0.5),
+        run=RunRecipe(steps=40, batch_size=4, precision="float32", log_every=5, save_every=40),
+    )
+
+
+def test_training_is_cut_by_the_deadline_and_goes_on(recipe, tmp_path, monkeypatch):
+    """Each call leaves metrics and the weights so far, in 8 bits; the calls together are one run."""
+    monkeypatch.setattr(report, "plot_losses", lambda folder: None)
+    monkeypatch.setattr(staged_run, "SHORTEST", 0.0)
+    step = ModelTraining.step
+
+    def slow(self, index):
+        time.sleep(0.02)
+        return step(self, index)
+
+    work, results = tmp_path / "work", tmp_path / "results"
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelTraining, "step", slow)
+        calls = 0
+        while not staged_run.train_until(
+            time.monotonic() + 0.4, recipe, work, results, device="cpu", form="int8"
+        ):  # at most 20 steps a call
+            calls += 1
+            weights = load_model(results / "model", dtype=torch.float32).state_dict()
+    assert 1 <= calls <= 40
+    assert (results / "metrics.jsonl").read_bytes() == (work / "metrics.jsonl").read_bytes()
+    assert staged_run.train_until(time.monotonic() - 1, recipe, work, results, device="cpu")  # nothing is left to do
+    whole = tmp_path / "whole"
+    assert staged_run.train_until(time.monotonic() + 100, recipe, whole, tmp_path / "other", device="cpu")
+    a, b = (load_model(folder / "model").state_dict() for folder in (work, whole))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    last = load_model(results / "model", dtype=torch.float32).state_dict()
+    assert (last["head.weight"] - a["head.weight"]).abs().max() < 0.01 * a["head.weight"].abs().max()
+    assert not torch.equal(last["head.weight"], weights["head.weight"])
+    assert not staged_run.train_until(time.monotonic() - 1, recipe, tmp_path / "late", results, device="cpu")

@@ -1,5 +1,6 @@
 """Training runs: they learn, continue exactly where they were stopped, and do not depend on the number of processes."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,9 @@ import torch
 from arpg import InputError, Pipeline, load_model
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.data.tokens import TokenWriter
-from arpg.train import report
+from arpg.train import loop, report
 from arpg.train.distributed import init_distributed, shutdown_distributed
-from arpg.train.loop import run_training
+from arpg.train.loop import TrainingStoppedError, run_training
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from arpg.train.tokenizer import TokenizerTraining, train_tokenizer
@@ -240,6 +242,7 @@ def test_signals(recipe, tmp_path, number):
     if number == signal.SIGTERM:
         assert started.returncode == 2
         assert "everything is saved, continue with --resume" in out
+        assert load_model(tmp_path / "run" / "model").config.width == 32  # the weights so far
     else:
         assert started.returncode == -signal.SIGKILL
     assert max(metrics(tmp_path / "run")) < 150
@@ -311,6 +314,34 @@ def test_early_stop_exports_the_best(recipe, tmp_path, monkeypatch):
     # A run that has ended early does not go on.
     train(recipe, tmp_path / "run", *options, resume=True)
     assert max(metrics(tmp_path / "run")) == 8
+
+
+def test_a_time_limit_ends_a_run_with_its_model(recipe, tmp_path, monkeypatch):
+    """The clock moves a second per step: after half a minute, 31 steps of 60 are done, saved and exported."""
+    seconds = itertools.count(1)
+    step = ModelTraining.step
+    clock = types.SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(loop, "time", clock)
+
+    def counted(self, index):
+        clock.now = float(next(seconds))
+        return step(self, index)
+
+    monkeypatch.setattr(ModelTraining, "step", counted)
+    options = ("run.steps=60", "run.save_every=60", "run.validate_every=60", "run.sample_every=60", "optim.ema=0")
+    with pytest.raises(TrainingStoppedError, match=r"stopped after run.max_minutes = 0.5 at step 31; every"):
+        train(recipe, tmp_path / "run", *options, "run.max_minutes=0.5")
+    assert max(metrics(tmp_path / "run")) == 31
+    (snapshot,) = (tmp_path / "run" / "snapshots").glob("step-*")
+    assert snapshot.name.endswith("31")
+    stopped = load_model(tmp_path / "run" / "model").state_dict()
+    train(recipe, tmp_path / "whole", *options)
+    train(recipe, tmp_path / "run", *options, resume=True)
+    ended, whole = (load_model(tmp_path / name / "model").state_dict() for name in ("run", "whole"))
+    assert all(torch.equal(ended[key], whole[key]) for key in whole)
+    assert not torch.equal(stopped["head.weight"], whole["head.weight"])
+    with pytest.raises(InputError, match="max_minutes is -1"):
+        train(recipe, tmp_path / "no", "run.max_minutes=-1")
 
 
 def two_processes(recipe, folder):

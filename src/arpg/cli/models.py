@@ -156,7 +156,6 @@ def convert_store(
     """Write a model folder in another storage format, such as int8, a quarter of the size."""
     from arpg import checkpoint
     from arpg.hub import resolve
-    from arpg.quantization.storage import pack
 
     one_of("--as", form, configs.STORAGE_FORMATS)
     _check_folder_target(target)
@@ -164,15 +163,8 @@ def convert_store(
         folder = resolve(source)
         if base is not None:
             checkpoint.write_difference(folder, target, base=base, form=form)
-            out.print(f"wrote {target}")
-            return
-        described = dataclasses.replace(checkpoint.read_folder(folder), base=None)
-        parts = {}
-        if described.model is not None:
-            parts["model"] = pack(checkpoint.load_model(folder).state_dict(), form)
-        if described.tokenizer is not None:
-            parts["tokenizer"] = pack(checkpoint.load_tokenizer(folder).state_dict(), form)
-        checkpoint.write_folder(target, described, **parts)
+        else:
+            checkpoint.store_folder(folder, target, form=form)
     out.print(f"wrote {target}")
 
 

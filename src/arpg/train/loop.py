@@ -1,9 +1,13 @@
-"""A training run and its loop: steps, logs, validation, early stop, sample sheets, snapshots, stop on a signal."""
+"""A training run and its loop: steps, logs, validation, early stop, sample sheets, snapshots, stop on a signal
+or at a time limit.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +40,10 @@ _NEVER = 2**62
 _LOSS = "validation loss"  # the metric that ends a run early
 
 
+class TrainingStoppedError(InputError):
+    """A run was stopped before its last step; its snapshot and its model are written."""
+
+
 class Training(ABC):
     """One run of a recipe: its parts, its state, and how they are saved and restored.
 
@@ -49,7 +57,7 @@ class Training(ABC):
     resume_with = "continue with --resume"  # what to do after an interruption, for messages
 
     def __init__(self, folder: Path, world: World) -> None:
-        self.folder, self.world = folder, world
+        self.folder, self.world, self.began = folder, world, time.monotonic()
         self.can_interrupt = False
 
     @contextmanager
@@ -135,7 +143,11 @@ def train(start: Callable[[World], Training], *, resume: bool, device: str) -> P
 
 
 def run_training(training: Training, *, resume: bool) -> Path:
-    """Train to the last step of the recipe; return the folder of the exported model."""
+    """Train to the last step of the recipe; return the folder of the exported model.
+
+    A signal, or `run.max_minutes` since the training was set up, ends the run: its snapshot and its model are written,
+    then `TrainingStoppedError` is raised.
+    """
     run, world, folder = training.recipe.run, training.world, training.folder
     done = training.snapshots.steps()
     require(
@@ -170,14 +182,14 @@ def run_training(training: Training, *, resume: bool) -> Path:
                         report.plot()
                     if now % run.save_every == 0 or last or stopping:
                         losses.check_finite(training)
-                        training.snapshots.save(now, training.state(), wait=last or stopping)
+                        training.snapshots.save(now, training.state(), wait=last or bool(stopping))
                 if stopping and not last:
-                    raise _stopped(training, now)
+                    raise _stopped(training, now, stopping)
     except Interrupted:
         if now and now not in training.snapshots.steps():
             losses.check_finite(training)
             training.snapshots.save(now, training.state(), wait=True)
-        raise _stopped(training, now) from None
+        raise _stopped(training, now, "signal") from None
     finally:
         # Also after an error: all processes come here together, and a snapshot in flight must not be lost.
         training.snapshots.finish()
@@ -192,10 +204,13 @@ def validate(training: Training, report: Report, best: BestWeights, step: int) -
         best.add(step, metrics)
 
 
-def _stopped(training: Training, step: int) -> InputError:
+def _stopped(training: Training, step: int, reason: str) -> InputError:
+    """Write the model so far, and return the error that says why the run ended."""
     if step == 0:
         return InputError("stopped by a signal before the first step was finished; there is nothing to save")
-    return InputError(f"stopped by a signal at step {step}; everything is saved, {training.resume_with}")
+    training.export()
+    why = "by a signal" if reason == "signal" else f"after run.max_minutes = {training.recipe.run.max_minutes:g}"
+    return TrainingStoppedError(f"stopped {why} at step {step}; everything is saved, {training.resume_with}")
 
 
 class BestWeights:
@@ -282,13 +297,15 @@ class Interrupted(BaseException):
 class Interrupt:
     """Acts on the first SIGTERM or SIGINT: interrupts the training where it allows that, else ends it after the step.
 
-    A second signal acts as usual.
+    A second signal acts as usual. `run.max_minutes` ends the training after the step in which they are over.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, training: Training) -> None:
         self.training, self.world = training, training.world
+        minutes = training.recipe.run.max_minutes
+        self.limit = training.began + 60 * minutes if minutes else math.inf
         self.signalled = False
         self._old: dict[int, Any] = {}
 
@@ -309,13 +326,14 @@ class Interrupt:
         if self.training.can_interrupt:
             raise Interrupted
 
-    def requested(self) -> bool:
-        """Return whether any process was signalled, so that all of them stop at the same step."""
-        if self.world.size == 1:
-            return self.signalled
-        flag = torch.tensor(int(self.signalled))
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-        return bool(flag)
+    def requested(self) -> str:
+        """Return why to stop, "signal" or "limit", or nothing; all processes learn it at the same step."""
+        reason = 2 if self.signalled else int(time.monotonic() > self.limit)
+        if self.world.size > 1:
+            flag = torch.tensor(reason)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            reason = int(flag)
+        return ("", "limit", "signal")[reason]
 
     def _restore(self) -> None:
         for number, old in self._old.items():

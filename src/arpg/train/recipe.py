@@ -54,6 +54,7 @@ class RunRecipe:
     sample_every: int = 1000
     save_every: int = 1000
     keep: int = 2
+    max_minutes: float = 0.0  # the run is stopped after this time, saved and exported; 0: no limit
     progress_s: float = 10.0  # seconds without a line after which one says how far the run is
     patience: int = 0  # validations without a lower loss before the run ends; it exports the best. 0: runs to the end
 
@@ -63,6 +64,7 @@ class RunRecipe:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "sample_every", "save_every"):
             require(getattr(self, name) >= 1, f"run.{name} is {getattr(self, name)}; expected 1 or more")
         require(self.patience >= 0, f"run.patience is {self.patience}; expected 0 or more validations")
+        require(self.max_minutes >= 0, f"run.max_minutes is {self.max_minutes}; expected 0 (no limit) or more")
         require(self.keep >= 1, f"run.keep is {self.keep}; expected 1 or more snapshots")
         require(
             self.batch_size % self.accumulate == 0,

@@ -1,0 +1,117 @@
+"""Runs that are cut into calls of a few minutes on a machine that forgets: stages until a deadline, training that
+resumes, and results that come back in pieces.
+
+A call trains until its time is over. While the machine is held, the next call resumes from the snapshot; later, a call
+starts from the weights that came back in 8 bits (`init_from`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from arpg.checkpoint import store_folder
+from arpg.errors import require
+from arpg.files import write_whole
+from arpg.train.loop import TrainingStoppedError
+from arpg.train.model import train_model
+from arpg.train.recipe import ModelRecipe, TokenizerRecipe
+from arpg.train.tokenizer import train_tokenizer
+
+log = logging.getLogger("experiments")
+
+PIECE = 15_000_000  # bytes of a piece: files of up to 16 MiB come back
+FINISHED = "finished"  # the file that marks a run which has reached its end
+SHORTEST = 60.0  # seconds below which training is not begun
+
+
+def run_stages(stages: Mapping[str, Callable[[], bool]], deadline: float, results: Path, target: Path | None) -> None:
+    """Run one stage after the other until one returns that it is not finished; none begins after the deadline.
+
+    With `target`, the results are also written there as pieces of a zip file.
+    """
+    for name, stage in stages.items():
+        began = time.monotonic()
+        if began > deadline or not stage():
+            log.info("%s is not finished; run this again", name)
+            break
+        log.info("%s: %.0f s", name, time.monotonic() - began)
+    else:
+        log.info("done")
+    if target is not None:
+        write_pieces(results, target)
+
+
+def train_until(
+    deadline: float,
+    recipe: ModelRecipe | TokenizerRecipe,
+    folder: Path,
+    results: Path,
+    *,
+    device: str,
+    form: str | None = None,
+) -> bool:
+    """Train or resume training until `deadline`; return whether it is finished.
+
+    The newest sheet and metrics are copied to `results`, and with `form` the model so far is stored there in that form.
+    """
+    if (folder / FINISHED).exists():
+        return True
+    left = deadline - time.monotonic()
+    if left < SHORTEST:
+        return False
+    results.mkdir(parents=True, exist_ok=True)
+    limited = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_minutes=left / 60))
+    resume = (folder / "snapshots").exists()
+    try:
+        if isinstance(limited, TokenizerRecipe):
+            train_tokenizer(limited, folder, resume=resume, device=device)
+        else:
+            train_model(limited, folder, resume=resume, device=device)
+    except TrainingStoppedError as error:
+        log.info("%s", error)
+        return False
+    finally:
+        for path in (*sorted(folder.glob("samples-*.png"))[-1:], *folder.glob("metrics.jsonl")):
+            shutil.copyfile(path, results / path.name)
+        if form is not None and (folder / "model" / "config.json").exists():
+            store_folder(folder / "model", results / "model", form=form)
+    (folder / FINISHED).touch()
+    return True
+
+
+def write_pieces(results: Path, folder: Path, piece: int = PIECE) -> list[Path]:
+    """Write all results as one zip, cut into pieces, and return them; `join_pieces` is the inverse."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(p for p in results.rglob("*") if p.is_file()):
+            archive.write(path, path.relative_to(results).as_posix())
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("results.zip.*"):  # an earlier call may have written more
+        old.unlink()
+    data, written = buffer.getvalue(), []
+    for number, start in enumerate(range(0, len(data), piece)):
+        written.append(folder / f"results.zip.{number:03d}")
+        written[-1].write_bytes(data[start : start + piece])
+    return written
+
+
+def join_pieces(folder: Path, target: Path) -> None:
+    """Unpack the pieces that `write_pieces` wrote into `target`; files of that name there are replaced."""
+    pieces = sorted(folder.glob("results.zip.*"))
+    require(bool(pieces), f"{folder} has no results.zip.*; expected the pieces of a run")
+    numbers = [int(path.suffix[1:]) for path in pieces]
+    require(numbers == list(range(len(pieces))), f"{folder} has the pieces {numbers}; some of them are missing")
+    try:
+        with zipfile.ZipFile(io.BytesIO(b"".join(path.read_bytes() for path in pieces))) as archive:
+            for name in archive.namelist():
+                data = archive.read(name)
+                write_whole(target / name, lambda path, data=data: path.write_bytes(data))  # type: ignore[misc]
+    except zipfile.BadZipFile as error:
+        require(False, f"{folder}: the pieces are no whole zip file ({error}); fetch them again")
