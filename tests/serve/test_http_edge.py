@@ -1,6 +1,5 @@
 """The HTTP edge: what a connection, its headers and its body may be, before any of it reaches a route."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -14,7 +13,7 @@ from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys, check_exposure, is_loopback
 from arpg.serve.middleware import POST_ROUTES, allowed_hosts
 from arpg.serve.server_config import Limits
-from support.http import error, until
+from support.http import ask, error, until
 
 KEY = "a-key-of-more-than-16"
 
@@ -331,24 +330,6 @@ def test_all_loopback_addresses_are_treated_alike(host, alone):
         check_exposure(host, ApiKeys(), insecure=False)
         assert {"localhost", "127.0.0.1", "::1", host.strip("[]").lower()} == set(hosts)
     assert allowed_hosts(host, ApiKeys([KEY])) is None
-
-
-def ask(app, *headers, method="GET", path="/v1/models", body=b""):
-    """Call an ASGI application with headers that a client library would not send; return status and body."""
-    sent = []
-    first = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive():
-        return first.pop() if first else {"type": "http.disconnect"}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path}
-    scope |= {"raw_path": path.encode(), "query_string": b"", "scheme": "http", "client": ("127.0.0.1", 1)}
-    scope |= {"root_path": "", "server": ("127.0.0.1", 8000), "headers": list(headers)}
-    asyncio.run(app(scope, receive, send))
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
 def test_a_server_on_another_loopback_address_checks_the_host(served_module):

@@ -1,5 +1,6 @@
 """Calls to the server and what comes back."""
 
+import asyncio
 import base64
 import io
 import json
@@ -52,3 +53,21 @@ def until(condition, seconds=60):
             return True
         pause.wait(0.01)
     return False
+
+
+def ask(app, *headers, method="GET", path="/v1/models", body=b""):
+    """Call an ASGI application with headers that a client library would not send; return status and body."""
+    sent = []
+    first = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        return first.pop() if first else {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path}
+    scope |= {"raw_path": path.encode(), "query_string": b"", "scheme": "http", "client": ("127.0.0.1", 1)}
+    scope |= {"root_path": "", "server": ("127.0.0.1", 8000), "headers": list(headers)}
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])

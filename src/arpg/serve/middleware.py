@@ -88,15 +88,15 @@ class RequestMiddleware:
         state = scope.setdefault("state", {})
         state.setdefault("id", f"req_{secrets.token_hex(12)}")  # on Ray, the ingress has set it
         start, response = time.monotonic(), _ResponseSender(send, scope, self.settings.io_timeout_s)
-        admitted, body = False, bytearray()
+        admitted, body = False, b""
         try:
             headers = self._check(scope)
             if scope["method"] == "POST" and scope["path"] in POST_ROUTES:
                 self.admission.check(state["key"])  # before the body is read
-                await self._read_body(scope, headers, receive, body)
+                body = await self._read_body(scope, headers, receive)
                 self.admission.enter(state["key"])  # a body that does not arrive takes no place
                 admitted = True
-            await self.app(scope, _replay(bytes(body), receive), response.send)
+            await self.app(scope, _replay(body, receive), response.send)
         except ClientDisconnected:
             self.metrics.cancelled.inc()
             state["outcome"] = 499
@@ -131,31 +131,37 @@ class RequestMiddleware:
         scope["state"].setdefault("key", label)  # on Ray, the ingress has set it
         return headers
 
-    async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive, body: bytearray) -> None:
-        """Read a body into `body`, within the limits of its size, of its time, and of the memory for all bodies."""
+    async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
+        """Return the body, within the limits of its size, of its time, and of the memory for all bodies."""
         limits, seconds = self.settings.limits, self.settings.io_timeout_s
         most = limits.bytes if POST_ROUTES[scope["path"]] else min(limits.bytes, limits.json_bytes)
         too_large = ApiError(413, f"the request is longer than {most} bytes; send less", code="too_large")
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > most:
             raise too_large
+        parts: list[bytes] = []
+        size, more = 0, True
         try:
             async with asyncio.timeout(seconds):
-                more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnected
                     part, more = message.get("body", b""), message.get("more_body", False)
-                    if len(body) + len(part) > most:
+                    if size + len(part) > most:
                         raise too_large
                     if self.body_bytes + len(part) > self.settings.max_body_bytes:
                         full = "the requests in progress take all memory for bodies; try again in a moment"
                         raise ApiError(503, full, code="bodies_full", retry_after=5)
                     self.body_bytes += len(part)
-                    body += part
-        except TimeoutError:
-            raise ApiError(408, f"the request did not arrive within {seconds:g} seconds; send it again") from None
+                    size += len(part)
+                    parts.append(part)
+            return b"".join(parts)
+        except BaseException as error:
+            self.body_bytes -= size
+            if isinstance(error, TimeoutError):
+                error = ApiError(408, f"the request did not arrive within {seconds:g} seconds; send it again")
+            raise error from None
 
     def _record(self, scope: Scope, response: _ResponseSender, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", None) or ("static" if scope.get("endpoint") else "other")

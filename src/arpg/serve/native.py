@@ -10,7 +10,8 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
 from arpg.serve.api_error import ApiError
-from arpg.serve.responses import Job, Preview, Result, SseEvent, json_response, respond, to_base64, to_png
+from arpg.serve.request_body import JsonRoute
+from arpg.serve.responses import Job, Preview, Result, SseEvent, json_response, respond, to_base64, wait_for_result
 from arpg.serve.schemas import (
     TASKS,
     Classes,
@@ -60,7 +61,7 @@ def task_responses(model: type, description: str, events: Iterable[str], **more:
 
 def native_routes(service: ImageService) -> APIRouter:
     """Return the routes under /v1/arpg."""
-    router = APIRouter(prefix="/v1/arpg", tags=["arpg"])
+    router = APIRouter(prefix="/v1/arpg", tags=["arpg"], route_class=JsonRoute)
     reading: Responses = {status: ERRORS[status] for status in (400, 401, 404, 503)}
 
     @router.get("/info", response_model=Info, responses=reading)
@@ -95,12 +96,11 @@ def native_routes(service: ImageService) -> APIRouter:
         _add_task_route(router, service, task, schema)
 
     @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
-    async def condition(body: ExtractCondition) -> Response:
+    async def condition(call: Request, body: ExtractCondition) -> Response:
         """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
-        builder = service.find(body.model).loaded.builder
-        image, kind = await service.run_in_worker(lambda: builder.extract_condition(body))
-        size = {"width": image.width, "height": image.height}
-        return json_response({"png": to_base64(to_png(image)), "kind": kind, **size})
+        result = await wait_for_result(service.start_extraction(call, service.find(body.model), body), call)
+        size = {"width": result.images[0].width, "height": result.images[0].height}
+        return json_response({"png": to_base64(result.pngs[0]), **result.settings, **size})
 
     return router
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -14,12 +13,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.datastructures import UploadFile
 
 from arpg.image import to_rgb
-from arpg.serve.api_error import ApiError, check
+from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
+from arpg.serve.request_body import JsonRoute, read_form
 from arpg.serve.responses import Job, Preview, Result, SseEvent, respond, to_base64
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
@@ -127,7 +126,7 @@ def _form_schema() -> dict[str, Any]:
 
 def openai_routes(service: ImageService) -> APIRouter:
     """Return the routes of the OpenAI Images API."""
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=JsonRoute)
     started = int(time.time())
 
     def entry_of(name: str) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def openai_routes(service: ImageService) -> APIRouter:
     @router.post("/images/edits", responses=IMAGES_RESPONSES, openapi_extra=_form_schema())
     async def edits(call: Request) -> Response:
         """Fill the transparent part of the mask with the prompt, or the class that it names."""
-        body, files = await _read_form(call, service.limits.bytes)
+        body, files = await _read_form(call)
 
         def build(builder: TaskBuilder) -> BuiltTask:
             params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
@@ -205,25 +204,23 @@ def _requested_size(params: ImagesParams) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-async def _read_form(call: Request, max_bytes: int) -> tuple[EditParams, dict[str, bytes]]:
+async def _read_form(call: Request) -> tuple[EditParams, dict[str, bytes]]:
     """Read the fields and the files of a multipart form; each may be there once."""
-    is_form = call.headers.get("content-type", "").startswith("multipart/form-data")
-    check(is_form, "the body is not a form; send multipart/form-data with an image and a prompt")
     fields: dict[str, Any] = {}
     files: dict[str, bytes] = {}
-    async with call.form(max_files=4, max_fields=64, max_part_size=max_bytes) as form:
-        for name, value in form.multi_items():
-            name = name.removesuffix("[]")
-            check(name not in {**fields, **files}, f"{name} is given more than once; expected one", param=name)
-            if isinstance(value, UploadFile):
-                check(name in FORM_FILES, f"unexpected file {name!r}; expected image and mask", param=name)
-                files[name] = await value.read()
-            else:
-                fields[name] = value
+    for name, value in await read_form(call):
+        name = name.removesuffix("[]")
+        shown = shorten(name)
+        check(name not in {**fields, **files}, f"{shown} is given more than once; expected one", param=name)
+        if isinstance(value, bytes):
+            check(name in FORM_FILES, f"unexpected file {shown}; expected image and mask", param=name)
+            files[name] = value
+        else:
+            fields[name] = value
     check("image" in files, "there is no image in the form; send it as a file", param="image")
     for name in ("order", "schedule"):
         if name in fields and re.fullmatch(r"[\d,\s\[\]]+", fields[name]):
-            fields[name] = json.loads(f"[{fields[name].strip().strip('[]')}]")
+            fields[name] = [number.strip() for number in fields[name].strip().strip("[]").split(",")]
     try:
         return EditParams.model_validate(fields), files
     except ValidationError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import threading
@@ -11,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from starlette.requests import Request
@@ -26,13 +25,13 @@ from arpg.serve.batcher import PendingRows
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.observability import Metrics, peak_rss_bytes
 from arpg.serve.responses import Accepted, Job, Preview, Result, to_png
+from arpg.serve.schemas import ExtractCondition
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import WorkerPools
 from arpg.tasks.task import ImageTask
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_UNREAD_PREVIEWS = 8  # of a slow reader; more are left out
 MAX_PREVIEW_LAG_S = 2.0  # previews of older steps are left out
@@ -146,12 +145,17 @@ class ImageService:
         self.submit(self.pools.prepare, job, prepare)
         return job
 
-    async def run_in_worker(self, work: Callable[[], T]) -> T:
-        """Run `work`, which belongs to no job, in a worker thread."""
-        try:
-            return await asyncio.wrap_future(self.pools.prepare.submit(work))
-        except InputError as error:
-            raise bad_request(error) from None
+    def start_extraction(self, call: Request, model: ServedModel, params: ExtractCondition) -> Job:
+        """Start a job that extracts a condition image, in worker threads of its own; its kind is in the settings."""
+        builder = model.loaded.builder
+        job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=False)
+
+        def extract() -> None:
+            image, kind = builder.extract_condition(params)
+            job.end(Result([to_png(image)], [image], [], {"kind": kind}, job.seconds))
+
+        self.submit(self.pools.extract, job, extract)
+        return job
 
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
         """Run a part of a job in a worker thread; an exception ends the job."""

@@ -188,20 +188,21 @@ class TokenizerLanes:
 
 
 class WorkerPools:
-    """Threads that prepare jobs (read images, encode prompts) and others that make previews and PNG files.
+    """Threads that prepare jobs (read images, encode prompts), that make previews and PNG files, and that extract.
 
-    The pools are separate, so that previews continue while images and prompts are read, and so that large tasks, whose
-    work takes long, keep no thread from small ones.
+    The pools are separate, so that previews continue while images and prompts are read or condition images are
+    extracted, and so that large tasks, whose work takes long, keep no thread from small ones.
     """
 
     def __init__(self) -> None:
         self.prepare: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
         self.finish: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-finish")
         self.large: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-large")
+        self.extract: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-extract")
 
     def close(self) -> None:
         """Wait for the work that is running, and drop the rest."""
-        for pool in (self.prepare, self.finish, self.large):
+        for pool in (self.prepare, self.finish, self.large, self.extract):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
