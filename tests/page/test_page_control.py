@@ -50,6 +50,14 @@ def test_the_field_is_hidden_for_models_without_control(fake, visit):
     assert "control" not in submit(page)
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_sketch_is_open_where_the_model_takes_it(fake, visit, width):
+    fake.info = info_of("garden-control")
+    page = visit(fake.url, viewport={"width": width, "height": 844})
+    assert page.inner_text("#control-field > summary") == "Sketch"
+    assert page.is_visible("#sketch")
+
+
 def test_lines_that_are_drawn_are_followed(page):
     choose(page, "Banana")
     assert "control" not in submit(page)  # nothing is drawn
@@ -156,7 +164,7 @@ def test_the_sketch_has_the_size_of_the_image_and_is_restored(page):
     page.fill("#side-right", "16")
     assert sent(submit(page, "outpaint")).shape == (40, 96)
     page.click("#control-clear")
-    page.locator("#history button").nth(1).click()
+    page.locator("#history .pick").nth(1).click()
     page.wait_for_selector("#control-clear:not([disabled])")
     assert np.array_equal(sent(submit(page, "inpaint")), sent(first))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support.page_browser import choose, on_board, opened, submit, task
-from support.page_server import NAMES, SPRITE, STATIC
+from support.page_browser import choose, on_board, opened, submit, switch, task
+from support.page_server import NAMES, SPRITE, STATIC, info_of
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
@@ -112,6 +112,51 @@ def test_a_phone_needs_no_sideways_scrolling(visit, fake):
     (point,) = on_board(page, (0.5, 0.5))
     page.touchscreen.tap(*point)
     assert np.asarray(opened(submit(page, "inpaint")["mask"]).convert("L"))[48, 48] == 255
+
+
+def test_download_and_replay_are_in_view_and_the_settings_folded_on_a_small_screen(visit, fake):
+    page = visit(fake.url, viewport={"width": 1280, "height": 800})
+    assert not page.is_visible("#set-steps")
+    assert "24 steps" in page.inner_text("#settings-brief")
+    for number in ("1", "4"):
+        page.fill("#num", number)
+        submit(page)
+        for part in ("#replay-step", "#download" if number == "1" else "#download-all", "#go"):
+            box = page.locator(part).bounding_box()
+            assert box["y"] + box["height"] <= 800, part
+    assert page.evaluate("scrollY") == 0
+    tall = visit(fake.url, viewport={"width": 1920, "height": 1080})
+    assert tall.is_visible("#set-steps")
+
+
+TARGETS = "button, a[href], select, summary, textarea, input, [role=slider], [role=option]"
+SMALL_TARGETS = """(targets) => [...document.querySelectorAll(targets)].flatMap((element) => {
+  const target = element.closest("label") ?? element;  // a press on the label counts
+  const {width, height} = target.getBoundingClientRect();
+  const hidden = width <= 1 || height <= 1 || !element.checkVisibility();
+  return hidden || (width >= 24 && height >= 24) ? [] : [`${element.id || element.outerHTML}: ${width} x ${height}`];
+})"""
+
+
+@pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
+def test_touch_targets_are_at_least_24_pixels(visit, fake, options):
+    fake.models = {name: info_of(name) for name in ("garden", "garden-text", "garden-control")}
+    page = visit(fake.url, **options)
+    page.fill("#num", "2")
+    submit(page)
+    page.locator("#gallery button").first.click()
+    page.wait_for_selector("#history li")
+    small = []
+    for name in fake.models:
+        switch(page, name)
+        for chosen in ("generate", "inpaint", "edit", "outpaint", "expand"):
+            task(page, chosen)
+            page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
+            small += page.evaluate(SMALL_TARGETS, TARGETS)
+    switch(page, "garden")
+    page.fill("#class-input", "app")
+    small += page.evaluate(SMALL_TARGETS, TARGETS)
+    assert small == []
 
 
 def lightness(page):

@@ -42,6 +42,7 @@ def test_prompts_instead_of_classes(page):
     assert not page.is_visible("#class-input")
     assert "32 tokens" in page.inner_text("#prompt-about")
     assert "classes" not in page.inner_text("#model")
+    page.fill("#prompt", "")
     page.click("#go")
     assert "Write a prompt" in page.inner_text("#notice")
     assert page.evaluate("document.activeElement.id") == "prompt"
@@ -56,10 +57,26 @@ def test_prompts_instead_of_classes(page):
     assert len(submit(page)["prompt"]) == 2000
 
 
+def test_examples_and_what_the_model_knows(page, info):
+    assert page.input_value("#prompt") == info["examples"][0]  # so that Generate works at once
+    chips = page.locator("#prompt-chips button")
+    assert chips.all_inner_texts() == info["examples"]
+    chips.nth(2).click()
+    assert submit(page)["prompt"] == info["examples"][2]
+    assert not page.is_visible("#known")
+    page.click("summary:has-text('What this model knows')")
+    assert page.inner_text("#known") == info["about"]
+    assert "penguin" in info["about"]
+
+
 def test_by_keyboard_alone(page):
     page.focus("#prompt")
+    page.keyboard.press("Control+A")
     page.keyboard.type("apple")
-    page.keyboard.press("Tab")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.parentElement.id") == "negative-field":
+            break
     page.keyboard.press("Enter")  # unfolds
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "negative"
@@ -87,6 +104,7 @@ def test_every_task_sends_prompts(page):
     assert "negative" not in body
     task(page, "expand")
     assert page.inner_text("label:has(#from-class)") == "From the prompt"
+    page.locator("#from-class").check(force=True)
     assert submit(page, "expand")["prompt"] == "apple"
 
 
@@ -99,7 +117,7 @@ def test_prompts_are_restored(page):
     page.fill("#negative", "")
     write(page, "pear")
     assert "negative" not in submit(page)
-    page.locator("#history button").nth(1).click()
+    page.locator("#history .pick").nth(1).click()
     page.wait_for_function("document.getElementById('prompt').value !== 'pear'")
     assert submit(page) == first
     page.click("#settings-reset")

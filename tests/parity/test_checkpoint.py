@@ -32,10 +32,15 @@ def test_every_field_survives(tmp_path):
     config = dataclasses.replace(SMALL, shared_kv=False, positions="cosine", dropout=0.0, grid=(3, 4))
     sampling = SamplingDefaults(steps=7, guidance_by_steps=((4, 2.5), (9, 1.5)), order="halton", top_k=5, top_p=0.9)
     classes = ClassNames(("apple, red apple", "pear", "fig", "plum", "Kiwi"))
-    written = FolderConfig(model=config, sampling=sampling, classes=classes, license="CC BY 4.0")
+    known = {"about": "Five fruits.", "examples": ("pear", "plum")}
+    written = FolderConfig(model=config, sampling=sampling, classes=classes, license="CC BY 4.0", **known)
     write_folder(tmp_path, written, model=small_model(config).state_dict())
     assert read_folder(tmp_path) == written
     assert load_model(tmp_path).config == config
+    write_folder(tmp_path, FolderConfig(license="MIT"))
+    assert read_folder(tmp_path).about == "Five fruits."
+    write_folder(tmp_path, FolderConfig(), model=small_model(config, seed=1).state_dict())  # it may know something else
+    assert read_folder(tmp_path).about == ""
 
 
 def test_the_parts_can_be_written_one_after_the_other(tmp_path):

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 
 import numpy as np
@@ -119,6 +120,19 @@ def test_known_tokens_and_windows_are_reported(client):
     steps = [data for name, data in events(client.post("/v1/arpg/outpaint", json=body).text) if name == "step"]
     assert {data["window"] for data in steps} == set(range(steps[0]["windows"]))
     assert steps[0]["windows"] > 1
+    # The map covers the whole canvas, and its steps are counted over the windows.
+    assert {tuple(data["grid"]) for data in steps} == {(4, 8)}
+    assert steps[0]["decoded_at"][0].count(-1) > 8  # what later windows sample is not decoded yet
+    maps = np.array([data["decoded_at"][0] for data in steps]).reshape(-1, 4, 8)
+    for before, after in itertools.pairwise(maps):
+        assert (after[before != -1] == before[before != -1]).all()
+    assert (maps[-1][:, :4] == -2).all()
+    assert sorted(set(maps[-1][:, 4:].ravel())) == list(range(len(steps)))
+    body = {"class": 1, "size": [16, 16], "steps": 2, "stream": True}  # two grids: of the model, then the larger
+    steps = [data for name, data in events(client.post("/v1/arpg/expand", json=body).text) if name == "step"]
+    assert [(data["window"], data["grid"], max(data["decoded_at"][0])) for data in steps] == [
+        (0, [4, 4], 0), (0, [4, 4], 1), (1, [8, 8], 0), (1, [8, 8], 1)
+    ]  # fmt: skip
 
 
 def test_best_of_keeps_the_most_likely_candidate(client, pipeline):

@@ -8,10 +8,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from arpg import Pipeline
+from arpg.checkpoint import FolderConfig, read_folder, write_folder
 from arpg.errors import InputError
+from arpg.installed import installed_models
 from arpg.serve.app import create_app
 from arpg.serve.auth import read_keys
-from arpg.serve.served_model import ServedModel
+from arpg.serve.served_model import ServedModel, default_models
 from arpg.serve.service import ImageService
 from arpg.text_encoder import PromptCache
 from support.http import b64, error, image_of, pixels, post
@@ -158,3 +160,22 @@ def test_keys_have_labels(keys_file):
         with pytest.raises(InputError, match="key 1") as refused:
             read_keys(keys_file, None)
         assert wrong.split()[-1] not in str(refused.value)
+
+
+def test_a_folder_says_what_its_model_knows(served, folder, pipeline):
+    write_folder(folder, FolderConfig(about="Five fruits.", examples=("2", "4")))
+    service = ImageService([ServedModel("known", lambda: pipeline, folder=folder)])
+    service.open()
+    info = TestClient(create_app(service)).get("/v1/arpg/info").json()
+    service.close()
+    assert (info["about"], info["examples"]) == ("Five fruits.", ["2", "4"])
+
+
+def test_all_installed_models_are_served_unless_something_is_missing(monkeypatch, tmp_path):
+    assets = installed_models()
+    assert next(iter(default_models())) == "garden"
+    assert default_models().keys() == assets.keys()
+    monkeypatch.setattr("arpg.text_encoder.MINILM_PACKAGE", "no_such_package")
+    text = [name for name, model in assets.items() if read_folder(model.folder).model.text is not None]
+    problems = {name: problem for name, problem in default_models().items() if problem}
+    assert problems == dict.fromkeys(text, "prompts need the extra: pip install 'arpg[text]'")

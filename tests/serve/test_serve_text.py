@@ -336,3 +336,11 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     assert first["status"] == 200
     answer = json.loads(b"".join(message.get("body", b"") for message in rest))
     assert np.array_equal(pixels(image_of(answer["images"][0])), pipe.generate(**body)[0])
+
+
+def test_the_encoder_is_warm_before_the_first_prompt(served, text_model):
+    encoder = FakeEncoder()
+    client = TestClient(create_app(served(pipeline=pipeline_of(text_model, load=lambda: encoder))))
+    assert encoder.asked == 1
+    post(client, "generate", {"prompt": "pear", "steps": 1})
+    assert encoder.asked == 2

@@ -14,7 +14,7 @@ from support.page_server import Fake
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 TIMEOUT_MS = 60_000  # for an image; a real model on a busy machine is slow
-DESKTOP = {"viewport": {"width": 1280, "height": 860}}
+DESKTOP = {"viewport": {"width": 1280, "height": 1000}}  # tall enough for open settings
 VIOLATIONS = """window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));"""
 
@@ -94,6 +94,12 @@ def submit(page, task="generate"):
 
 def task(page, name):
     page.locator(f"input[name=task][value={name}]").check(force=True)
+
+
+def switch(page, name):
+    """Choose another model."""
+    page.locator(f"input[name=model][value={name}]").check(force=True)
+    page.wait_for_function("(name) => document.title === `ARPG · ${name}`", arg=name)
 
 
 def opened(base64_png):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
 
 from PIL import Image, PngImagePlugin
 
@@ -42,10 +43,21 @@ def info_of(name):
     require_model(name)
     folder = read_folder(installed_folder(name))
     tokenizer = folder.tokenizer or read_folder(installed_folder(folder.tokenizer_of)).tokenizer
-    info = model_info(name, folder.model, tokenizer, DEFAULTS, Limits())
+    info = model_info(name, folder.model, tokenizer, DEFAULTS, Limits(), about=folder.about, examples=folder.examples)
     if info["control"]:
         info["control"]["extracts"] = ["canny"]
     return json.loads(Info(**info).model_dump_json())
+
+
+def entry_of(info):
+    """The entry of a model in the list of all."""
+    takes = {"class": "classes", "text": "prompts"}[info["takes"]]
+    return {
+        "name": info["model"],
+        "takes": takes,
+        "control": bool(info["control"]),
+        "default": info["model"] == "garden",
+    }
 
 
 INFO = info_of("garden")
@@ -58,6 +70,7 @@ class Fake:
         self.pause = 0.01
         self.key = None
         self.info = INFO
+        self.models = {}  # the /info of each model by its name, where there are several
         self.failures = []  # (status, error, headers), each used once, before any job
         self.late = False  # errors come as an event, after the stream has begun
         self.break_after = None  # a stream breaks off after this many steps
@@ -105,7 +118,8 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self):
-        path = self.path.split("?")[0]
+        url = urlsplit(self.path)
+        path, name = url.path, dict(parse_qsl(url.query)).get("model")
         if path in ("/healthz", "/readyz"):
             return self.send(200, {"status": "ok"})
         file = STATIC / ("index.html" if path == "/" else path.removeprefix("/static/"))
@@ -114,7 +128,12 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/v1/") and not self.allowed():
             return None
         if path == "/v1/arpg/info":
-            return self.send(200, self.fake.info)
+            models = self.fake.models
+            if name is not None and name not in models:
+                error = {"message": f"model {name!r} is not served here", "type": "invalid_request_error"}
+                return self.send(404, {"error": error})
+            info = models[name] if name else next(iter(models.values()), self.fake.info)
+            return self.send(200, {**info, "models": [entry_of(each) for each in models.values()]})
         if path == "/v1/arpg/classes":
             thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
             classes = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
@@ -200,7 +219,9 @@ class Handler(BaseHTTPRequestHandler):
         images = []
         for i, image in enumerate(finished):
             given_label = {name: body[name] for name in ("class", "prompt", "negative") if name in body}
-            text = json.dumps({"model": "garden", "task": task, **given_label, "seed": seed + i, **settings})
+            text = json.dumps(
+                {"model": body.get("model", "garden"), "task": task, **given_label, "seed": seed + i, **settings}
+            )
             images.append({"png": png(image, text), "seed": seed + i, "width": image.width, "height": image.height})
         seconds = time.perf_counter() - began
         yield "done", {"id": "req_1", "created": 0, "seconds": seconds, "settings": settings, "images": images}
@@ -259,5 +280,6 @@ def png(image, text=""):
 if __name__ == "__main__":
     served = Fake()
     served.pause = 0.06
+    served.models = {name: info_of(name) for name in ("garden", "garden-text", "garden-control")}
     sys.stderr.write(served.start(int(sys.argv[1]) if len(sys.argv) > 1 else 8000) + "\n")
     threading.Event().wait()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arpg import config as configs
 from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err
 from arpg.errors import InputError
 
@@ -19,9 +18,13 @@ if TYPE_CHECKING:
 
 def serve(
     model: Annotated[
-        list[str],
-        typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id; repeat it for several."),
-    ] = [configs.DEFAULT_MODEL],  # noqa: B006  typer copies it
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="garden, a folder, a published name or a hub id; repeat it for several. By default all installed.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to bind; all but loopback addresses need keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     keys_file: Annotated[Path | None, typer.Option(help="API keys, one per line; also $ARPG_API_KEYS.")] = None,
@@ -68,11 +71,12 @@ def serve(
         deadline=deadline,
         threads=threads,
     )
+    models = model or _installed()
     if ray:
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
-        _serve_on_ray(model, keys, settings, host=host, port=port, scale=scale)
+        _serve_on_ray(models, keys, settings, host=host, port=port, scale=scale)
         return
-    service = ImageService.from_pretrained(*model, keys=keys, settings=settings)
+    service = ImageService.from_pretrained(*models, keys=keys, settings=settings)
     bound = app.bind(host, port)
     shown = f"[{host}]" if ":" in host else host
     err.print(
@@ -80,6 +84,17 @@ def serve(
         markup=False,
     )
     app.run(service, bound)
+
+
+def _installed() -> list[str]:
+    """Return the installed models that can be served; say which cannot."""
+    from arpg.serve.served_model import default_models
+
+    found = default_models()
+    for name, problem in found.items():
+        if problem:
+            err.print(f"{name} is not served: {problem}", markup=False)
+    return [name for name, problem in found.items() if not problem]
 
 
 def _serve_on_ray(

@@ -7,7 +7,7 @@ arguments of the matching `pipe.*_task` method: `build_task` passes them on by n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
@@ -196,8 +196,10 @@ class StepEvent(BaseModel):
     window: int
     windows: int
     previews: list[str] = Field(description="Base64 PNG, one per image; empty when the reader is too slow.")
-    grid: tuple[int, int]
-    decoded_at: list[list[int]] = Field(description="The step of each token; -1: not yet, -2: was known.")
+    grid: tuple[int, int] = Field(description="Of the whole image, which may have several windows.")
+    decoded_at: list[list[int]] = Field(
+        description="The step of each token, counted over all windows of the grid; -1: not yet, -2: was known."
+    )
 
 
 class Choice(BaseModel):
@@ -266,6 +268,8 @@ class Info(BaseModel):
 
     model: str
     version: str
+    about: str = Field(description="What the model knows; empty: its folder does not say.")
+    examples: list[str] = Field(description="Classes or prompts to try.")
     classes: int
     takes: Literal["class", "text"]
     prompt_tokens: int | None = Field(description="A prompt is cut after this many tokens; null: takes classes.")
@@ -299,7 +303,14 @@ class Error(BaseModel):
 
 
 def model_info(
-    name: str, model: ModelConfig, tokenizer: TokenizerConfig, sampling: SamplingDefaults, limits: Limits
+    name: str,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig,
+    sampling: SamplingDefaults,
+    limits: Limits,
+    *,
+    about: str = "",
+    examples: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the body of `/v1/arpg/info`: the model, its defaults, all settings and choices, and the limits."""
     defaults = dataclasses.asdict(sampling.settings())
@@ -309,6 +320,8 @@ def model_info(
     return {
         "model": name,
         "version": arpg.__version__,
+        "about": about,
+        "examples": list(examples),
         "classes": model.num_classes,
         "takes": "class" if model.text is None else "text",
         "prompt_tokens": None if model.text is None else model.text.max_tokens,

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from arpg.checkpoint import read_folder
+from arpg.checkpoint import FolderConfig, read_folder
+from arpg.config import DEFAULT_MODEL
 from arpg.errors import InputError
 from arpg.hub import resolve
-from arpg.installed import installed_folder
+from arpg.installed import installed_folder, installed_models
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.admission import own_tokens
 from arpg.serve.api_error import ApiError
@@ -24,6 +25,7 @@ from arpg.serve.schemas import model_info
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import TokenizerLanes, serving_pipeline
 from arpg.storage import AnyPath, fetch
+from arpg.text_encoder import missing_encoder
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +131,16 @@ class ServedModel:
     def info(self, settings: ServeSettings) -> dict[str, Any]:
         """Return what `/v1/arpg/info` says of this model."""
         pipe = self.loaded.pipeline
-        return model_info(self.name, pipe.model.config, pipe.tokenizer.config, pipe.sampling, settings.limits)
+        described = FolderConfig() if self.folder is None else read_folder(self.folder)
+        return model_info(
+            self.name,
+            pipe.model.config,
+            pipe.tokenizer.config,
+            pipe.sampling,
+            settings.limits,
+            about=described.about,
+            examples=described.examples,
+        )
 
     def entry(self, *, default: bool) -> dict[str, Any]:
         """Return the line of this model in the list of all models."""
@@ -151,6 +162,16 @@ def _tensor_bytes(*parts: object) -> int:
             values = (*own["_parameters"].values(), *own["_buffers"].values(), *own.values())
             tensors |= {id(value): value for value in values if isinstance(value, Tensor)}
     return sum(value.numel() * value.element_size() for value in tensors.values())
+
+
+def default_models() -> dict[str, str]:
+    """Return the installed models by name, the default one first, with the reason why one cannot be served here."""
+    found = {}
+    for name, model in installed_models().items():
+        config = None if model.folder is None else read_folder(model.folder).model
+        text = None if config is None else config.text
+        found[name] = model.problem or ("" if text is None else missing_encoder(text))
+    return {DEFAULT_MODEL: found.pop(DEFAULT_MODEL, ""), **found}
 
 
 def find_thumbnails(folder: AnyPath) -> Path | None:

@@ -213,8 +213,9 @@ class _TaskRun:
             return
         settings = self.task.spec.settings
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        self.grid = request.grid
-        self.decoded_at = torch.where(request.known_BN, -2, -1)
+        if self.task.starts_grid:
+            self.decoded_at_Bhw = torch.where(self.task.known_grid, -2, -1)
+        self.earlier_steps = max(0, int(self.decoded_at_Bhw.max()) + 1)  # of the windows before
         job = self.job
         pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end, tenant=job.key)
         if job.previews:
@@ -224,9 +225,12 @@ class _TaskRun:
     def on_step(self, pending: PendingRows) -> None:
         """In the batching thread: copy the tokens; a worker makes the preview."""
         step_B = torch.tensor(pending.steps_B)
-        fresh = pending.known_BN & (self.decoded_at == -1)
-        self.decoded_at = torch.where(fresh, (step_B - 1)[:, None], self.decoded_at)
-        ids, known, decoded_at = pending.ids_BN.clone(), pending.known_BN.clone(), self.decoded_at
+        decoded_at = self.decoded_at_Bhw.clone()  # workers read the one before
+        window = decoded_at[:, *self.task.window]
+        fresh = pending.known_BN.cpu().reshape(window.shape) & (window == -1)
+        window.copy_(torch.where(fresh, (self.earlier_steps + step_B - 1)[:, None, None], window))
+        self.decoded_at_Bhw = decoded_at
+        ids, known = pending.ids_BN.clone(), pending.known_BN.clone()
         counts = [len(plan.sizes) for plan in pending.plan.samples]
         done = sum(pending.steps_B) * max(counts) // max(1, sum(counts))
         if self.job.num_unread > MAX_UNREAD_PREVIEWS:
@@ -272,7 +276,7 @@ class _TaskRun:
         self.task.accept(step)
         self.submit_next()
 
-    def preview(self, step: int, steps: int, ids_BN: Tensor, known_BN: Tensor, decoded_at: Tensor) -> None:
+    def preview(self, step: int, steps: int, ids_BN: Tensor, known_BN: Tensor, decoded_at_Bhw: Tensor) -> None:
         start = time.monotonic()
         task, best_of = self.task, self.task.spec.best_of
         images = task.preview(Step(step - 1, steps + 1, ids_BN, known_BN))
@@ -281,9 +285,9 @@ class _TaskRun:
             steps=steps,
             window=task.index,
             windows=len(task),
-            grid=self.grid,
+            grid=(decoded_at_Bhw.shape[1], decoded_at_Bhw.shape[2]),
             pngs=[to_png(image) for image in images[::best_of]],
-            decoded_at=decoded_at[::best_of].tolist(),
+            decoded_at=decoded_at_Bhw[::best_of].flatten(1).tolist(),
         )
         self.preview_seconds = time.monotonic() - start
         self.job.send(preview)

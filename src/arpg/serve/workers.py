@@ -221,11 +221,12 @@ class TimedTextEncoder:
 def serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics) -> Pipeline:
     """Return `pipeline` with the tokenizer in a thread of its own and prompts that are cached in memory only.
 
-    Clients could fill a cache on disk. The text encoder is loaded here, not at the first prompt, so that a server
-    without it does not start.
+    Clients could fill a cache on disk. The text encoder is loaded and run here, not at the first prompt: a server
+    without it does not start, and its first call takes several times as long as the others.
     """
     own, prompts = pipeline.prompts, None
     if own is not None:
+        own.encoder.states(["warm up"])
         encoder = TimedTextEncoder(own.encoder, metrics)
         prompts = PromptCache(own.config, load=lambda: encoder)
     return Pipeline(

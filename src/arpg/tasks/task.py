@@ -171,6 +171,22 @@ class ImageTask:
         return range(len(self.spec))[self._requests[self._index].rows]
 
     @property
+    def starts_grid(self) -> bool:
+        """Whether the current request is the first on its grid: of a stage, for some of the candidates."""
+        before, current = self._requests[max(0, self._index - 1)], self._requests[self._index]
+        return self._index == 0 or (before.stage, before.rows) != (current.stage, current.rows)
+
+    @property
+    def known_grid(self) -> Tensor:
+        """Which tokens of the whole grid are known to the current candidates, `[B, h, w]`."""
+        return self._known_Chw[self._requests[self._index].rows]
+
+    @property
+    def window(self) -> tuple[slice, slice]:
+        """The rows and columns of the grid that the current request samples."""
+        return self._view(self._requests[self._index])
+
+    @property
     def kept(self) -> list[int]:
         """The most likely candidate of each image. Valid after the last request."""
         each = self._bits_C.reshape(-1, self.spec.best_of).argmin(1).tolist()

@@ -47,8 +47,10 @@ async function call(path, { body, signal } = {}) {
   throw new ApiError(response.status, answer.error, retryAfter === null ? null : Number(retryAfter));
 }
 
-export const info = async () => (await call("/v1/arpg/info")).json();
-export const classes = async () => (await call("/v1/arpg/classes")).json();
+/** One of several models; null is the server's default. */
+const about = (what, model) => `/v1/arpg/${what}${model === null ? "" : `?model=${encodeURIComponent(model)}`}`;
+export const info = async (model = null) => (await call(about("info", model))).json();
+export const classes = async (model = null) => (await call(about("classes", model))).json();
 
 /** Extract a condition image from an image; returns {png, kind, width, height}. */
 export const condition = async (body) => (await call("/v1/arpg/condition", { body })).json();

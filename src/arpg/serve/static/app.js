@@ -3,53 +3,90 @@
 import * as api from "./api.js";
 import { ClassPicker } from "./class_picker.js";
 import { Compare } from "./compare.js";
-import { byId, radio } from "./dom.js";
+import { byId, radio, setRadio } from "./dom.js";
 import { Form } from "./form.js";
 import { History } from "./history.js";
 import * as notices from "./notices.js";
-import { LoadedImage, onIncoming, save, toBlob } from "./loaded_image.js";
+import { fileName, LoadedImage, onIncoming, save, toBlob } from "./loaded_image.js";
+import { Models } from "./models.js";
 import { check, makeBody, MissingInput, takesImage } from "./request.js";
 import { howLong, Settings } from "./settings.js";
 import { Sketch } from "./sketch.js";
 import { SNIPPETS } from "./snippets.js";
 import { Stage } from "./stage.js";
 
-let info, form, settings, picker, stage, sketch, compare, history;
 const SMALL = matchMedia("(max-width: 960px)"); // as in style.css
+const TALL = matchMedia("(min-height: 900px)"); // there is room for the settings below the form
+let info = null; // of the model in use
 let job = null; // the AbortController of the running job
 
+const models = new Models(switchTo);
+const picker = new ClassPicker(update);
+const settings = new Settings(update);
+const stage = new Stage({
+  box: (box) => ((form.box = box), update()),
+  sides: (sides) => ((form.sides = sides), update()),
+  change: update,
+});
+const compare = new Compare();
+const sketch = new Sketch({ change: () => (form.fit(), update()), fail: (error) => fail(error), image: () => stage.image });
+const form = new Form(sketch, changed);
+const history = new History(restore);
+
 async function boot() {
-  let classes;
   try {
-    info = await api.info();
-    classes = info.takes === "class" ? await api.classes() : { classes: [], thumbnails: null };
+    await useModel(new URLSearchParams(location.search).get("model"));
   } catch (error) {
+    if (error.status === 400 || error.status === 404) return useModel(null).then(start, (other) => fail(other, boot)); // a stale address
     return fail(error, boot);
   }
-  notices.clear();
-  const [width, height] = info.image_size;
-  document.title = `ARPG · ${info.model}`;
-  const count = info.takes === "class" ? ` · ${info.classes} classes` : "";
-  byId("model").textContent = `${info.model}${count} · ${width} × ${height}`;
-  const sprite = classes.thumbnails && { ...classes.thumbnails };
-  if (sprite) sprite.url = await api.blobUrl(sprite.url).catch(() => sprite.url);
-  picker = new ClassPicker(classes.classes, sprite, update);
-  settings = new Settings(info, update);
-  stage = new Stage(info, {
-    box: (box) => ((form.box = box), update()),
-    sides: (sides) => ((form.sides = sides), update()),
-    change: update,
-  });
-  compare = new Compare();
-  sketch = new Sketch(info, { change: () => (form?.fit(), update()), fail: (error) => fail(error), image: () => stage.image });
-  form = new Form(info, sketch, changed);
-  history = new History(restore);
-  if (SMALL.matches) byId("settings").open = byId("box-field").open = byId("control-field").open = false;
+  return start();
+}
+
+async function start() {
+  byId("settings").open = TALL.matches && !SMALL.matches;
+  if (SMALL.matches) byId("box-field").open = false;
   byId("go").disabled = false;
   byId("go-key").textContent = /Mac|iPhone|iPad/.test(navigator.platform) ? "⌘ ↵" : "Ctrl ↵";
-  changed("task");
   listen();
   await history.load();
+}
+
+/** Fetch what the page needs to know of a model (null: the server's default), and set every part up for it. */
+async function useModel(name) {
+  const described = await api.info(name);
+  const classes = described.takes === "class" ? await api.classes(name) : { classes: [], thumbnails: null };
+  const sprite = classes.thumbnails && { ...classes.thumbnails };
+  if (sprite) sprite.url = await api.blobUrl(sprite.url).catch(() => sprite.url);
+  notices.clear();
+  info = described;
+  const [width, height] = info.image_size;
+  const several = info.models?.length > 1;
+  const count = info.takes === "class" ? [`${info.classes} classes`] : [];
+  document.title = `ARPG · ${info.model}`;
+  byId("model").textContent = [...(several ? [] : [info.model]), ...count, `${width} × ${height}`].join(" · ");
+  models.show(info.models ?? [], info.model);
+  picker.use(classes.classes, sprite, info.examples ?? []);
+  settings.use(info);
+  stage.use(info);
+  sketch.use(info);
+  form.use(info);
+}
+
+/** Another model of this server. What was entered and the image on the stage stay. */
+async function switchTo(name) {
+  models.disabled = true;
+  try {
+    await useModel(name);
+    window.history.replaceState(null, "", `?model=${encodeURIComponent(name)}`);
+    byId("live").textContent = `Model: ${name}`;
+  } catch (error) {
+    models.show(info.models, info.model);
+    fail(error, () => switchTo(name));
+  } finally {
+    models.disabled = false;
+    document.querySelector("input[name=model]:checked").focus();
+  }
 }
 
 function listen() {
@@ -88,20 +125,23 @@ function listen() {
 // The current state of the form.
 
 function read(variant = settings.current) {
-  const subject = info.takes === "text" ? byId("prompt").value.trim() : picker.value;
-  return { ...form.read(), subject: picker.find(subject)?.name ?? subject, settings: settings.given(variant) };
+  const subject = info.takes === "text" ? byId("prompt").value.trim() : (picker.find(picker.value)?.name ?? picker.value);
+  return { ...form.read(), subject, settings: settings.given(variant) };
 }
 
 function changed(what) {
-  if (!form || !stage) return;
-  if (what === "task") stage.setTask(form.task);
+  if (what === "task") {
+    // The image on the stage is the one to enlarge, also where it was generated from a class.
+    if (form.task === "expand" && stage.task !== "expand" && stage.image) setRadio("from", "image"), form.fit();
+    stage.setTask(form.task);
+  }
   if (what === "box") stage.setBox(form.box);
   if (what === "sides") stage.setSides(form.sides);
   update();
 }
 
 function update() {
-  if (!form) return;
+  if (!form.info) return;
   const image = form.task === "expand" && form.from === "image" && (stage.source || stage.image);
   form.setBase(image ? [image.width, image.height] : info.image_size);
   if (info.control) sketch.resize(covered());
@@ -141,8 +181,7 @@ async function copySnippet() {
 // Running jobs.
 
 async function generate() {
-  if (job) return;
-  if (!form) return boot();
+  if (job || !info) return;
   notices.clear();
   form.roll();
   update();
@@ -172,6 +211,7 @@ async function generate() {
 function running(yes) {
   byId("go").hidden = yes;
   byId("cancel").hidden = !yes;
+  models.disabled = yes;
   document.body.classList.toggle("running", yes);
   if (yes) byId("cancel").focus({ preventScroll: true });
   else if (document.activeElement === document.body) byId("go").focus({ preventScroll: true });
@@ -207,17 +247,17 @@ async function follow(task, body, signal, { queued, step }) {
 }
 
 const titleOf = (now, body) => body.class ?? body.prompt ?? stage.source?.name ?? now.task;
-const fileName = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40) || "image";
 
 function aboutOf(body, answer) {
   const { width, height, seed } = answer.images[0];
-  return `seed ${seed} · ${howLong({ ...info.defaults, ...answer.settings, ...body })} · ${width} × ${height}`;
+  const how = howLong({ ...info.defaults, ...answer.settings, ...body });
+  return [...(body.model ? [body.model] : []), `seed ${seed}`, how, `${width} × ${height}`].join(" · ");
 }
 
 async function runOne(now, signal) {
   const body = await whole(now);
   const title = String(titleOf(now, body));
-  stage.start(title);
+  stage.start(title, now.num);
   const answer = await follow(now.task, body, signal, {
     queued: (position) => stage.queued(position),
     step: (event) => stage.step(event),
@@ -256,6 +296,7 @@ function remember({ last, ...entry }) {
 async function restore({ task, body, answer, map, label, about }) {
   if (job) return;
   notices.clear();
+  if (!(await serves(body.model))) return;
   const source = body.image ? await LoadedImage.fromBase64(body.image) : null;
   settings.restore(body);
   setSubject(body);
@@ -277,13 +318,21 @@ async function restore({ task, body, answer, map, label, about }) {
   update();
 }
 
+/** Switch to the model of a past request, if it is another; say so where the server does not have it. */
+async function serves(model) {
+  if (!model || model === info.model) return true;
+  if (info.models?.some(({ name }) => name === model)) await switchTo(model);
+  else notices.show("error", `This image is of the model ${model}, which the server does not have.`);
+  return info.model === model;
+}
+
 function setSubject(body) {
   if (info.takes === "text") form.texts = body;
   else if (body.class != null) picker.choose(picker.find(body.class)?.name ?? String(body.class));
 }
 
 async function openFile(file, target = null) {
-  if (job || !stage) return;
+  if (job || !info) return;
   if (target?.closest?.("#control-field")) return sketch.open(file);
   let opened;
   try {
@@ -300,6 +349,7 @@ async function openFile(file, target = null) {
   } catch {
     made = null; // written by another program
   }
+  if (made && info.models?.some(({ name }) => name === made.model && name !== info.model)) await switchTo(made.model);
   if (made) {
     settings.restore({ ...made.settings, ...Object.fromEntries(settings.names.map((name) => [name, made.settings?.[name] ?? made[name]])) });
     setSubject(made);

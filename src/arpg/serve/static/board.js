@@ -1,11 +1,13 @@
 // The board: the canvas with the image, for drawing a mask or a box and dragging the edges.
 
+import { drawScaled } from "./lanczos.js";
+
 const PAD = 0.5; // space around the image for dragging the edges, as a share of its size
 
 export class Board {
   /** Modes: view, paint, box, edges. `on` has stroke(), box() and sides(), called after the user changed them. */
   constructor(canvas, on) {
-    Object.assign(this, { canvas, on, image: null, mode: "view", mask: null, box: null, erase: false, brush: 18 });
+    Object.assign(this, { canvas, on, image: null, mode: "view", mask: null, box: null, erase: false, brush: 18, pixels: false });
     this.sides = { left: 0, top: 0, right: 0, bottom: 0 };
     this.context = canvas.getContext("2d");
     this.pointer = null;
@@ -50,14 +52,15 @@ export class Board {
     context.clearRect(0, 0, ...size);
     if (!image) return this.#placeHandles(null);
     const view = (this.view = this.held || this.#fit(width, height));
+    const place = (x, y) => [x * view.scale + view.x, y * view.scale + view.y].map((value) => Math.round(value * dense));
+    drawScaled(context, image, [...place(0, 0), ...place(image.width, image.height)], { pixels: this.pixels });
     context.setTransform(dense * view.scale, 0, 0, dense * view.scale, dense * view.x, dense * view.y);
-    context.imageSmoothingQuality = "high";
-    context.drawImage(image, 0, 0);
     const line = 1 / view.scale;
     if (this.mode === "paint") this.#drawMask(line);
     if (this.mode === "box" && this.box) this.#drawBox(line);
     if (this.mode === "edges") this.#drawEdges(line);
     this.#placeHandles(this.mode === "edges" ? view : null);
+    this.on.drawn?.(view.scale);
   }
 
   /** The frame around the image and what is added to it. */

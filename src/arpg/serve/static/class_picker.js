@@ -3,12 +3,11 @@
 import { byId, make } from "./dom.js";
 
 const MOST_SHOWN = 200;
-const TRY = ["Banana", "Strawberry", "daisy", "Pineapple", "sunflowers", "Kiwi"];
 
 export class ClassPicker {
-  /** `classes`: [{id, name}]; `sprite`: {url, size, columns} or null; `onchange` gets no argument. */
-  constructor(classes, sprite, onchange) {
-    Object.assign(this, { classes, sprite, onchange, active: -1, matches: [] });
+  /** `onchange` gets no argument. */
+  constructor(onchange) {
+    Object.assign(this, { classes: [], sprite: null, onchange, active: -1, matches: [] });
     this.input = byId("class-input");
     this.list = byId("class-list");
     this.input.addEventListener("input", () => {
@@ -24,7 +23,13 @@ export class ClassPicker {
       const option = event.target.closest("[role=option]");
       if (option) this.choose(this.matches[Number(option.dataset.at)].name);
     });
-    this.#chips();
+  }
+
+  /** Take the classes of a model, [{id, name}], their `sprite`, {url, size, columns} or null, and names to try. */
+  use(classes, sprite, examples) {
+    if (!classes.length) return; // it takes prompts
+    Object.assign(this, { classes, sprite });
+    this.#chips(examples);
   }
 
   /** The text of the field; the server checks whether there is such a class. */
@@ -34,7 +39,8 @@ export class ClassPicker {
 
   find(text) {
     const wanted = String(text).trim().toLowerCase();
-    return this.classes.find((one) => one.name.toLowerCase() === wanted || String(one.id) === wanted);
+    const exact = this.classes.find((one) => one.name.toLowerCase() === wanted || String(one.id) === wanted);
+    return exact ?? this.classes.find((one) => singular(one.name) === singular(wanted));
   }
 
   choose(name) {
@@ -45,19 +51,21 @@ export class ClassPicker {
 
   open(all = false) {
     const query = all ? "" : this.value.toLowerCase();
-    // Names that start with the text first, then names with a word that does, then the rest.
-    const rank = ({ id, name }) => {
-      const at = name.toLowerCase().indexOf(query);
-      if (at === 0 || String(id) === query) return 0;
-      return at < 0 ? 3 : name.toLowerCase().includes(` ${query}`) ? 1 : 2;
+    // Names that start with the text first, then names with a word that does, then the rest; a plural finds its singular.
+    const place = (name, text) => {
+      const at = name.indexOf(text);
+      return at === 0 ? 0 : at < 0 ? 3 : name.includes(` ${text}`) ? 1 : 2;
     };
-    const ranked = [0, 1, 2].flatMap((place) => this.classes.filter((one) => rank(one) === place));
+    const rank = ({ id, name }) =>
+      String(id) === query ? 0 : Math.min(place(name.toLowerCase(), query), place(singular(name), singular(query)));
+    const ranked = [0, 1, 2].flatMap((at) => this.classes.filter((one) => rank(one) === at));
     this.matches = ranked.slice(0, MOST_SHOWN);
     this.list.replaceChildren(...this.matches.map((one, at) => this.#option(one, at)));
     if (!this.matches.length) this.list.append(make("li", { className: "none", role: "presentation" }, "No such class here"));
     const chosen = this.matches.findIndex((one) => one.name === this.value);
     this.#activate(chosen);
     this.list.hidden = false;
+    this.list.scrollTop = 0; // the best match, wherever the list was before
     this.input.setAttribute("aria-expanded", "true");
     if (chosen >= 0) this.list.children[chosen].scrollIntoView({ block: "nearest" });
   }
@@ -127,8 +135,8 @@ export class ClassPicker {
     }
   }
 
-  #chips() {
-    const known = TRY.map((name) => this.find(name)).filter(Boolean);
+  #chips(examples) {
+    const known = examples.map((name) => this.find(name)).filter(Boolean);
     const spread = this.classes.filter((_, i) => i % Math.ceil(this.classes.length / 4) === 0);
     const chips = (known.length ? known : spread).slice(0, 6).map((one) => {
       const thumb = make("span", { className: "thumb" });
@@ -138,7 +146,16 @@ export class ClassPicker {
       return make("button", { type: "button", className: "chip", on: { click: choose } }, thumb, text);
     });
     byId("class-chips").replaceChildren(...chips);
-    this.input.value = (known[0] || this.classes[0])?.name ?? ""; // so that Generate works at once
+    if (!this.find(this.value)) this.input.value = (known[0] || this.classes[0])?.name ?? ""; // so that Generate works at once
     this.paintThumb(byId("class-thumb"), this.find(this.value)?.id);
   }
 }
+
+/** Every word in lower case and without the ending of an English plural: "Cherries red" as "cherry red". */
+const singular = (text) =>
+  text.toLowerCase().replace(/[a-z]{3,}/g, (word) =>
+    word
+      .replace(/ies$/, "y")
+      .replace(/(ch|sh|ss|x|o)es$/, "$1")
+      .replace(/([^s])s$/, "$1"),
+  );

@@ -1,6 +1,7 @@
 // Two settings side by side: each with its image, its order map and the settings that differ.
 
 import { byId, make } from "./dom.js";
+import { drawScaled } from "./lanczos.js";
 import { drawEmptyMap, drawOrderMap, stepText } from "./order_map.js";
 import { toBlob } from "./loaded_image.js";
 
@@ -44,12 +45,12 @@ class Side {
 
   async step(event) {
     this.state.textContent = stepText(event);
-    drawOrderMap(this.map, { grid: event.grid, decodedAt: event.decoded_at[0], steps: event.steps });
+    drawOrderMap(this.map, { ...event, decodedAt: event.decoded_at[0] });
     if (event.previews.length) await this.#draw(event.previews[0], `${this.name} after ${stepText(event)}`);
   }
 
   async done({ images, seconds }, name) {
-    this.state.textContent = `${seconds.toFixed(1)} s · ${images[0].width} × ${images[0].height}`;
+    this.state.textContent = `${seconds.toFixed(1)} s · ${images[0].width} × ${images[0].height}, upscaled for display`;
     this.link.href = URL.createObjectURL(toBlob(images[0].png));
     this.link.download = `${name}-${this.name.toLowerCase()}.png`;
     this.link.hidden = false;
@@ -64,9 +65,7 @@ class Side {
     const sharp = Math.max(1, Math.round(640 / side)); // enough pixels for the canvas to stay smooth when enlarged
     this.image.width = bitmap.width * sharp;
     this.image.height = bitmap.height * sharp;
-    const context = this.image.getContext("2d");
-    context.imageSmoothingQuality = "high";
-    context.drawImage(bitmap, 0, 0, this.image.width, this.image.height);
+    drawScaled(this.image.getContext("2d"), bitmap, [0, 0, this.image.width, this.image.height]);
     this.image.setAttribute("aria-label", label);
   }
 }

@@ -34,10 +34,10 @@ export function setRadio(name, value) {
   document.querySelector(`input[name="${name}"][value="${value}"]`).checked = true;
 }
 
-/** Give a slider the range, the default and the help text that `task_settings` of /v1/arpg/info has for `name`. */
-export function describeSlider(id, info, name) {
+/** Give a slider the range and the help text that `task_settings` of /v1/arpg/info has for `name`, and its default. */
+export function describeSlider(id, info, name, reset) {
   const { slider: [min, max, step], default: value, help } = info.task_settings.find((setting) => setting.name === name);
-  Object.assign(byId(id), { min, max, step, value });
+  Object.assign(byId(id), { min, max, step, ...(reset ? { value } : {}) });
   byId(`${id}-about`).textContent = help;
 }
 

@@ -16,23 +16,45 @@ const number = (id) => Math.max(0, Math.round(Number(byId(id).value) || 0));
 
 export class Form {
   /** `onchange(what)` reports what the user changed: task, box, sides, or anything else. */
-  constructor(info, sketch, onchange) {
-    Object.assign(this, { info, sketch, onchange, locked: false });
-    this.#number("num", 1, info.limits.images);
-    this.#subject(info);
+  constructor(sketch, onchange) {
+    Object.assign(this, { info: null, sketch, onchange, locked: false });
     document.querySelectorAll("input[name=task]").forEach((input) => input.addEventListener("change", () => this.#task()));
     document.querySelectorAll("input[name=from]").forEach((input) => input.addEventListener("change", () => this.#task()));
     byId("fits").addEventListener("change", () => this.#task());
     for (const corner of CORNERS) byId(`box-${corner}`).addEventListener("input", () => onchange("box"));
-    for (const side of SIDES) {
-      byId(`side-${side}`).step = info.stride;
-      byId(`side-${side}`).addEventListener("input", () => onchange("sides"));
+    for (const side of SIDES) byId(`side-${side}`).addEventListener("input", () => onchange("sides"));
+    for (const id of ["prompt", "negative"]) {
+      byId(id).addEventListener("input", () => {
+        byId(id).removeAttribute("aria-invalid");
+        onchange("subject");
+      });
     }
-    describeSlider("feather", info, "feather");
-    this.#slider("feather", (value) => `${value} px`, () => onchange("feather"));
+    byId("feather").addEventListener("input", () => {
+      this.#showFeather();
+      onchange("feather");
+    });
+    byId("method").addEventListener("change", () => {
+      this.#showMethod();
+      onchange("method");
+    });
+    for (const id of ["num", "size-w", "size-h"]) this.#number(id);
     this.#seed();
-    this.#expand();
+    this.#sizes();
     this.roll();
+  }
+
+  /** Take the limits, texts and choices of a model; what was entered stays. */
+  use(info) {
+    const first = !this.info;
+    this.info = info;
+    byId("num").max = info.limits.images;
+    for (const id of ["size-w", "size-h"]) byId(id).max = info.limits.side;
+    for (const id of ["prompt", "negative"]) byId(id).maxLength = info.limits.prompt;
+    for (const side of SIDES) byId(`side-${side}`).step = info.stride;
+    describeSlider("feather", info, "feather", first);
+    this.#showFeather();
+    this.#subject();
+    this.#methods();
     this.#task();
   }
 
@@ -86,6 +108,7 @@ export class Form {
   read() {
     return {
       task: this.task,
+      model: this.info.models?.length > 1 ? this.info.model : null,
       takes: this.info.takes,
       from: radio("from"),
       fits: byId("fits").checked,
@@ -107,7 +130,7 @@ export class Form {
     this.setSeed(body.seed ?? 0, true);
     if (body.num) byId("num").value = body.num;
     if (body.feather !== undefined) byId("feather").value = body.feather;
-    paintSlider(byId("feather"));
+    this.#showFeather();
     byId("fits").checked = (task !== "generate" || Boolean(body.control)) && task !== "edit" && (body.class ?? body.prompt ?? null) === null;
     if (body.box) this.box = body.box;
     if (task === "outpaint") this.sides = body;
@@ -161,23 +184,30 @@ export class Form {
     byId("size-chips").replaceChildren(...chips);
   }
 
-  #expand() {
-    this.setBase(this.info.image_size);
-    const most = this.info.limits.side;
+  #sizes() {
     for (const [at, id, other] of [[0, "size-w", "size-h"], [1, "size-h", "size-w"]]) {
       byId(id).addEventListener("input", () => {
         byId(other).value = Math.round((number(id) * this.base[1 - at]) / this.base[at]) || "";
       });
-      this.#number(id, 1, most);
     }
-    const methods = [{ name: "", about: "The server's default." }, ...this.info.choices.method];
-    byId("method").replaceChildren(...methods.map(({ name }) => make("option", { value: name }, name || "default")));
-    const describe = () => (byId("method-about").textContent = methods.find(({ name }) => name === byId("method").value)?.about || "");
-    byId("method").addEventListener("change", () => {
-      describe();
-      this.onchange("method");
-    });
-    describe();
+  }
+
+  #methods() {
+    const { value } = byId("method");
+    const names = ["", ...this.info.choices.method.map(({ name }) => name)];
+    byId("method").replaceChildren(...names.map((name) => make("option", { value: name }, name || "default")));
+    byId("method").value = names.includes(value) ? value : "";
+    this.#showMethod();
+  }
+
+  #showMethod() {
+    const chosen = this.info.choices.method.find(({ name }) => name === byId("method").value);
+    byId("method-about").textContent = chosen?.about ?? "The server's default.";
+  }
+
+  #showFeather() {
+    byId("feather-out").textContent = `${byId("feather").value} px`;
+    paintSlider(byId("feather"));
   }
 
   #task() {
@@ -198,45 +228,36 @@ export class Form {
     byId("fits-field").hidden = !canFit(form);
     const free = canFit(form) && form.fits;
     byId("class-input").disabled = byId("prompt").disabled = byId("negative").disabled = free;
-    byId("class-chips").hidden = free || form.task !== "generate";
+    byId("class-chips").hidden = byId("prompt-chips").hidden = free || form.task !== "generate";
   }
 
-  /** Show the field for classes or for prompts, whichever the model takes. */
-  #subject(info) {
-    const text = info.takes === "text";
+  /** Show the field for classes, or that for prompts with examples and what the model knows. */
+  #subject() {
+    const { takes, prompt_tokens: tokens, about, examples = [] } = this.info;
+    const text = takes === "text";
     byId("prompt-field").hidden = !text;
     byId("class-field").hidden = text;
+    byId("from-class").nextElementSibling.textContent = text ? "From the prompt" : "From the class";
     if (!text) return;
-    byId("from-class").nextElementSibling.textContent = "From the prompt";
-    byId("prompt-about").textContent = `The first ${info.prompt_tokens} tokens count; a word is one or two.`;
-    for (const id of ["prompt", "negative"]) {
-      byId(id).maxLength = info.limits.prompt;
-      byId(id).addEventListener("input", () => {
-        byId(id).removeAttribute("aria-invalid");
+    byId("prompt-about").textContent = `The first ${tokens} tokens count; a word is one or two.`;
+    byId("known-field").hidden = !about;
+    byId("known").textContent = about ?? "";
+    const chips = examples.map((prompt) => {
+      const click = () => {
+        byId("prompt").value = prompt;
         this.onchange("subject");
-      });
-    }
+      };
+      return make("button", { type: "button", className: "chip", on: { click } }, prompt);
+    });
+    byId("prompt-chips").replaceChildren(...chips);
+    if (!byId("prompt").value && examples.length) byId("prompt").value = examples[0]; // so that Generate works at once
   }
 
-  #number(id, min, max) {
-    Object.assign(byId(id), { min, max });
+  #number(id) {
     byId(id).addEventListener("input", () => this.onchange(id));
     byId(id).addEventListener("change", (event) => {
-      event.target.value = Math.min(Math.max(min, number(id)), max);
+      event.target.value = Math.min(Math.max(1, number(id)), byId(id).max);
       this.onchange(id);
     });
-  }
-
-  #slider(id, text, call) {
-    const input = byId(id);
-    const show = () => {
-      byId(`${id}-out`).textContent = text(input.value);
-      paintSlider(input);
-    };
-    input.addEventListener("input", () => {
-      show();
-      call();
-    });
-    show();
   }
 }

@@ -1,15 +1,17 @@
 // The history: past runs with images and settings, kept in the browser's own database.
 
-import { byId, make } from "./dom.js";
-import { toBlob } from "./loaded_image.js";
+import { byId, icon, make } from "./dom.js";
+import { fileName, save, toBlob, toBytes } from "./loaded_image.js";
+import { makeZip } from "./zip.js";
 
 const MOST = 60;
 
 export class History {
   /** `pick(entry)` is called when one is chosen. */
   constructor(pick) {
-    Object.assign(this, { pick, list: byId("history"), database: null, next: 1 });
+    Object.assign(this, { pick, list: byId("history"), entries: new Map(), database: null, next: 1 });
     byId("history-clear").addEventListener("click", () => this.clear());
+    byId("history-save").addEventListener("click", () => this.saveAll());
   }
 
   /** Load the entries of earlier visits. Without a database (private windows) the history ends with the page. */
@@ -41,6 +43,23 @@ export class History {
     this.#showEmpty();
   }
 
+  /** Delete one entry; the focus moves to the next. */
+  async delete(item) {
+    await this.#write((store) => store.delete(Number(item.dataset.id)));
+    (item.nextElementSibling ?? item.previousElementSibling)?.querySelector(".delete").focus();
+    this.#drop(item);
+    this.#showEmpty();
+  }
+
+  /** Download every image, the newest first, as a ZIP archive. */
+  saveAll() {
+    const newest = [...this.entries.values()].reverse();
+    const files = newest.flatMap(({ label, answer }) =>
+      answer.images.map(({ png, seed }) => ({ name: `${fileName(label)}-${seed}.png`, bytes: toBytes(png) })),
+    );
+    save(makeZip(files), "arpg-images.zip");
+  }
+
   /** Where the database is full or broken, the history is kept in memory only. */
   #write(change) {
     if (!this.database) return Promise.resolve();
@@ -53,17 +72,21 @@ export class History {
 
   #add(entry) {
     this.next = Math.max(this.next, entry.id + 1);
+    this.entries.set(entry.id, entry);
     const count = entry.answer.images.length;
     const img = make("img", { alt: "", loading: "lazy", src: URL.createObjectURL(toBlob(entry.answer.images[0].png)) });
     const button = make(
       "button",
-      { type: "button", title: `${entry.label}: ${entry.about}`, on: { click: () => this.pick(entry) } },
+      { type: "button", className: "pick", title: `${entry.label}: ${entry.about}`, on: { click: () => this.pick(entry) } },
       img,
       ...(count > 1 ? [make("span", { className: "count", "aria-hidden": "true" }, String(count))] : []),
       make("span", { className: "name" }, entry.label),
       make("span", { className: "hidden" }, `, ${entry.about}`),
     );
-    const item = make("li", {}, button);
+    const title = `Delete ${entry.label}`;
+    const cross = make("button", { type: "button", className: "delete", title, "aria-label": title }, icon("close"));
+    const item = make("li", {}, button, cross);
+    cross.addEventListener("click", () => this.delete(item));
     item.dataset.id = entry.id;
     this.list.prepend(item);
     this.#showEmpty();
@@ -71,13 +94,14 @@ export class History {
 
   #drop(item) {
     URL.revokeObjectURL(item.querySelector("img").src);
+    this.entries.delete(Number(item.dataset.id));
     item.remove();
   }
 
   #showEmpty() {
     const some = this.list.children.length > 0;
     byId("history-empty").hidden = some;
-    byId("history-clear").hidden = !some;
+    byId("history-clear").hidden = byId("history-save").hidden = !some;
   }
 }
 

@@ -42,12 +42,13 @@ export class LoadedImage {
 }
 
 /** PNG for what we write, WebP for some previews: the browser looks at the bytes, not at the type. */
-export function toBlob(base64) {
+export const toBlob = (base64) => new Blob([toBytes(base64)], { type: base64.startsWith("UklGR") ? "image/webp" : "image/png" });
+
+export function toBytes(base64) {
   const text = atob(base64);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  const type = base64.startsWith("UklGR") ? "image/webp" : "image/png";
-  return new Blob([bytes], { type });
+  return bytes;
 }
 
 export function fromBytes(bytes) {
@@ -60,6 +61,10 @@ export async function canvasBase64(canvas) {
   const blob = await canvas.convertToBlob({ type: "image/png" });
   return fromBytes(new Uint8Array(await blob.arrayBuffer()));
 }
+
+/** A title as the name of a file, without its ending. */
+export const fileName = (text, none = "image") =>
+  String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40) || none;
 
 export function save(blob, name) {
   const link = document.createElement("a");

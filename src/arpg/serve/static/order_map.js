@@ -11,8 +11,8 @@ export function rampColour(share) {
   return `rgb(${mix.join(" ")})`;
 }
 
-/** Draw one image's map. `decodedAt`: a step per token; -1 not yet, -2 was known. */
-export function drawOrderMap(canvas, { grid, decodedAt, steps }) {
+/** Draw one image's map. `decodedAt`: a step per token, counted over all windows; -1 not yet, -2 was known. */
+export function drawOrderMap(canvas, { grid, decodedAt, step, steps }) {
   const [rows, columns] = grid;
   const cell = Math.max(4, Math.floor(432 / Math.max(rows, columns)));
   const gap = Math.max(1, Math.round(cell / 18));
@@ -21,7 +21,8 @@ export function drawOrderMap(canvas, { grid, decodedAt, steps }) {
   const context = canvas.getContext("2d");
   const style = getComputedStyle(canvas);
   const colours = { [NOT_YET]: style.getPropertyValue("--token-open"), [-2]: style.getPropertyValue("--token-known") };
-  const last = Math.max((steps ?? 0) - 1, ...decodedAt, 1);
+  const newest = decodedAt.reduce((most, at) => Math.max(most, at), -1);
+  const last = Math.max(newest + Math.max(0, (steps ?? 0) - step), 1); // of this window
   decodedAt.forEach((step, i) => {
     const [x, y] = [(i % columns) * cell, Math.floor(i / columns) * cell];
     context.fillStyle = step < 0 ? colours[step] : rampColour(step / last);
@@ -49,6 +50,6 @@ export function shareOf({ step, steps, decoded_at }) {
 
 /** An empty map for a model's grid. */
 export function drawEmptyMap(canvas, grid) {
-  drawOrderMap(canvas, { grid, decodedAt: Array(grid[0] * grid[1]).fill(NOT_YET), steps: 1 });
+  drawOrderMap(canvas, { grid, decodedAt: Array(grid[0] * grid[1]).fill(NOT_YET), step: 0, steps: 1 });
   canvas.setAttribute("aria-label", "No tokens yet");
 }

@@ -8,7 +8,7 @@ const MOST_FRAMES = 160; // of a long run every second one is dropped, then ever
 const PACE = 90; // milliseconds per frame
 
 export class Replay {
-  /** `show(bitmap, frame, image)` draws one frame. */
+  /** `show(bitmaps, frame)` draws one frame; `bitmaps` has all of its images. */
   constructor(show) {
     this.show = show;
     this.slider = byId("replay-step");
@@ -24,14 +24,14 @@ export class Replay {
 
   reset() {
     this.stop();
-    Object.assign(this, { frames: [], image: 0, every: 1, seen: 0 });
+    Object.assign(this, { frames: [], every: 1, seen: 0 });
     this.turn += 1; // frames that are still being decoded are out of date
     byId("replay").hidden = true;
   }
 
   /** A step event; shown at once. */
   add(frame) {
-    if (!frame.previews.length) return this.show(null, frame, this.image); // the server leaves previews out for slow readers
+    if (!frame.previews.length) return this.show(null, frame); // the server leaves previews out for slow readers
     if (this.seen++ % this.every === 0) this.frames.push(frame);
     if (this.frames.length > MOST_FRAMES) {
       this.frames = this.frames.filter((_, i) => i % 2 === 0);
@@ -46,11 +46,6 @@ export class Replay {
     this.slider.max = this.frames.length - 1;
     byId("replay").hidden = this.frames.length < 3;
     this.#mark(this.frames.length - 1);
-  }
-
-  select(image) {
-    this.image = image;
-    if (this.frames.length) this.seek(this.frames.length - 1);
   }
 
   seek(at) {
@@ -91,7 +86,7 @@ export class Replay {
 
   async #draw(frame) {
     const turn = (this.turn += 1);
-    const bitmap = await createImageBitmap(toBlob(frame.previews[Math.min(this.image, frame.previews.length - 1)]));
-    if (turn === this.turn) this.show(bitmap, frame, this.image); // unless a later one has overtaken it
+    const bitmaps = await Promise.all(frame.previews.map((preview) => createImageBitmap(toBlob(preview))));
+    if (turn === this.turn) this.show(bitmaps, frame); // unless a later one has overtaken it
   }
 }

@@ -12,7 +12,7 @@ export class MissingInput extends Error {
 export function makeBody(form) {
   const { task, takes, settings } = form;
   const subject = form.fits && canFit(form) ? null : form.subject;
-  const body = {};
+  const body = form.model ? { model: form.model } : {};
   if (takesImage(form)) body.image = "";
   if (task === "inpaint") body.mask = "";
   if (task === "edit") body.box = form.box;

@@ -4,14 +4,26 @@ import { byId, icon, make, paintSlider, radio, setRadio } from "./dom.js";
 
 export class Settings {
   /** `onchange` is called whenever a value, the variant or comparing changes. */
-  constructor(info, onchange) {
-    this.info = info;
+  constructor(onchange) {
     this.onchange = onchange;
-    this.names = info.settings.map(({ name }) => name);
     this.variants = [{}, {}]; // only what differs from the model's own recommendation
     this.current = 0;
+    this.#listen();
+  }
+
+  /** Build the rows of a model; values that were set stay, and the others follow its recommendation. */
+  use(info) {
+    this.info = info;
+    this.names = info.settings.map(({ name }) => name);
     this.rows = new Map();
-    this.#build();
+    const more = make("details", { className: "more" }, make("summary", {}, "More"));
+    byId("settings-rows").replaceChildren(more);
+    for (const setting of info.settings) {
+      const row = setting.choices ? this.#select(setting) : this.#number(setting);
+      this.rows.set(setting.name, row);
+      if (setting.advanced) more.append(row.element);
+      else more.before(row.element);
+    }
     this.refresh();
   }
 
@@ -77,22 +89,14 @@ export class Settings {
     byId("settings-brief").textContent = `${howLong(first)}, guidance ${first.guidance}, ${first.order}`;
   }
 
-  #build() {
-    const rows = byId("settings-rows");
-    const more = make("details", { className: "more" }, make("summary", {}, "More"));
-    for (const setting of this.info.settings) {
-      const row = setting.choices ? this.#select(setting) : this.#number(setting);
-      this.rows.set(setting.name, row);
-      (setting.advanced ? more : rows).append(row.element);
-    }
-    rows.append(more);
+  #listen() {
     byId("settings-reset").addEventListener("click", () => {
       this.variants[this.current] = {};
       this.refresh();
       this.onchange();
     });
     byId("comparing").addEventListener("change", () => {
-      if (this.comparing && !Object.keys(this.variants[1]).length) this.variants[1] = this.given(0);
+      if (this.comparing && sameValues(this.resolved(0), this.resolved(1))) this.variants[1] = this.#alternative();
       this.current = this.comparing ? 1 : 0; // the second is the one to change now
       this.refresh();
       this.onchange();
@@ -102,6 +106,15 @@ export class Settings {
       this.refresh();
       this.onchange();
     });
+  }
+
+  /** Settings to compare the first with: a third of its steps; where it finds its own steps, the recommended ones. */
+  #alternative() {
+    const { decode, ...given } = this.given(0);
+    if (Array.isArray(given.schedule)) delete given.schedule; // it is a number of steps, too
+    if (decode) return given;
+    const { steps } = this.resolved(0);
+    return { ...given, steps: steps > 2 ? Math.round(steps / 3) : 3 * steps };
   }
 
   #reset(name, label) {
@@ -168,6 +181,8 @@ export class Settings {
 
 /** "guidance_schedule" as "Guidance schedule". */
 const labelOf = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+const sameValues = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
 /** Exact and speculative decoding find their own steps, and are causal. */
 const inSteps = ({ decode }) => (decode ?? "steps") === "steps";

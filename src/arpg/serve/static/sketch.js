@@ -8,23 +8,35 @@ const MOST_UNDO = 40;
 
 export class Sketch {
   /** `on` has change(), called after the user changed something, fail(error), and image(): what the stage shows. */
-  constructor(info, on) {
-    Object.assign(this, { info, on, empty: true, undone: [], last: null, down: false });
-    this.kinds = info.control?.kinds ?? [];
+  constructor(on) {
+    Object.assign(this, { control: null, on, empty: true, undone: [], last: null, down: false });
     this.canvas = byId("sketch");
     this.context = this.canvas.getContext("2d", { willReadFrequently: true });
-    byId("control-field").hidden = !info.control;
-    if (!info.control) return;
-    byId("control-kind").replaceChildren(...this.kinds.map(({ name }) => make("option", { value: name }, name)));
-    this.resize(info.image_size);
     this.#tools();
     this.#pointer();
     this.#keys();
+  }
+
+  /** Take the kinds of condition images of a model; one that takes none has no sketch. What was drawn stays. */
+  use(info) {
+    const first = !this.control;
+    byId("control-field").hidden = !info.control;
+    this.control = info.control;
+    this.model = info.models?.length > 1 ? { model: info.model } : {};
+    if (!info.control) return;
+    const { kind } = this;
+    byId("control-kind").replaceChildren(...this.control.kinds.map(({ name }) => make("option", { value: name }, name)));
+    if (this.control.kinds.some(({ name }) => name === kind)) byId("control-kind").value = kind;
+    this.resize(info.image_size);
+    byId("sketch-size").max = Math.max(8, Math.round(this.canvas.width / 8));
+    for (const id of ["sketch-size", "sketch-shade"]) paintSlider(byId(id));
+    describeSlider("control-strength", info, "strength", first);
+    this.#strength();
     this.#kind();
   }
 
   get active() {
-    return !this.empty;
+    return Boolean(this.control) && !this.empty;
   }
 
   get kind() {
@@ -33,7 +45,7 @@ export class Sketch {
 
   /** Whether the kind is white lines on black and nothing between. */
   get isBinary() {
-    return this.info.control.binary_kinds.includes(this.kind);
+    return this.control.binary_kinds.includes(this.kind);
   }
 
   get strength() {
@@ -68,7 +80,7 @@ export class Sketch {
 
   /** From a past request. */
   restore(bitmap, { kind, strength }) {
-    if (this.kinds.some(({ name }) => name === kind)) byId("control-kind").value = kind;
+    if (this.control.kinds.some(({ name }) => name === kind)) byId("control-kind").value = kind;
     byId("control-strength").value = strength ?? 1;
     this.#kind();
     this.#strength();
@@ -104,7 +116,7 @@ export class Sketch {
     const { width, height } = this.canvas;
     byId("control-busy").textContent = `Extracting ${this.kind} from the image…`;
     try {
-      const made = await api.condition({ image, kind: this.kind, size: [width, height] });
+      const made = await api.condition({ ...this.model, image, kind: this.kind, size: [width, height] });
       this.show(await createImageBitmap(toBlob(made.png)));
     } finally {
       this.#showState();
@@ -139,6 +151,7 @@ export class Sketch {
   }
 
   #showState() {
+    byId("sketch-frame").toggleAttribute("data-empty", this.empty);
     byId("control-busy").textContent = this.empty ? "The sketch is empty and has no effect." : `The result follows this ${this.kind} image.`;
   }
 
@@ -155,21 +168,15 @@ export class Sketch {
   }
 
   #tools() {
-    const { canvas } = this;
     byId("control-kind").addEventListener("change", () => {
       this.#kind();
       this.#changed();
     });
-    describeSlider("control-strength", this.info, "strength");
     byId("control-strength").addEventListener("input", () => {
       this.#strength();
       this.on.change();
     });
-    for (const id of ["sketch-size", "sketch-shade"]) {
-      byId(id).addEventListener("input", () => paintSlider(byId(id)));
-      paintSlider(byId(id));
-    }
-    byId("sketch-size").max = Math.max(8, Math.round(canvas.width / 8));
+    for (const id of ["sketch-size", "sketch-shade"]) byId(id).addEventListener("input", () => paintSlider(byId(id)));
     byId("sketch-undo").addEventListener("click", () => {
       if (!this.undone.length) return;
       const [pixels, empty] = this.undone.pop();
@@ -187,7 +194,6 @@ export class Sketch {
       if (!image) return this.on.fail(new Error("There is no image yet: generate one, or open one of yours."));
       this.extract(image.base64).catch((error) => this.on.fail(error));
     });
-    this.#strength();
   }
 
   #strength() {
@@ -196,9 +202,9 @@ export class Sketch {
   }
 
   #kind() {
-    byId("control-kind-about").textContent = this.kinds.find(({ name }) => name === this.kind)?.about ?? "";
+    byId("control-kind-about").textContent = this.control.kinds.find(({ name }) => name === this.kind)?.about ?? "";
     byId("shade-field").hidden = this.isBinary;
-    const can = this.info.control.extracts.includes(this.kind);
+    const can = this.control.extracts.includes(this.kind);
     byId("control-extract-field").hidden = byId("control-seen").hidden = !can;
     byId("control-extract").checked = can;
     this.#showState();

@@ -1,10 +1,11 @@
 // The current request as a command line, as Python and as curl: pure functions from the request to text.
 // `names` are those of the settings.
 
+import { fileName } from "./loaded_image.js";
+
 const FILE_NAMES = { inpaint: "filled", edit: "edited", outpaint: "wide", expand: "large" };
 
-const slug = (text) => String(text).toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 40);
-const target = ({ task, body }) => FILE_NAMES[task] || slug(body.class ?? body.prompt) || "out";
+const target = ({ task, body }) => FILE_NAMES[task] || fileName(body.class ?? body.prompt ?? "", "out");
 
 /** In single quotes where the text has characters that are special in a shell. */
 export const shellQuote = (text) =>

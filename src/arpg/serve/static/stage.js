@@ -1,33 +1,55 @@
 // The stage: the image to work on, the previews of the running job, and its results.
 
 import { Board } from "./board.js";
-import { byId, make, paintSlider, radio } from "./dom.js";
+import { byId, icon, make, paintSlider, radio } from "./dom.js";
+import { Gallery } from "./gallery.js";
 import { Mask } from "./mask.js";
 import { drawEmptyMap, drawOrderMap, shareOf, stepText } from "./order_map.js";
-import { LoadedImage, save, toBlob } from "./loaded_image.js";
+import { LoadedImage, save, toBlob, toBytes } from "./loaded_image.js";
 import { Replay } from "./replay.js";
+import { makeZip } from "./zip.js";
 
 const MODES = { inpaint: "paint", edit: "box", outpaint: "edges" };
 const NO_SIDES = { left: 0, top: 0, right: 0, bottom: 0 };
 
 export class Stage {
   /** `on` has box(box), sides(sides) and change(), called after the user changed something on the image. */
-  constructor(info, on) {
-    Object.assign(this, { info, on, task: "generate", source: null, mask: null, results: [], selected: 0 });
+  constructor(on) {
+    Object.assign(this, { info: null, on, task: "generate", source: null, mask: null, results: [], selected: 0 });
     this.state = "empty"; // empty, source (being worked on), running, result
+    this.together = false; // all images of the run as a grid
     this.board = new Board(byId("board"), {
       press: () => this.state === "result" && (this.task === "inpaint" || this.task === "edit") && this.adopt(),
       stroke: () => on.change(),
       box: () => on.box(this.board.box),
       sides: () => on.sides(this.board.sides),
+      drawn: (scale) => this.gallery.hidden && this.#scaled(scale),
     });
-    this.replay = new Replay((bitmap, frame, image) => this.#frame(bitmap, frame, image));
+    this.gallery = new Gallery(byId("gallery"), {
+      pick: (at) => this.state === "result" && this.select(at),
+      drawn: (scale) => this.#scaled(scale),
+    });
+    this.replay = new Replay((bitmaps, frame) => this.#frame(bitmaps, frame));
     this.#tools();
     byId("keep").addEventListener("click", () => this.adopt());
     byId("back").addEventListener("click", () => this.back());
     byId("before").addEventListener("change", () => this.#showResult());
+    byId("download-all").addEventListener("click", () => this.saveAll());
+    byId("scaled-pixels").addEventListener("click", () => {
+      this.board.pixels = this.gallery.pixels = !this.board.pixels;
+      byId("scaled-pixels").textContent = this.board.pixels ? "Show it smooth" : "Show the pixels";
+      this.board.draw();
+      this.gallery.draw();
+    });
     document.addEventListener("themechange", () => this.#redrawMap());
-    drawEmptyMap(byId("order-map"), info.grid);
+  }
+
+  /** Take the grid and the limits of a model; the image stays. */
+  use(info) {
+    this.info = info;
+    if (this.state === "source") this.#edit();
+    if (this.state !== "result") this.lastMap = null;
+    this.#redrawMap();
   }
 
   get image() {
@@ -77,11 +99,15 @@ export class Stage {
     this.board.draw();
   }
 
-  start(title) {
+  start(title, count) {
     const [heading, about] = [byId("stage-title").textContent, byId("stage-about").textContent];
-    this.before = { state: this.state, heading, about, frames: this.replay.frames }; // for when the run is cancelled
+    const { state, selected, together } = this;
+    this.before = { state, selected, together, heading, about, frames: this.replay.frames }; // for when the run is cancelled
+    Object.assign(this, { selected: 0, together: count > 1 });
     this.#state("running");
     this.replay.reset();
+    this.gallery.start(count);
+    this.gallery.hidden = !this.together;
     this.board.setMode("view");
     this.#title(title, "waiting for its turn");
     byId("progress").firstElementChild.style.inlineSize = "0%";
@@ -113,7 +139,8 @@ export class Stage {
   async done(answer, { title, about, name, source = null }) {
     this.results = await Promise.all(answer.images.map((image) => LoadedImage.fromBase64(image.png, name)));
     if (source) this.source = source;
-    this.selected = 0;
+    Object.assign(this, { selected: 0, together: this.results.length > 1 });
+    this.gallery.start(this.results.length);
     this.#title(title, about);
     byId("live").textContent = `Done: ${title}, ${about}`;
     const last = this.last && { ...this.last, previews: answer.images.map((image) => image.png) };
@@ -126,8 +153,7 @@ export class Stage {
     byId("fact-time").textContent = answer.seconds ? `${answer.seconds.toFixed(1)} s` : "–";
     if (!last) drawEmptyMap(byId("order-map"), this.info.grid);
     this.#strip();
-    this.#state("result");
-    this.select(0);
+    this.#present();
     return last;
   }
 
@@ -139,7 +165,9 @@ export class Stage {
 
   /** Restore the state before the run. */
   cancelled() {
-    const { state, heading, about, frames } = this.before;
+    const { state, selected, together, heading, about, frames } = this.before;
+    Object.assign(this, { selected, together });
+    this.gallery.start(this.results.length);
     this.replay.reset();
     this.replay.frames = frames;
     this.last = this.lastMap = null;
@@ -147,27 +175,40 @@ export class Stage {
     byId("live").textContent = "Cancelled";
     byId("fact-step").textContent = byId("fact-tokens").textContent = byId("fact-time").textContent = "–";
     drawEmptyMap(byId("order-map"), this.info.grid);
-    if (state === "result") {
-      this.#state("result");
-      this.select(this.selected);
-    } else if (this.source) this.#edit();
+    if (state === "result") this.#present();
+    else if (this.source) this.#edit();
     else {
       this.#state("empty");
+      this.gallery.hidden = true;
+      byId("scaled").toggleAttribute("data-off", true);
       this.board.show(null, "No image yet");
     }
   }
 
+  /** Show one image of the run alone. */
   select(at) {
-    this.selected = at;
+    Object.assign(this, { selected: at, together: false });
+    this.#present();
+    byId("results").querySelector("[aria-pressed=true]")?.focus({ preventScroll: true });
+  }
+
+  /** Download all images of the run as a ZIP archive. */
+  saveAll() {
+    const files = this.results.map(({ base64, name }, i) => ({ name: `${name}-${i}.png`, bytes: toBytes(base64) }));
+    save(makeZip(files), `${this.results[0].name}.zip`);
+  }
+
+  #present() {
+    const { name, base64 } = this.results[this.selected];
     byId("before").checked = false;
-    this.replay.select(at);
-    [...byId("results").children].forEach((button, i) => button.setAttribute("aria-pressed", i === at));
-    const { name } = this.results[at];
+    this.#state("result");
+    [...byId("results").querySelectorAll("[aria-pressed]")].forEach((button, i) => button.setAttribute("aria-pressed", i === this.selected));
     const link = byId("download");
     URL.revokeObjectURL(link.href);
-    link.href = URL.createObjectURL(toBlob(this.results[at].base64));
-    link.download = `${name}${this.results.length > 1 ? `-${at}` : ""}.png`;
+    link.href = URL.createObjectURL(toBlob(base64));
+    link.download = `${name}${this.results.length > 1 ? `-${this.selected}` : ""}.png`;
     this.#showResult();
+    if (this.replay.frames.length) this.replay.seek(this.replay.frames.length - 1);
     this.on.change();
   }
 
@@ -178,6 +219,8 @@ export class Stage {
   #showResult() {
     const before = byId("before").checked && this.source;
     const image = before ? this.source : this.results[this.selected];
+    this.gallery.hidden = !this.together || Boolean(before);
+    this.gallery.show(this.results.map(({ bitmap }) => bitmap));
     this.board.setMode("view");
     this.board.show(image.bitmap, before ? "The original" : byId("stage-title").textContent);
     this.board.canvas.dataset.paint = this.task === "inpaint" || this.task === "edit";
@@ -185,6 +228,7 @@ export class Stage {
 
   #edit() {
     this.#state("source");
+    this.gallery.hidden = true;
     const { limits, stride } = this.info;
     this.board.mask = this.mask;
     this.board.setMode(MODES[this.task] || "view", { most: limits.side, stride });
@@ -192,16 +236,23 @@ export class Stage {
     this.on.change();
   }
 
-  #frame(bitmap, frame, image) {
-    const at = Math.min(image, frame.decoded_at.length - 1);
-    this.lastMap = { grid: frame.grid, decodedAt: frame.decoded_at[at], steps: frame.steps };
+  #frame(bitmaps, frame) {
+    const at = Math.min(this.selected, frame.decoded_at.length - 1);
+    this.lastMap = { ...frame, decodedAt: frame.decoded_at[at] };
     const { decoded, total } = drawOrderMap(byId("order-map"), this.lastMap);
     byId("fact-step").textContent = frame.steps ? `${frame.step} / ${frame.steps}` : frame.step;
     byId("fact-tokens").textContent = `${decoded} / ${total}`;
     if (this.state === "running") byId("fact-time").textContent = `${((performance.now() - this.began) / 1000).toFixed(1)} s`;
-    if (bitmap && (this.state === "running" || !byId("before").checked)) {
-      this.board.show(bitmap, `The image after ${stepText(frame)}`);
-    }
+    if (!bitmaps || (this.state !== "running" && byId("before").checked)) return;
+    if (this.together) this.gallery.show(bitmaps);
+    else this.board.show(bitmaps[Math.min(at, bitmaps.length - 1)], `The image after ${stepText(frame)}`);
+  }
+
+  /** Say that what is shown is not the image pixel by pixel. */
+  #scaled(scale) {
+    byId("scaled").toggleAttribute("data-off", scale < 1.02);
+    const how = this.board.pixels ? "Each pixel enlarged" : "Upscaled for display";
+    byId("scaled").firstElementChild.textContent = `${how}, ${scale.toFixed(1)} ×`;
   }
 
   #redrawMap() {
@@ -214,7 +265,12 @@ export class Stage {
       const img = make("img", { alt: `Image ${i + 1}`, src: URL.createObjectURL(toBlob(result.base64)) });
       return make("button", { type: "button", "aria-pressed": "false", on: { click: () => this.select(i) } }, img);
     });
-    byId("results").replaceChildren(...buttons);
+    const all = () => {
+      this.together = true;
+      this.#present();
+    };
+    const back = make("button", { type: "button", className: "all", title: "Show all images", "aria-label": "Show all images", on: { click: all } }, icon("grid"));
+    byId("results").replaceChildren(back, ...buttons);
   }
 
   #title(title, about) {
@@ -228,9 +284,14 @@ export class Stage {
     byId("empty").hidden = state !== "empty";
     byId("progress").hidden = state !== "running";
     byId("actions").hidden = !result;
-    byId("results").hidden = !result || this.results.length < 2;
+    const several = this.results.length > 1;
+    byId("results").hidden = !result || !several || this.together;
+    byId("download").hidden = result && this.together;
+    byId("download-all").hidden = !several;
+    byId("order-title").textContent = `Token order${result && several ? `, image ${this.selected + 1}` : ""}`;
     byId("replay").hidden = !result || this.replay.frames.length < 3;
     for (const id of ["keep", "back", "before-field"]) byId(id).hidden = !result || this.task === "generate";
+    if (this.together) byId("keep").hidden = true;
     if (!this.source) byId("back").hidden = byId("before-field").hidden = true;
   }
 
