@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from arpg import InputError, Pipeline, load_model
-from arpg.checkpoint import FolderConfig, write_folder
+from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.data.tokens import TokenWriter
 from arpg.train import loop, report
 from arpg.train.distributed import init_distributed, shutdown_distributed
@@ -495,6 +495,34 @@ def test_tokenizer_learns_with_all_its_terms(tokenizer_recipe, tmp_path):
     assert min(metrics(tmp_path / "run", "discriminator")) == 21
     assert (tmp_path / "run" / "samples-0000040.png").exists()
     assert (folder / "tokenizer.safetensors").is_file()
+
+
+def test_decoder_only_training_keeps_every_token(tokenizer_recipe, tmp_path):
+    """An adversarial phase with an adaptive weight: encoder and codebook are untouched, the decoder is not."""
+    start = train_tokenizer(read_recipe(tokenizer_recipe, TokenizerRecipe), tmp_path / "start", device="cpu")
+    phase = [
+        f"init_from={start}",
+        "decoder_only=true",
+        "loss.adaptive=true",
+        "loss.adversarial=0.8",
+        "loss.adversarial_start=0.0",
+        "loss.restart_every=0",
+        "optim.weight_decay=0.5",
+    ]
+    recipe = read_recipe(tokenizer_recipe, TokenizerRecipe, phase)
+    end = train_tokenizer(recipe, tmp_path / "end", device="cpu")
+    before, after = (load_tokenizer(folder).state_dict() for folder in (start, end))
+    frozen = ("encoder.", "quant_conv.", "quantize.")
+    for key, tensor in before.items():
+        assert torch.equal(after[key], tensor) == key.startswith(frozen), key
+    weights = metrics(tmp_path / "end", "adversarial weight")
+    assert len(weights) == 8
+    assert min(weights.values()) > 0
+    assert len(set(weights.values())) > 4  # it follows the gradients
+    for change, message in (("init_from=", "name it in init_from"), ("loss.restart_every=5", "it must be 0")):
+        changed = [each for each in phase if not each.startswith(change.split("=")[0])]
+        with pytest.raises(InputError, match=message):
+            read_recipe(tokenizer_recipe, TokenizerRecipe, changed + ([] if change.endswith("=") else [change]))
 
 
 def test_tokenizer_runs_continue_exactly(tokenizer_recipe, tmp_path, monkeypatch):

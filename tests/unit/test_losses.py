@@ -9,6 +9,7 @@ from arpg.errors import InputError
 from arpg.tokenizer.losses import (
     LPIPS,
     PatchDiscriminator,
+    adaptive_weight,
     hinge_discriminator_loss,
     hinge_generator_loss,
     restart_dead_codes,
@@ -76,6 +77,21 @@ def images():
 def lpips(tmp_path):
     save_file(lpips_state(), tmp_path / "lpips.safetensors")
     return LPIPS.load(tmp_path / "lpips.safetensors")
+
+
+def test_the_adaptive_weight_balances_the_gradients_of_the_last_layer():
+    """Against gradients by hand: loss a (w x)^2 / 2 and b w x have the gradients a w x x and b x."""
+    weight = torch.tensor([2.0, -1.0], requires_grad=True)
+    x = torch.tensor([3.0, 4.0])
+    product = (weight * x).sum()  # 2
+    first, second = 5 * product.square() / 2, 0.5 * product
+    found = adaptive_weight(first, second, weight)
+    assert found.item() == pytest.approx(5 * 2 * 5 / (0.5 * 5 + 1e-4))
+    assert not found.requires_grad
+    (first + found * second).backward()  # the graph is still there
+    torch.testing.assert_close(weight.grad, 10 * x + found * 0.5 * x)
+    tiny = torch.zeros(1, requires_grad=True)
+    assert adaptive_weight(tiny.sum() * 1e9, tiny.sum() * 0, tiny).item() == 1e4
 
 
 def test_lpips_is_the_formula(lpips, images):

@@ -121,7 +121,11 @@ class PixelData:
 
 @dataclass(frozen=True)
 class TokenizerLoss:
-    """Weights of the loss terms. The adversarial term starts after a share of the run."""
+    """Weights of the loss terms. The adversarial term starts after a share of the run.
+
+    `adaptive`: the adversarial weight is multiplied by the ratio of the gradients that the reconstruction and the
+    adversarial term have at the decoder's last layer (VQGAN), so that neither outweighs the other.
+    """
 
     lpips_weights: str
     mse: float = 1.0
@@ -129,13 +133,14 @@ class TokenizerLoss:
     commitment: float = 0.25
     adversarial: float = 0.5
     adversarial_start: float = 0.5
+    adaptive: bool = False
     discriminator_lr: float = 1e-4
     restart_every: int = 0  # steps between replacing codes that were not used meanwhile; 0: never
 
 
 @dataclass(frozen=True)
 class TokenizerRecipe:
-    """`arpg train-tokenizer`: a VQ tokenizer."""
+    """`arpg train-tokenizer`: a VQ tokenizer, or its decoder alone, which leaves all tokens as they are."""
 
     tokenizer: TokenizerConfig
     data: PixelData
@@ -143,8 +148,17 @@ class TokenizerRecipe:
     optim: OptimRecipe
     run: RunRecipe
     init_from: str | None = None
+    decoder_only: bool = False
     seed: int = 0
     license: str = "unknown"
+
+    def __post_init__(self) -> None:
+        if self.decoder_only:
+            require(self.init_from is not None, "decoder_only trains the decoder of a tokenizer; name it in init_from")
+            require(
+                self.loss.restart_every == 0,
+                f"loss.restart_every is {self.loss.restart_every}; decoder_only keeps all codes, so it must be 0",
+            )
 
 
 def read_recipe(path: Path, cls: type[T], overrides: Sequence[str] = ()) -> T:

@@ -35,6 +35,7 @@ from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import (
     LPIPS,
     PatchDiscriminator,
+    adaptive_weight,
     hinge_discriminator_loss,
     hinge_generator_loss,
     restart_dead_codes,
@@ -61,14 +62,19 @@ class Reconstruction(NamedTuple):
 class TokenizerObjective(nn.Module):
     """The tokenizer with its losses, without the adversarial one."""
 
-    def __init__(self, tokenizer: VQTokenizer, lpips: LPIPS) -> None:
+    def __init__(self, tokenizer: VQTokenizer, lpips: LPIPS, *, decoder_only: bool = False) -> None:
         super().__init__()
         self.tokenizer = tokenizer
+        self.decoder_only = decoder_only
+        if decoder_only:  # what makes the tokens stays as it is
+            for part in (tokenizer.encoder, tokenizer.quant_conv, tokenizer.quantize):
+                part.requires_grad_(False)
         self.lpips = [lpips]  # not a submodule: it is not trained, distributed or saved
 
     def forward(self, image_B3HW: Tensor) -> Reconstruction:
         t = self.tokenizer
-        z = t.quant_conv(t.encoder(image_B3HW))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.decoder_only):
+            z = t.quant_conv(t.encoder(image_B3HW))
         quantized = vector_quantize(z, t.quantize.codes())
         out = t.decode_codes(quantized.codes_BEhw)
         return Reconstruction(
@@ -109,9 +115,9 @@ class TokenizerTraining(Training):
         layout = torch.channels_last if fast else torch.contiguous_format
         self.tokenizer = tokenizer.to(world.device, memory_format=layout).train()  # type: ignore[call-overload]
         self.lpips = LPIPS.load(Path(recipe.loss.lpips_weights)).to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        self.objective = TokenizerObjective(self.tokenizer, self.lpips)
+        self.objective = TokenizerObjective(self.tokenizer, self.lpips, decoder_only=recipe.decoder_only)
         self.discriminator = PatchDiscriminator().to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        if recipe.run.compile and fast:
+        if recipe.run.compile and fast and not recipe.loss.adaptive:  # compiled backward passes run once only
             self.objective.compile()
         self.parallel = parallelize(self.objective, recipe.run.parallel, world, [])
         self.parallel_discriminator = parallelize(self.discriminator, recipe.run.parallel, world, [])
@@ -148,11 +154,13 @@ class TokenizerTraining(Training):
         image = self.stream.images(step, self.world.device)
         with self.autocast():
             out: Reconstruction = self.parallel(image)
-            total = loss.mse * out.mse + loss.lpips * out.lpips + out.codebook + loss.commitment * out.commitment
+            reconstruction = loss.mse * out.mse + loss.lpips * out.lpips
+            total = reconstruction + out.codebook + loss.commitment * out.commitment
             if adversarial:
                 self.discriminator.requires_grad_(False)
                 generator = hinge_generator_loss(self.discriminator(out.image_B3HW))
-                total = total + loss.adversarial * generator
+                weight = loss.adversarial * self._adaptive_weight(reconstruction, generator)
+                total = total + weight * generator
                 self.discriminator.requires_grad_(True)
         total.backward()  # type: ignore[no-untyped-call]
         if self.recipe.optim.clip > 0:
@@ -163,11 +171,18 @@ class TokenizerTraining(Training):
         if adversarial:
             losses |= {
                 "generator": generator,
+                "adversarial weight": weight,
                 "discriminator": self._discriminator_step(image, out.image_B3HW.detach()),
             }
         self._restart_codes(step, out)
         self.ema.update(step)
         return {name: value.detach() for name, value in losses.items()}
+
+    def _adaptive_weight(self, reconstruction: Tensor, generator: Tensor) -> Tensor:
+        """Return the factor of the adversarial weight: 1 unless the recipe says `loss.adaptive`."""
+        if not self.recipe.loss.adaptive:
+            return torch.ones((), device=self.world.device)
+        return adaptive_weight(reconstruction, generator, self.tokenizer.decoder.conv_out.weight)
 
     def _discriminator_step(self, real: Tensor, fake: Tensor) -> Tensor:
         with self.autocast():
