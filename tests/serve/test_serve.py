@@ -1,7 +1,5 @@
 """The routes under /v1/arpg, their streams, and their errors."""
 
-import base64
-import io
 import itertools
 import json
 
@@ -91,9 +89,9 @@ def test_the_old_name_of_the_method_is_accepted(client):
     assert "way" not in expand
 
 
-def test_a_stream_shows_every_step(client):
+def test_a_stream_shows_every_step(client, pipeline):
     body = {"class": 1, "num": 2, "steps": 4, "seed": 5, "stream": True}
-    answer = client.post("/v1/arpg/generate", json=body)
+    answer = client.post("/v1/arpg/generate", json={**body, "previews": 2})
     assert answer.headers["content-type"].startswith("text/event-stream")
     (first, queued), *steps, (last, done) = events(answer.text)
     assert (first, last) == ("queued", "done")
@@ -102,12 +100,29 @@ def test_a_stream_shows_every_step(client):
     assert [data["step"] for _, data in steps] == [1, 2, 3, 4]
     for _, data in steps:
         assert (data["steps"], data["window"], data["windows"], data["grid"]) == (4, 0, 1, [4, 4])
-        assert len(data["previews"]) == len(data["decoded_at"]) == 2
+        assert len(data["decoded_at"]) == 2
         assert max(max(row) for row in data["decoded_at"]) == data["step"] - 1
     assert all(sorted(set(row)) == [0, 1, 2, 3] for row in steps[-1][1]["decoded_at"])
     assert done["images"] == post(client, "generate", {**body, "stream": False})["images"]
-    shown = Image.open(io.BytesIO(base64.b64decode(steps[-1][1]["previews"][0])))
-    assert np.array_equal(pixels(shown), pixels(image_of(done["images"][0])))
+    assert [len(data["previews"]) for _, data in steps] == [0, 2, 2, 0]  # after a third and two thirds
+    expected = list(pipeline.generate_task(1, num_images=2, steps=4, seed=5).stream())
+    for i in (1, 2):
+        for shown, image in zip(steps[i][1]["previews"], expected[i], strict=True):
+            assert np.array_equal(pixels(image_of({"png": shown})), pixels(image))
+
+
+def test_previews_are_made_as_they_are_read_and_as_large_as_requested(client):
+    body = {"class": 1, "num": 2, "best_of": 2, "steps": 6, "seed": 5, "stream": True}
+    stream = events(client.post("/v1/arpg/generate", json=body).text)
+    steps = [data for name, data in stream if name == "step"]
+    assert [data["step"] for data in steps] == [1, 2, 3, 4, 5, 6]
+    assert {len(data["previews"]) for data in steps} <= {0, 2}  # whether the reader was fast enough
+    wide = {"image": b64(noise(8, 8)), "right": 8, "previews": 1, "preview_size": 8, "stream": True, "steps": 2}
+    stream = events(client.post("/v1/arpg/outpaint", json=wide).text)
+    (shown,) = [data["previews"] for name, data in stream if name == "step" and data["previews"]]
+    assert image_of({"png": shown[0]}).size == (8, 4)
+    none = events(client.post("/v1/arpg/generate", json={**body, "previews": 0}).text)
+    assert not any(data["previews"] for name, data in none if name == "step")
 
 
 def test_known_tokens_and_windows_are_reported(client):
@@ -141,7 +156,7 @@ def test_best_of_keeps_the_most_likely_candidate(client, pipeline):
     image_task = pipeline.generate_task(1, num_images=2, best_of=3, steps=4, seed=5)
     image_task.run()
     assert [entry["seed"] for entry in answer["images"]] == image_task.seeds
-    stream = events(client.post("/v1/arpg/generate", json={**body, "stream": True}).text)
+    stream = events(client.post("/v1/arpg/generate", json={**body, "previews": 3, "stream": True}).text)
     assert len(stream[1][1]["previews"]) == 2
 
 
@@ -335,7 +350,7 @@ def test_health_metrics_and_draining(service):
     for line in (
         'arpg_requests_total{route="/v1/arpg/generate",status="200"} 1.0',
         'arpg_requests_total{route="/v1/arpg/generate",status="400"} 1.0',
-        "arpg_images_total 3.0",
+        'arpg_images_total{outcome="ok"} 3.0',
         "arpg_queue_depth 0.0",
         "arpg_batch_rows_count 2.0",
     ):

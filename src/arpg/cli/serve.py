@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err
-from arpg.errors import InputError
+from arpg.errors import InputError, require
 
 if TYPE_CHECKING:
     from arpg.serve.auth import ApiKeys
@@ -27,6 +27,9 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind; all but loopback addresses need keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve /metrics at a port of its own as well, without a key.")
+    ] = None,
     keys_file: Annotated[Path | None, typer.Option(help="API keys, one per line; also $ARPG_API_KEYS.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Bind any address without keys.")] = False,
     max_batch: Annotated[int, typer.Option(help="Images decoded together.")] = 16,
@@ -73,11 +76,16 @@ def serve(
     )
     models = model or _installed()
     if ray:
+        require(
+            metrics_port is None, "metrics_port is for one server; on Ray, scrape /metrics of the ingress with a key"
+        )
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
         _serve_on_ray(models, keys, settings, host=host, port=port, scale=scale)
         return
     service = ImageService.from_pretrained(*models, keys=keys, settings=settings)
     bound = app.bind(host, port)
+    if metrics_port is not None:
+        service.metrics.serve(host, metrics_port)
     shown = f"[{host}]" if ":" in host else host
     err.print(
         f"serving {', '.join(service.models)} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)",

@@ -71,6 +71,7 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
         keys=service.keys,
         settings=service.settings,
         hosts=hosts,
+        tracer=service.tracer,
     )
     if len(service.keys):
         _document_keys(app)

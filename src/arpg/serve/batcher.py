@@ -51,6 +51,7 @@ class PendingRows:
     num_open: int = field(init=False)  # rows that are not finished
     ended: bool = False
     since: float = field(default_factory=time.monotonic)
+    started: float | None = None  # when its first row was admitted to a batch
 
     def __post_init__(self) -> None:
         self.ids_BN, self.known_BN = self.request.ids_BN.cpu().clone(), self.request.known_BN.clone()
@@ -204,6 +205,9 @@ class Batcher:
                 continue
             admitted.append(rows.popleft())
             busy.add(owner)
+            if pending.started is None:
+                pending.started = time.monotonic()
+                self.metrics.queue.observe(pending.started - pending.since)
             room = room - weight
             self._turns += 1
             self._last_turn[pending.tenant] = self._turns

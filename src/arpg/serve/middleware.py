@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,10 @@ from arpg.serve.api_error import ApiError, internal_error
 from arpg.serve.auth import ANONYMOUS, ApiKeys, is_loopback
 from arpg.serve.schemas import TASKS
 from arpg.serve.server_config import ServeSettings
+from arpg.serve.tracing import RecordedTrace, Trace
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +75,9 @@ class RequestMiddleware:
         keys: ApiKeys,
         settings: ServeSettings,
         hosts: frozenset[str] | None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self.tracer = tracer
         self.app, self.admission, self.metrics, self.keys = app, admission, admission.metrics, keys
         self.settings, self.hosts = settings, hosts
         self.body_bytes = 0  # of all requests that are being answered
@@ -89,9 +96,12 @@ class RequestMiddleware:
         state.setdefault("id", f"req_{secrets.token_hex(12)}")  # on Ray, the ingress has set it
         start, response = time.monotonic(), _ResponseSender(send, scope, self.settings.io_timeout_s)
         admitted, body = False, b""
+        state["trace"] = Trace()
         try:
             headers = self._check(scope)
             if scope["method"] == "POST" and scope["path"] in POST_ROUTES:
+                if self.tracer is not None:
+                    state["trace"] = RecordedTrace(self.tracer, scope["method"], headers, request_id=response.id)
                 self.admission.check(state["key"])  # before the body is read
                 body = await self._read_body(scope, headers, receive)
                 self.admission.enter(state["key"])  # a body that does not arrive takes no place
@@ -168,6 +178,9 @@ class RequestMiddleware:
         status = scope["state"].get("outcome", response.status)  # of a stream: how it ended
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.latency.labels(route).observe(seconds)
+        if "key" in scope["state"] and scope["path"].startswith("/v1/"):
+            self.metrics.key_requests.labels(scope["state"]["key"], str(status)).inc()
+        scope["state"]["trace"].end(status, route)
         if scope["path"] in PROBES:
             return  # many times a minute, and nothing to read in it
         extra = {"id": response.id, "method": scope["method"], "route": route, "status": status}

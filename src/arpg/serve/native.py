@@ -11,7 +11,17 @@ from fastapi.responses import FileResponse, Response
 
 from arpg.serve.api_error import ApiError
 from arpg.serve.request_body import JsonRoute
-from arpg.serve.responses import Job, Preview, Result, SseEvent, json_response, respond, to_base64, wait_for_result
+from arpg.serve.responses import (
+    Job,
+    Preview,
+    PreviewOptions,
+    Result,
+    SseEvent,
+    json_response,
+    respond,
+    to_base64,
+    wait_for_result,
+)
 from arpg.serve.schemas import (
     TASKS,
     Classes,
@@ -109,7 +119,8 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
     async def run_task(call: Request, body: TaskParams) -> Response:
         model = service.find(body.model)
         position = model.loaded.batcher.num_waiting
-        job = service.start(call, model, lambda builder: builder.from_params(task, body), previews=body.stream)
+        previews = PreviewOptions(body.previews, body.preview_size) if body.stream else None
+        job = service.start(call, model, lambda builder: builder.from_params(task, body), previews=previews)
         queued = ("queued", {"id": job.id, "position": position})
         return await respond(job, call, stream=body.stream, to_body=_to_body, to_sse=_to_sse, first=[queued])
 

@@ -19,7 +19,7 @@ from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
-from arpg.serve.responses import Job, Preview, Result, SseEvent, respond, to_base64
+from arpg.serve.responses import Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 
@@ -136,7 +136,7 @@ def openai_routes(service: ImageService) -> APIRouter:
         call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
     ) -> Response:
         form, model = ResponseFormat(params, kind), service.find_for(params.model, params.prompt)
-        job = service.start(call, model, build, previews=form.num_previews > 0)
+        job = service.start(call, model, build, previews=form.previews)
         return await respond(job, call, stream=bool(params.stream), to_body=form.body, to_sse=form.events)
 
     @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
@@ -230,14 +230,11 @@ async def _read_form(call: Request) -> tuple[EditParams, dict[str, bytes]]:
 
 
 class ResponseFormat:
-    """The results and previews of one job in the format of the API; `kind` starts the names of events.
-
-    Of the previews only `num_previews` are sent, evenly spread.
-    """
+    """The results and previews of one job in the format of the API; `kind` starts the names of events."""
 
     def __init__(self, params: ImagesParams, kind: str) -> None:
         self.params, self.kind = params, kind
-        self.num_previews = (params.partial_images or 0) if params.stream else 0
+        self.previews = PreviewOptions(params.partial_images) if params.stream and params.partial_images else None
         self._num_sent = 0
 
     def body(self, job: Job, result: Result) -> dict[str, Any]:
@@ -255,9 +252,7 @@ class ResponseFormat:
                 yield name, {"type": name, **image, "usage": usage, **self._format(event), **common}
             return
         name = f"{self.kind}.partial_image"
-        share = (event.window + event.step / max(1, event.steps or 1)) / event.windows
-        due = share * (self.num_previews + 1) >= self._num_sent + 1
-        if self._num_sent < self.num_previews and due and share < 1:
+        if event.pngs:
             image = {"b64_json": to_base64(event.pngs[0]), "partial_image_index": self._num_sent}
             yield name, {"type": name, "size": "auto", **image, "output_format": "png", **common}
             self._num_sent += 1

@@ -34,6 +34,7 @@ from arpg.serve.observability import Metrics, configure_logging
 from arpg.serve.responses import json_response
 from arpg.serve.server_config import ALIASES, ServeSettings
 from arpg.serve.service import ImageService
+from arpg.serve.tracing import tracer_from_environment
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,9 @@ class Ingress:
         forwarded = {name: scope[name] for name in SCOPE_FIELDS if name in scope} | {
             "state": {"id": call_id, "key": scope["state"]["key"]}
         }
+        continued = {name.encode(): value.encode() for name, value in scope["state"]["trace"].headers().items()}
+        kept = [(name, value) for name, value in scope["headers"] if name.lower() not in continued]
+        forwarded["headers"] = [*kept, *continued.items()]
         disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
         started = False
         try:
@@ -185,6 +189,7 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
         keys=keys,
         settings=settings,
         hosts=hosts,
+        tracer=tracer_from_environment(),
     )
 
 

@@ -21,13 +21,22 @@ from starlette.types import Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, deadline_exceeded
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
+from arpg.serve.tracing import Trace
 
 KEEP_ALIVE_S = 15.0  # a stream without events sends a comment this often
 
 
 @dataclass(frozen=True)
+class PreviewOptions:
+    """The previews of a job: `most` of them, evenly spread (None: as many as are read), with sides of up to `size`."""
+
+    most: int | None = None
+    size: int | None = None  # pixels; None: that of the image
+
+
+@dataclass(frozen=True)
 class Preview:
-    """The state of a task after a step."""
+    """The state of a task after a step; `pngs` is empty where no preview was made."""
 
     step: int  # finished steps of the current window, from 1
     steps: int | None
@@ -63,9 +72,13 @@ class Job:
     The last event is a `Result` or an `ApiError`.
     """
 
-    def __init__(self, *, id: str, key: str, deadline: float, previews: bool) -> None:
+    def __init__(
+        self, *, id: str, key: str, deadline: float, previews: PreviewOptions | None, trace: Trace | None = None
+    ) -> None:
         self.id, self.key = id, key  # of the call; the label of its API key
         self.previews = previews
+        self.trace = trace or Trace()
+        self.outcome = ""  # ok, cancelled, deadline or error, once it has ended
         self.created = time.time()
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -111,9 +124,13 @@ class Job:
             if self._ended:
                 return
             self._ended = True
+            self.outcome = "ok" if isinstance(event, Result) else self._failure(event)
         for call in self._on_end:
             call()
         self._send(event)
+
+    def _failure(self, error: ApiError) -> str:
+        return "cancelled" if self._cancelled else "deadline" if error.status == 504 else "error"
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Call `call` once when the job ends; at once where it has."""

@@ -90,7 +90,13 @@ class TaskParams(Sampling):
     num: int = Field(1, ge=1, le=MAX.images, description=TASK_SETTINGS["num_images"].help)
     seed: Seed | None = Field(0, description="Image i has seed + i * best_of; null: a random one, see the response.")
     best_of: int = Field(1, ge=1, le=MAX.best_of, description=TASK_SETTINGS["best_of"].help)
-    stream: bool = Field(False, description="Server-sent events with a preview after each step.")
+    stream: bool = Field(False, description="Server-sent events: one for each step, with previews.")
+    previews: Annotated[int, Field(ge=0, le=MAX.steps)] | None = Field(
+        None, description="Previews of a stream, at evenly spread steps; null: as many as are read."
+    )
+    preview_size: Annotated[int, Field(ge=8, le=MAX.side)] | None = Field(
+        None, description="Pixels of the longer side of a preview; null: the size of the image."
+    )
 
 
 def _example(*examples: dict[str, Any]) -> ConfigDict:
@@ -195,7 +201,7 @@ class StepEvent(BaseModel):
     steps: int | None = Field(description="null where it is not known before the end (decode: exact).")
     window: int
     windows: int
-    previews: list[str] = Field(description="Base64 PNG, one per image; empty when the reader is too slow.")
+    previews: list[str] = Field(description="Base64 PNG, one per image; empty where none were made.")
     grid: tuple[int, int] = Field(description="Of the whole image, which may have several windows.")
     decoded_at: list[list[int]] = Field(
         description="The step of each token, counted over all windows of the grid; -1: not yet, -2: was known."

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-import torch
 from starlette.requests import Request
-from torch import Tensor
 
-from arpg.decode import Step, make_plan
 from arpg.errors import InputError, require
-from arpg.serve.admission import AdmissionLimiter, own_tokens, task_cost
+from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
-from arpg.serve.batcher import PendingRows
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.observability import Metrics, peak_rss_bytes
-from arpg.serve.responses import Accepted, Job, Preview, Result, to_png
+from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, to_png
 from arpg.serve.schemas import ExtractCondition
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
+from arpg.serve.task_run import TaskRun
+from arpg.serve.tracing import tracer_from_environment
 from arpg.serve.workers import WorkerPools
-from arpg.tasks.task import ImageTask
 
 log = logging.getLogger(__name__)
-
-MAX_UNREAD_PREVIEWS = 8  # of a slow reader; more are left out
-MAX_PREVIEW_LAG_S = 2.0  # previews of older steps are left out
 
 
 class ImageService:
@@ -50,6 +41,7 @@ class ImageService:
         self.limits, self.keys = self.settings.limits, keys or ApiKeys()
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
+        self.tracer = tracer_from_environment()
         self.pools = WorkerPools()
         self.admission = AdmissionLimiter(self.settings, self.metrics, num_keys=lambda: len(self.keys))
         self._closed = False
@@ -130,15 +122,24 @@ class ImageService:
         return {**info, "models": [model.entry(default=model is default) for model in self.models.values()]}
 
     def start(
-        self, call: Request, model: ServedModel, build: Callable[[TaskBuilder], BuiltTask], *, previews: bool
+        self,
+        call: Request,
+        model: ServedModel,
+        build: Callable[[TaskBuilder], BuiltTask],
+        *,
+        previews: PreviewOptions | None,
     ) -> Job:
-        """Start a job of a model for an HTTP call; `build` is called in a worker thread."""
+        """Start a job of a model for an HTTP call; `build` is called in a worker thread. `previews`: None: no steps."""
         loaded = model.loaded
-        job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=previews)
+        state = call.state
+        job = Job(id=state.id, key=state.key, trace=state.trace, deadline=self.settings.deadline, previews=previews)
 
         def prepare() -> None:
-            run = _TaskRun(self, loaded, job, *build(loaded.builder))
+            start = time.monotonic()
+            run = TaskRun(self, loaded, job, *build(loaded.builder))
+            job.trace.add("prepare", start, time.monotonic())
             job.on_end(self.admission.reserve(job.key, run.cost, large=run.large))
+            job.on_end(lambda: self._count_images(job, len(run.task.spec.labels)))
             job.send(Accepted())
             self.submit(run.pool, job, run.submit_next)
 
@@ -148,7 +149,7 @@ class ImageService:
     def start_extraction(self, call: Request, model: ServedModel, params: ExtractCondition) -> Job:
         """Start a job that extracts a condition image, in worker threads of its own; its kind is in the settings."""
         builder = model.loaded.builder
-        job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=False)
+        job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=None)
 
         def extract() -> None:
             image, kind = builder.extract_condition(params)
@@ -178,6 +179,11 @@ class ImageService:
         except RuntimeError:  # the pool is closed
             job.end(internal_error())
 
+    def _count_images(self, job: Job, count: int) -> None:
+        self.metrics.images.labels(job.outcome).inc(count)
+        if job.outcome == "ok":
+            self.metrics.key_images.labels(job.key).inc(count)
+
     def fail(self, job: Job, error: BaseException) -> None:
         """End a job with a 500; the log has the details."""
         log.error("generation failed", exc_info=error, extra={"id": job.id})
@@ -187,116 +193,3 @@ class ImageService:
 def _of_loaded(model: ServedModel, value: Callable[[LoadedModel], float]) -> float:
     """Return a number of a model; 0 while it is not loaded."""
     return float(value(model.loaded)) if model.is_loaded else 0.0
-
-
-class _TaskRun:
-    """Runs the task of one job: submits its requests to the batcher, makes previews of its steps, and its result."""
-
-    def __init__(
-        self, service: ImageService, loaded: LoadedModel, job: Job, task: ImageTask, about: dict[str, Any]
-    ) -> None:
-        self.service, self.loaded, self.job, self.task, self.about = service, loaded, job, task, about
-        self.cost = task_cost(task, loaded.pipeline)
-        tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
-        self.large = tokens > own_tokens(loaded.pipeline)
-        self.pool = service.pools.large if self.large else service.pools.finish
-        self.backlog: deque[Callable[[], None]] = deque()  # previews to make, and what follows them
-        self.working = False
-        self.lock = threading.Lock()
-        self.preview_seconds = 0.0
-
-    def submit_next(self) -> None:
-        """Submit the next request of the task to the batcher; without one, the images are finished."""
-        request = self.task.next_request()
-        if request is None:
-            self.finish()
-            return
-        settings = self.task.spec.settings
-        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        if self.task.starts_grid:
-            self.decoded_at_Bhw = torch.where(self.task.known_grid, -2, -1)
-        self.earlier_steps = max(0, int(self.decoded_at_Bhw.max()) + 1)  # of the windows before
-        job = self.job
-        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self.on_end, tenant=job.key)
-        if job.previews:
-            pending.on_step = self.on_step
-        self.loaded.batcher.submit(pending)
-
-    def on_step(self, pending: PendingRows) -> None:
-        """In the batching thread: copy the tokens; a worker makes the preview."""
-        step_B = torch.tensor(pending.steps_B)
-        decoded_at = self.decoded_at_Bhw.clone()  # workers read the one before
-        window = decoded_at[:, *self.task.window]
-        fresh = pending.known_BN.cpu().reshape(window.shape) & (window == -1)
-        window.copy_(torch.where(fresh, (self.earlier_steps + step_B - 1)[:, None, None], window))
-        self.decoded_at_Bhw = decoded_at
-        ids, known = pending.ids_BN.clone(), pending.known_BN.clone()
-        counts = [len(plan.sizes) for plan in pending.plan.samples]
-        done = sum(pending.steps_B) * max(counts) // max(1, sum(counts))
-        if self.job.num_unread > MAX_UNREAD_PREVIEWS:
-            return
-        with self.lock:
-            most = max(1, int(MAX_PREVIEW_LAG_S / max(1e-6, self.preview_seconds)))
-            while len(self.backlog) >= most:
-                self.backlog.popleft()
-            self.backlog.append(lambda: self.preview(done, max(counts), ids, known, decoded_at))
-        self._work_off()
-
-    def on_end(self, pending: PendingRows, error: BaseException | None) -> None:
-        """In the batching thread: the request is decoded, or it failed, or the job was stopped."""
-        if error is not None:
-            self.service.fail(self.job, error)
-        elif pending.num_open == 0:
-            step = Step(max(pending.steps_B), max(pending.steps_B) + 1, pending.ids_BN, pending.known_BN)
-            with self.lock:
-                self.backlog.append(lambda: self.accept(step))
-            self._work_off()
-        else:
-            self.job.stop()
-
-    def _work_off(self) -> None:
-        """Run the backlog one by one in worker threads."""
-        with self.lock:
-            if self.working or not self.backlog:
-                return
-            self.working = True
-            work = self.backlog.popleft()
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                with self.lock:
-                    self.working = False
-            self._work_off()
-
-        self.service.submit(self.pool, self.job, run)
-
-    def accept(self, step: Step) -> None:
-        self.task.accept(step)
-        self.submit_next()
-
-    def preview(self, step: int, steps: int, ids_BN: Tensor, known_BN: Tensor, decoded_at_Bhw: Tensor) -> None:
-        start = time.monotonic()
-        task, best_of = self.task, self.task.spec.best_of
-        images = task.preview(Step(step - 1, steps + 1, ids_BN, known_BN))
-        preview = Preview(
-            step=step,
-            steps=steps,
-            window=task.index,
-            windows=len(task),
-            grid=(decoded_at_Bhw.shape[1], decoded_at_Bhw.shape[2]),
-            pngs=[to_png(image) for image in images[::best_of]],
-            decoded_at=decoded_at_Bhw[::best_of].flatten(1).tolist(),
-        )
-        self.preview_seconds = time.monotonic() - start
-        self.job.send(preview)
-
-    def finish(self) -> None:
-        images, seeds = self.task.images(), self.task.seeds
-        settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
-        pngs = [to_png(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
-        seconds = self.job.seconds
-        self.service.metrics.images.inc(len(images))
-        self.service.admission.record(self.cost, seconds)
-        self.job.end(Result(pngs, images, seeds, settings, seconds))

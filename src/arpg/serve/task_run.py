@@ -1,0 +1,187 @@
+"""TaskRun: the task of one job, from its first request to its images, with events for the steps on the way.
+
+Shapes: B candidates, N tokens, h w grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from arpg.decode import Step, make_plan
+from arpg.serve.admission import own_tokens, task_cost
+from arpg.serve.batcher import PendingRows
+from arpg.serve.responses import Job, Preview, Result, to_png
+from arpg.serve.served_model import LoadedModel
+from arpg.tasks.task import ImageTask
+
+if TYPE_CHECKING:
+    from arpg.serve.service import ImageService
+
+MAX_UNREAD_EVENTS = 64  # of a slow reader; further steps are left out
+
+
+@dataclass(frozen=True)
+class StepState:
+    """The state of a request after a step; `due`: its preview has to be made."""
+
+    step: int
+    steps: int
+    ids_BN: Tensor
+    known_BN: Tensor
+    decoded_at_Bhw: Tensor  # of the whole grid
+    due: bool
+
+
+class TaskRun:
+    """Submits the requests of a task to the batcher, reports their steps and makes the result.
+
+    Previews are made in worker threads, never in that of the batcher, and no faster than they are read: of the steps
+    that were finished meanwhile only the last one gets a preview, and none where the reader has an event to read or
+    the result can be made instead. A job that wants a number of previews gets them at evenly spread steps.
+    """
+
+    def __init__(
+        self, service: ImageService, loaded: LoadedModel, job: Job, task: ImageTask, about: dict[str, Any]
+    ) -> None:
+        self.service, self.loaded, self.job, self.task, self.about = service, loaded, job, task, about
+        self.cost = task_cost(task, loaded.pipeline)
+        tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
+        self.large = tokens > own_tokens(loaded.pipeline)
+        self.pool = service.pools.large if self.large else service.pools.finish
+        self._states: list[StepState] = []  # to report
+        self._decoded: Step | None = None  # the result of the current request
+        self._working = False
+        self._lock = threading.Lock()
+        self._num_due = self._num_made = 0  # previews
+
+    def submit_next(self) -> None:
+        """Submit the next request of the task to the batcher; without one, the images are finished."""
+        request = self.task.next_request()
+        if request is None:
+            self._finish()
+            return
+        settings = self.task.spec.settings
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        if self.task.starts_grid:
+            self._decoded_at_Bhw = torch.where(self.task.known_grid, -2, -1)
+        self._earlier_steps = max(0, int(self._decoded_at_Bhw.max()) + 1)  # of the windows before
+        job = self.job
+        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self._on_end, tenant=job.key)
+        if job.previews is not None:
+            pending.on_step = self._on_step
+        self.loaded.batcher.submit(pending)
+
+    def _on_step(self, pending: PendingRows) -> None:
+        """In the batching thread: copy the tokens; a worker reports the step."""
+        step_B = torch.tensor(pending.steps_B)
+        decoded_at = self._decoded_at_Bhw.clone()  # workers read the one before
+        window = decoded_at[:, *self.task.window]
+        fresh = pending.known_BN.cpu().reshape(window.shape) & (window == -1)
+        window.copy_(torch.where(fresh, (self._earlier_steps + step_B - 1)[:, None, None], window))
+        self._decoded_at_Bhw = decoded_at
+        counts = [len(plan.sizes) for plan in pending.plan.samples]
+        steps = max(counts)
+        done = sum(pending.steps_B) * steps // max(1, sum(counts))
+        due = self._is_due((self.task.index + done / max(1, steps)) / len(self.task))
+        if self.job.num_unread > MAX_UNREAD_EVENTS and not due:
+            return
+        state = StepState(done, steps, pending.ids_BN.clone(), pending.known_BN.clone(), decoded_at, due)
+        with self._lock:
+            self._states.append(state)
+        self._work()
+
+    def _is_due(self, share: float) -> bool:
+        """Return whether the next of the wanted number of previews is due, when `share` of the task is decoded."""
+        assert self.job.previews is not None
+        most = self.job.previews.most
+        due = most is not None and share < 1 and self._num_due < most and share * (most + 1) >= self._num_due + 1
+        self._num_due += due
+        return due
+
+    def _on_end(self, pending: PendingRows, error: BaseException | None) -> None:
+        """In the batching thread: the request is decoded, or it failed, or the job was stopped."""
+        now = time.monotonic()
+        if pending.started is not None:
+            self.job.trace.add("queue", pending.since, pending.started)
+            self.job.trace.add("decode", pending.started, now, rows=len(pending.steps_B), steps=max(pending.steps_B))
+        if error is not None:
+            self.service.fail(self.job, error)
+        elif pending.num_open == 0:
+            with self._lock:
+                steps = max(pending.steps_B)
+                self._decoded = Step(steps, steps + 1, pending.ids_BN, pending.known_BN)
+            self._work()
+        else:
+            self.job.stop()
+
+    def _work(self) -> None:
+        """Report steps and take the result of the request in a worker thread, one at a time."""
+        with self._lock:
+            if self._working or not (self._states or self._decoded):
+                return
+            self._working = True
+
+        def run() -> None:
+            try:
+                with self._lock:
+                    states, self._states = self._states, []
+                    decoded, self._decoded = self._decoded, None
+                for state in states:
+                    last = state is states[-1] and decoded is None and self.job.num_unread == 0
+                    self._report(state, preview=state.due or (last and self._makes_every_preview))
+                if decoded is not None:
+                    self.task.accept(decoded)
+                    self.submit_next()
+            finally:
+                with self._lock:
+                    self._working = False
+            self._work()
+
+        self.service.submit(self.pool, self.job, run)
+
+    @property
+    def _makes_every_preview(self) -> bool:
+        return self.job.previews is not None and self.job.previews.most is None
+
+    def _report(self, state: StepState, *, preview: bool) -> None:
+        """Send the event of a step, with a preview of each image or without."""
+        task, best_of = self.task, self.task.spec.best_of
+        pngs: list[bytes] = []
+        if preview:
+            assert self.job.previews is not None
+            size = self.job.previews.size
+            tokens = task.tokens_after(Step(state.step - 1, state.steps + 1, state.ids_BN, state.known_BN))
+            for image in task.render(tokens, task.rows[::best_of]):
+                if size is not None:
+                    image.thumbnail((size, size))
+                pngs.append(to_png(image))
+        event = Preview(
+            step=state.step,
+            steps=state.steps,
+            window=task.index,
+            windows=len(task),
+            grid=(state.decoded_at_Bhw.shape[1], state.decoded_at_Bhw.shape[2]),
+            pngs=pngs,
+            decoded_at=state.decoded_at_Bhw[::best_of].flatten(1).tolist(),
+        )
+        self.job.send(event)
+        if preview and self._num_made == 0:
+            self.service.metrics.first_preview.observe(self.job.seconds)
+        self._num_made += preview
+
+    def _finish(self) -> None:
+        start = time.monotonic()
+        images, seeds = self.task.images(), self.task.seeds
+        settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
+        pngs = [to_png(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
+        self.job.trace.add("pixels", start, time.monotonic(), images=len(images))
+        seconds = self.job.seconds
+        self.service.admission.record(self.cost, seconds)
+        self.job.end(Result(pngs, images, seeds, settings, seconds))
