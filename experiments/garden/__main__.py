@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import sys
 from collections.abc import Sequence
 
-from arpg.errors import InputError
+from experiments.verbs import run_verb
 
-# Verb: module and function, and what it does. Only the module of the chosen verb is imported.
 VERBS = {
     "compose": ("scene_sets:compose", "compose captioned scenes as tokens for `arpg train`"),
     "train-detector": ("detector:main", "train the detector of evaluate-text"),
@@ -34,32 +30,7 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; an error of the user is one line and exit code 2."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        lines = [f"  {verb:<17}{about}" for verb, (_, about) in VERBS.items()]
-        sys.stdout.write("usage: python -m experiments.garden VERB ...\n\n" + "\n".join(lines) + "\n")
-        return 0
-    if arguments[0] not in VERBS:
-        sys.stderr.write(f"garden: unknown verb {arguments[0]!r}; expected one of {', '.join(VERBS)}\n")
-        return 2
-    handler = logging.StreamHandler(sys.stdout)
-    logging.getLogger().addHandler(handler)
-    for name in ("garden", "experiments", "arpg"):
-        logging.getLogger(name).setLevel(logging.INFO)
-    module, function = VERBS[arguments[0]][0].split(":")
-    try:
-        getattr(importlib.import_module(f"experiments.garden.{module}"), function)(arguments[1:])
-    except InputError as error:
-        sys.stderr.write("garden: " + " ".join(str(error).split()) + "\n")
-        return 2
-    except KeyboardInterrupt:
-        if os.environ.get("ARPG_DEBUG"):
-            raise
-        sys.stderr.write("garden: interrupted\n")
-        return 130
-    finally:
-        logging.getLogger().removeHandler(handler)
-    return 0
+    return run_verb("garden", VERBS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""`python -m experiments.meadow VERB ...`, from the root of the repository."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from experiments.verbs import run_verb
+
+VERBS = {
+    "build-data": ("build_data:main", "build the photographs from mirrors of public repositories"),
+    "pack": ("training:pack", "write a folder as pieces that a call can carry"),
+    "unpack": ("training:unpack", "join such pieces"),
+    "tokenize": ("training:tokenize", "encode both splits"),
+    "pack-tokens": ("training:pack_token_set", "write a token set in 13 bits per token"),
+    "unpack-tokens": ("training:unpack_token_set", "write it back"),
+    "train": ("training:train", "train for some minutes; resume; return the weights so far"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; an error of the user is one line and exit code 2."""
+    return run_verb("meadow", VERBS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
