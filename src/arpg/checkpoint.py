@@ -5,6 +5,7 @@
       model.safetensors       the network
       tokenizer.safetensors   the tokenizer
       classes.txt             one line per class: name, synonyms; none where the model takes prompts
+      model_index.json        what diffusers reads, see `arpg.diffusers_pipeline`
 
 A folder may hold the network, the tokenizer or both; writing one leaves the other as it is. Instead of a tokenizer it
 may name an installed model whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from
@@ -38,6 +39,12 @@ from arpg.tokenizer import VQTokenizer
 FORMAT = "arpg-1"
 KEYS = {"format", "model", "tokenizer", "tokenizer_of", "base", "sampling", "license", "about", "examples"}
 MODEL, TOKENIZER, CLASSES = "model.safetensors", "tokenizer.safetensors", "classes.txt"
+INDEX = "model_index.json"
+DIFFUSERS_INDEX = {
+    "_class_name": "ARPGPipeline",
+    "_diffusers_version": "0.42.1",
+    "model": ["arpg.diffusers_pipeline", "ARPGModel"],
+}
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -135,6 +142,9 @@ def write_folder(
     data |= {name: getattr(config, name) for name in ("tokenizer_of", "base") if getattr(config, name) is not None}
     data["license"] = config.license
     data |= {name: getattr(config, name) for name in ("about", "examples") if getattr(config, name)}
+    if config.model is not None:
+        index = json.dumps(DIFFUSERS_INDEX, indent=1) + "\n"
+        writes[folder / INDEX] = lambda path: path.write_text(index, encoding="utf-8")
     writes[folder / CONFIG] = lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     write_together(writes)
 

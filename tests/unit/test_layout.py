@@ -25,6 +25,7 @@ LAYERS = [
     {"decode"},
     {"tasks", "figures"},
     {"pipeline"},
+    {"diffusers_pipeline"},
     {"data"},
     {"evaluation"},
     {"train"},
