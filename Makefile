@@ -6,7 +6,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 # pytest processes with one thread each
 WORKERS ?= 2
 
-.PHONY: demo test test-all lint types format docs clean
+.PHONY: demo test test-all test-portable lint types format docs clean
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,11 @@ test: .venv/.dev
 
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+# Without what only Linux has, as on macOS and Windows.
+test-portable: .venv/.dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/pytest -p support.portable -m "not slow" --numprocesses $(WORKERS) \
+	  tests/unit tests/train/test_snapshot.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

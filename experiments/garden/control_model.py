@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from arpg.data.crops import center_crops
 from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
-from arpg.device import choose_device
+from arpg.device import choose_device, usable_cpus
 from arpg.evaluation.classifier import Classifier
 from arpg.hub import resolve
 from arpg.image import save, sheet
@@ -84,7 +83,7 @@ class ControlRun:
         self.work.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
         self.device = choose_device(options.device)
-        self.processes = len(os.sched_getaffinity(0))
+        self.processes = len(usable_cpus())
         folders = {split: [str(self.work / kind / split) for kind in ("canny", "depth")] for split in ("train", "test")}
         train = [folders["train"][0]] * EDGE_WEIGHT + folders["train"][1:]
         own = [f"data.train={json.dumps(train)}", f"data.validation={json.dumps(folders['test'])}"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import logging
 import multiprocessing
-import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from arpg.checkpoint import load_tokenizer
 from arpg.data.tokenize import encode_pixels, fingerprint
 from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
-from arpg.device import choose_device
+from arpg.device import choose_device, usable_cpus
 from arpg.errors import require
 from arpg.hub import resolve
 from arpg.image import Pixels, check_output, save, sheet, to_images, to_uint8
@@ -35,7 +37,7 @@ CHUNK = 256  # scenes that a process composes before it hands them over
 SHEET = 64  # scenes on a sheet, at most
 
 log = logging.getLogger("garden")
-_composer: Composer | None = None  # of a worker process
+_composer: tuple[tuple[str, str, int], Composer] | None = None  # of a worker process, with what it was made of
 
 
 def compose_parts(
@@ -47,27 +49,40 @@ def compose_parts(
     """
     require(num >= 1, f"the number of scenes is {num}; expected 1 or more")
     ranges = iter([range(start, min(start + CHUNK, num)) for start in range(first, num, CHUNK)])
+    run = partial(_run, make, (*sets, size))
     if processes == 0:
-        _start(*sets, size)
-        yield from (_run(make, part) for part in ranges)
+        yield from map(run, ranges)
         return
     # Spawned: a forked copy of a process that has used a GPU cannot use it, and threads do not survive forking.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(*sets, size)) as pool:
-        waiting = [pool.submit(_run, make, part) for part in islice(ranges, 4 * processes)]
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        with _ignored_interrupts():  # the processes inherit this: Ctrl-C is for the one that started them
+            waiting = [pool.submit(run, part) for part in islice(ranges, 4 * processes)]
         while waiting:
             yield waiting.pop(0).result()
-            waiting += [pool.submit(_run, make, part) for part in islice(ranges, 1)]
+            waiting += [pool.submit(run, part) for part in islice(ranges, 1)]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _start(fruits: str, emoji: str, size: int) -> None:
+@contextlib.contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(make: Callable[[Composer, range], T], source: tuple[str, str, int], numbers: range) -> T:
+    """Call `make`; an error of the composer's data passes to the process that asked, unlike one at a worker's start."""
     global _composer
-    _composer = Composer(fruits, emoji, size=size)
-
-
-def _run(make: Callable[[Composer, range], T], numbers: range) -> T:
-    assert _composer is not None
-    return make(_composer, numbers)
+    if _composer is None or _composer[0] != source:
+        _composer = (source, Composer(*source[:2], size=source[2]))
+    return make(_composer[1], numbers)
 
 
 def any_scenes(composer: Composer, numbers: range, *, seed: int) -> list[Scene]:
@@ -83,7 +98,7 @@ def num_processes(num_scenes: int, requested: int | None = None) -> int:
     """Return `requested` processes, or by default one for each core; 0 (this process) for a few scenes."""
     if requested is not None:
         return requested
-    return len(os.sched_getaffinity(0)) if num_scenes > 2000 else 0
+    return len(usable_cpus()) if num_scenes > 2000 else 0
 
 
 def compose_tokens(

@@ -15,7 +15,6 @@ import argparse
 import io
 import json
 import logging
-import os
 import time
 import zipfile
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folde
 from arpg.config import TextConfig
 from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
+from arpg.device import usable_cpus
 from arpg.files import read_tensors, write_json, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
@@ -168,7 +168,7 @@ class TextRun:
         assert self.recipe.model.text is not None
         self.text: TextConfig = self.recipe.model.text
         self.detector_folder = self.results / "detector"
-        self.processes = 0 if options.scenes < 2000 else len(os.sched_getaffinity(0))
+        self.processes = 0 if options.scenes < 2000 else len(usable_cpus())
 
     def run(self) -> None:
         stages = {name: getattr(self, name) for name in STAGES if name in self.options.stages}

@@ -144,11 +144,17 @@ def good_threads(root: Path = Path("/")) -> int:
     Hyperthreads share what matrix products need. A thread without a core of its own makes all others wait for it,
     spinning, at the end of every operation: too many threads are far worse than too few.
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = {_core(root, cpu) for cpu in allowed}
+    cores = {_core(root, cpu) for cpu in usable_cpus()}
     quota = _quota(root)
     usable = len(cores) if quota is None else min(len(cores), max(1, math.floor(quota)))
     return max(1, min(usable, (os.cpu_count() or 1) - _others(root)))
+
+
+def usable_cpus() -> list[int]:
+    """Return the numbers of the logical CPUs that this process may use; all of them where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def cpu_name(root: Path = Path("/")) -> str:
@@ -169,15 +175,20 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that CUDA's allocator, or on a CPU the process, has held since `reset_peak`."""
+    """Return the most bytes that CUDA's allocator, or on a CPU the process, has held since `reset_peak`.
+
+    Windows does not say: 0.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
     except (OSError, StopIteration, ValueError, IndexError):
-        import resource
-
+        try:
+            import resource
+        except ModuleNotFoundError:
+            return 0
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -16,7 +16,6 @@ import bisect
 import io
 import itertools
 import json
-import os
 import posixpath
 import struct
 import tarfile
@@ -212,7 +211,8 @@ class _TarReader(_ArchiveReader):
     def read(self, name: str) -> bytes:
         offset, size = self.members[name]
         with self.local_file().open("rb") as file:  # not kept open: a set may have thousands of tars
-            data = os.pread(file.fileno(), size, offset)
+            file.seek(offset)
+            data = file.read(size)
         require(len(data) == size, f"{self.path} ends inside {name}; copy it again")
         return data
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import resource
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +23,7 @@ from prometheus_client import (
 )
 
 import arpg
+from arpg.device import peak_bytes
 from arpg.errors import InputError
 
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -91,8 +90,7 @@ def _gpu_bytes(value: Callable[[], int]) -> float:
 
 def peak_rss_bytes() -> int:
     """Return the largest resident memory that this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return peak_bytes(torch.device("cpu"))
 
 
 class JsonFormatter(logging.Formatter):

@@ -219,7 +219,11 @@ def _crc32(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+    """Make the names in a folder durable; Windows, which cannot open folders, does that by itself."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(handle)
     finally:
