@@ -3,12 +3,16 @@
 import base64
 import io
 
+import httpx
 import numpy as np
 import openai
 import pytest
 from PIL import Image
 
 from arpg.serve.auth import ApiKeys
+from arpg.serve.image_store import ImageStore
+from arpg.serve.openai import random_patches
+from arpg.serve.server_config import Limits
 from support.small import noise
 
 KEY = "a-key-for-the-official-client"
@@ -45,7 +49,110 @@ def test_generations(client, pipeline):
     assert len(answer.data) == 2
     for datum, image in zip(answer.data, expected, strict=True):
         assert np.array_equal(np.asarray(image_of(datum.b64_json)), np.asarray(image))
-    assert (answer.size, answer.output_format) == ("8x8", "png")
+    assert (answer.size, answer.output_format, answer.quality, answer.background) == ("8x8", "png", "medium", "opaque")
+    usage = answer.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (1, 32, 33)  # a class; 2 of 16 tokens
+    assert usage.input_tokens_details.text_tokens == usage.input_tokens
+    assert usage.output_tokens_details.image_tokens == usage.output_tokens
+
+
+def test_every_field_of_the_client_is_accepted(client):
+    """What has no meaning here is ignored; what is not known at all is refused, since it may be a misspelt setting."""
+    answer = client.images.generate(
+        prompt="1",
+        model="small",
+        n=1,
+        size="auto",
+        quality="max",
+        style="vivid",
+        moderation="low",
+        background="auto",
+        output_format="png",
+        output_compression=80,
+        response_format="b64_json",
+        safety_identifier="somebody",
+        user="user",
+        complexity="low",
+        frame_count=1,
+        frame_duration_ms=10,
+        extra_body={"metadata": {"a": "b"}, "store": False, "steps": 2},
+    )
+    assert (answer.quality, answer.safety_identifier) == ("max", "somebody")
+    assert client.images.generate(prompt="1", user="user", extra_body={"steps": 1}).safety_identifier == "user"
+    with pytest.raises(openai.BadRequestError, match="unknown field 'gudance'"):
+        client.images.generate(prompt="1", extra_body={"gudance": 3})
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("auto", "8x8"), ("8x8", "8x8"), ("24x24", "24x24"), ("1024x1024", "32x32"), ("1536x1024", "32x32")],
+)
+def test_sizes_are_the_nearest_that_the_model_makes(live, size, expected):
+    address, _ = live(limits=Limits(side=32))
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        answer = client.images.generate(prompt="1", size=size, extra_body={"steps": 1})
+        assert answer.size == expected == "{}x{}".format(*image_of(answer.data[0].b64_json).size)
+        with pytest.raises(openai.BadRequestError, match=r"8x8 \(or auto\), larger ones of that shape up to 32x32"):
+            client.images.generate(prompt="1", size="16x8")
+        with pytest.raises(openai.BadRequestError, match="larger ones"):
+            client.images.generate(prompt="1", size="4x4")
+
+
+def test_an_edit_without_a_mask_keeps_a_quarter_of_the_patches(client):
+    source = noise(8, 8)
+    options = {"seed": 3, "steps": 3}
+    answer = client.images.edit(image=png(source), prompt="1", size="1024x1024", extra_body=options)
+    found, before = np.asarray(image_of(answer.data[0].b64_json)), np.asarray(source)
+    same = (found == before).all(-1).reshape(4, 2, 4, 2).all((1, 3))  # by patch
+    kept = np.asarray(random_patches((4, 4), (4, 4), 3)) == 0
+    assert kept.sum() == 4
+    assert (same | ~kept).all()
+    assert not same.all()
+    assert (answer.size, answer.usage.input_tokens_details.image_tokens) == ("8x8", 4)
+
+
+@pytest.mark.filterwarnings("ignore:deprecated")  # in the client, like the model it was made for
+def test_variations(client, pipeline):
+    source, options = noise(8, 8), {"seed": 3, "steps": 3}
+    answer = client.images.create_variation(image=png(source), n=2, size="256x256", extra_body=options)
+    expected = pipeline.inpaint(source, random_patches((8, 8), (4, 4), 3), None, num_images=2, **options)
+    assert [np.array_equal(image_of(d.b64_json), e) for d, e in zip(answer.data, expected, strict=True)] == [True] * 2
+    with pytest.raises(openai.BadRequestError, match="size is 9x9"):
+        client.images.create_variation(image=png(source), size="9x9")
+
+
+def test_images_as_urls(client, live):
+    answer = client.images.generate(
+        prompt="1", n=2, response_format="url", output_format="webp", extra_body={"steps": 1}
+    )
+    for datum in answer.data:
+        assert datum.b64_json is None
+        fetched = httpx.get(datum.url)  # without the key
+        assert (fetched.status_code, fetched.headers["content-type"]) == (200, "image/webp")
+        assert Image.open(io.BytesIO(fetched.content)).size == (8, 8)
+        assert len(datum.url.rsplit("/", 1)[1]) > 40
+    assert len({datum.url for datum in answer.data}) == 2
+    other = answer.data[0].url.rsplit("/", 1)[0]
+    assert httpx.get(f"{other}/nothing.png").status_code == 404
+    address, _ = live(url_bytes=0)
+    with (
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as without,
+        pytest.raises(openai.BadRequestError, match="use b64_json"),
+    ):
+        without.images.generate(prompt="1", response_format="url")
+
+
+def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("arpg.serve.image_store.time.monotonic", lambda: now[0])
+    store = ImageStore(max_bytes=100, seconds=10)
+    first, second, third = (store.add(b"x" * 40, "image/png").rsplit("/", 1)[1] for _ in range(3))
+    assert store.find(first) is None  # dropped for the third
+    assert store.find(second).data == store.find(third).data == b"x" * 40
+    assert store.num_bytes == 80
+    now[0] = 10.0
+    assert store.find(third) is None
+    assert store.num_bytes == 0
 
 
 def test_sizes_formats_and_qualities(client, pipeline):
@@ -113,7 +220,7 @@ def test_errors_are_the_clients_exceptions(client, live):
     assert "class 3" in unknown.value.body["nearest"]
     with pytest.raises(openai.NotFoundError):
         client.images.generate(prompt="1", model="gpt-image-1")
-    for wrong in ({"response_format": "url"}, {"size": "7x"}, {"size": "4000x4000"}, {"background": "transparent"}):
+    for wrong in ({"output_format": "svg"}, {"size": "7x"}, {"size": "4000x4000"}, {"background": "transparent"}):
         with pytest.raises(openai.BadRequestError):
             client.images.generate(prompt="1", **wrong)
     with pytest.raises(openai.BadRequestError):

@@ -69,7 +69,14 @@ def test_every_route_is_described(service):
     assert set(document["paths"]) == {
         *(f"/v1/arpg/{name}" for name in ("info", "classes", "thumbnails.webp")),
         *(f"/v1/arpg/{name}" for name in ("generate", "inpaint", "edit", "outpaint", "expand", "condition")),
-        *("/v1/images/generations", "/v1/images/edits", "/v1/models", "/v1/models/{model}"),
+        *(
+            "/v1/images/generations",
+            "/v1/images/edits",
+            "/v1/images/variations",
+            "/images/{name}",
+            "/v1/models",
+            "/v1/models/{model}",
+        ),
         *("/healthz", "/readyz", "/metrics"),
     }
     for path, methods in document["paths"].items():

@@ -14,6 +14,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg import Pipeline
+from arpg.image import to_rgb
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
 from arpg.serve.server_config import Limits
@@ -226,7 +227,7 @@ def test_the_official_client_sends_prompts(live, pipe):
         answer = client.images.edit(image=sent, prompt="pear", extra_body={**options, "negative": "star"})
         mask = Image.new("L", (8, 8))
         mask.paste(255, (0, 0, 4, 8))
-        expected = pipe.inpaint(source.convert("RGB"), mask, prompt="pear", negative="star", **options)
+        expected = pipe.inpaint(to_rgb(source), mask, prompt="pear", negative="star", **options)
         assert same(answer.data[0], expected[0])
         *parts, last = client.images.generate(prompt="pear", stream=True, partial_images=2, extra_body=options)
         assert len(parts) == 2

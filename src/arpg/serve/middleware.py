@@ -40,6 +40,7 @@ POST_ROUTES = {  # all that take a body: whether there may be images in it
     **{f"/v1/arpg/{task}": True for task in (*TASKS, "condition")},
     "/v1/images/generations": False,
     "/v1/images/edits": True,
+    "/v1/images/variations": True,
 }
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI Images API: generations, edits and models, as the official client calls them, plus our own settings."""
+"""The OpenAI Images API: generations, edits, variations, models, as the official client calls them; our settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -17,13 +17,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from arpg.image import to_rgb
 from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
+from arpg.serve.image_store import PATH
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
 from arpg.serve.responses import Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 
-QUALITY_FACTORS = {"low": 0.5, "medium": 1.0, "standard": 1.0, "auto": 1.0, "high": 2.0, "hd": 2.0}  # of the steps
+QUALITY_FACTORS = {  # of the steps
+    "low": 0.5,
+    "medium": 1.0,
+    "standard": 1.0,
+    "auto": 1.0,
+    "high": 2.0,
+    "hd": 2.0,
+    "xhigh": 3.0,
+    "max": 4.0,
+}
+STANDARD_SIZES = frozenset(  # of OpenAI's models: what a client may send by default; mapped to what the model can do
+    {"256x256", "512x512", "1024x1024", "1536x1024", "1024x1536", "1792x1024", "1024x1792"}
+)
+RESAMPLED_SHARE = 0.75  # of the patches of an image that is varied, or edited without a mask
 
 
 class ImagesParams(Sampling):
@@ -37,16 +51,29 @@ class ImagesParams(Sampling):
     )
     n: Annotated[int, Field(ge=1, le=MAX.images)] | None = None
     size: Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] | None = Field(
-        None, description="auto (the model's own) or WIDTHxHEIGHT; a larger one is made as by /v1/arpg/expand."
+        None,
+        description="auto (the model's own) or WIDTHxHEIGHT; a larger one is made as by /v1/arpg/expand. Standard "
+        "sizes of OpenAI's models that this one cannot make become the nearest that it can.",
     )
-    quality: Literal[tuple(QUALITY_FACTORS)] | None = Field(None, description="low and high: half and twice the steps.")  # type: ignore[valid-type]
-    response_format: Literal["b64_json"] | None = Field(None, description="URLs are not supported.")
+    quality: Literal[tuple(QUALITY_FACTORS)] | None = Field(  # type: ignore[valid-type]
+        None, description="Steps: low 1/2, medium 1, high 2, xhigh 3, max 4 times the model's."
+    )
+    response_format: Literal["b64_json", "url"] | None = Field(None, description="url: fetch it within ten minutes.")
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(None, description="Quality of JPEG, WebP.")
-    background: Literal["auto", "opaque"] | None = None
+    background: Literal["auto", "opaque"] | None = Field(None, description="Images are opaque.")
     stream: bool | None = None
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
-    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Not used.")
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Returned as safety_identifier.")
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = Field(None, description="Returned; not used.")
+    moderation: Literal["auto", "low"] | None = Field(None, description="Not used.")
+    complexity: Literal["low", "medium", "high"] | None = Field(None, description="Not used.")
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        None, description="Not used."
+    )
+    store: bool | None = Field(None, description="Not used.")
+    frame_count: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="One: there are no animations.")
+    frame_duration_ms: Annotated[int, Field(ge=0, le=60000)] | None = Field(None, description="Not used.")
     seed: Seed | None = Field(None, description="Ours: image i has this seed + i; null: a random one.")
     best_of: Annotated[int, Field(ge=1, le=MAX.best_of)] | None = Field(None, description="Ours.")
 
@@ -55,7 +82,6 @@ class GenerationParams(ImagesParams):
     """Generate images of a prompt, or of the class that it names."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "3", "n": 2, "seed": 7, "steps": 12}]})
-    moderation: Literal["auto", "low"] | None = Field(None, description="Not used.")
     style: Literal["vivid", "natural"] | None = Field(None, description="Not used.")
 
 
@@ -67,20 +93,50 @@ class EditParams(ImagesParams):
     input_fidelity: Literal["high", "low"] | None = Field(None, description="Not used: kept pixels stay as they are.")
 
 
+class VariationParams(EditParams):
+    """The fields of the form besides its file."""
+
+    prompt: Annotated[str, Field(min_length=1, max_length=32000)] | None = Field(  # type: ignore[assignment]
+        None, description="Ours: text, or the name or id of a class."
+    )
+
+
 class ImageData(BaseModel):
     """One image of a response."""
 
-    b64_json: str
+    b64_json: str | None = None
+    url: str | None = Field(None, description="With response_format url.")
     seed: int = Field(description="Ours.")
 
 
+class UsageDetails(BaseModel):
+    """Tokens by kind."""
+
+    image_tokens: int
+    text_tokens: int
+
+
+class UsageInfo(BaseModel):
+    """Tokens of a request: of its prompt or class and of the kept part of its image, and those of the result."""
+
+    input_tokens: int
+    input_tokens_details: UsageDetails
+    output_tokens: int
+    output_tokens_details: UsageDetails
+    total_tokens: int
+
+
 class ImagesResponse(BaseModel):
-    """The images of a request, in base64."""
+    """The images of a request."""
 
     created: int
     data: list[ImageData]
+    background: Literal["opaque"]
     output_format: str
-    size: str
+    quality: str
+    size: str = Field(description="The real one.")
+    usage: UsageInfo
+    safety_identifier: str | None = None
 
 
 class ModelEntry(BaseModel):
@@ -99,6 +155,7 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
+Form = TypeVar("Form", bound=EditParams)
 EVENT_NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
 IMAGES_RESPONSES = task_responses(
     ImagesResponse, "The images; with `stream`, server-sent events.", (*EVENT_NAMES, "error")
@@ -108,19 +165,21 @@ FORM_FILES = {
     "mask": {
         "type": "string",
         "format": "binary",
-        "description": "As large as the image; its transparent pixels are edited. Without one, those of the image.",
+        "description": "As large as the image; its transparent pixels are edited. Without one, those of the image; "
+        "where there are none, most of its patches.",
     },
 }
 
 
-def _form_schema() -> dict[str, Any]:
-    """Return the schema of the form, files included; a field that may be null is left out of a form instead."""
+def _form_schema(params: type[ImagesParams], *files: str, required: list[str]) -> dict[str, Any]:
+    """Return the schema of a form, files included; a field that may be null is left out of a form instead."""
     fields = {}
-    for name, field in EditParams.model_json_schema()["properties"].items():
+    for name, field in params.model_json_schema()["properties"].items():
         kinds = [kind for kind in field.pop("anyOf", []) if kind != {"type": "null"}]
         field.pop("default", None)
         fields[name] = {**field, **(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})}
-    schema = {"type": "object", "required": ["image", "prompt"], "properties": {**FORM_FILES, **fields}}
+    properties = {**{name: FORM_FILES[name] for name in files}, **fields}
+    schema = {"type": "object", "required": required, "properties": properties}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
@@ -135,7 +194,14 @@ def openai_routes(service: ImageService) -> APIRouter:
     async def run_task(
         call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
     ) -> Response:
-        form, model = ResponseFormat(params, kind), service.find_for(params.model, params.prompt)
+        if params.response_format == "url":
+            service.store.check_room()
+
+        def to_url(data: bytes, media_type: str) -> str:
+            return f"{str(call.base_url).rstrip('/')}{service.store.add(data, media_type)}"
+
+        form = ResponseFormat(params, kind, to_url)
+        model = service.find_for(params.model, params.prompt)
         job = service.start(call, model, build, previews=form.previews)
         return await respond(job, call, stream=bool(params.stream), to_body=form.body, to_sse=form.events)
 
@@ -157,31 +223,76 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         def build(builder: TaskBuilder) -> BuiltTask:
             params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
-            size = _requested_size(body)
-            if size in (None, builder.image_size):
+            size = _result_size(body, builder)
+            if size == builder.image_size:
                 return builder.build("generate", label, params)
             return builder.build("expand", label, params, size=size)
 
         return await run_task(call, body, build, "image_generation")
 
-    @router.post("/images/edits", responses=IMAGES_RESPONSES, openapi_extra=_form_schema())
+    edit_form = _form_schema(EditParams, "image", "mask", required=["image", "prompt"])
+
+    @router.post("/images/edits", responses=IMAGES_RESPONSES, openapi_extra=edit_form)
     async def edits(call: Request) -> Response:
         """Fill the transparent part of the mask with the prompt, or the class that it names."""
-        body, files = await _read_form(call)
+        body, files = await _read_form(call, EditParams)
 
         def build(builder: TaskBuilder) -> BuiltTask:
             params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
             image = builder.read_image(files["image"], param="image", alpha=True)
             mask = transparent_part(builder.read_image(files.get("mask", files["image"]), param="mask", alpha=True))
-            anything = mask.getextrema() != (0, 0)
-            check(anything, "mask has no transparent pixel; the transparent ones are edited", param="mask")
-            same_size = _requested_size(body) in (None, image.size)
-            check(same_size, f"size is {body.size}; an edit is as large as its image", param="size")
+            if mask.getextrema() == (0, 0):
+                check(
+                    "mask" not in files, "mask has no transparent pixel; the transparent ones are edited", param="mask"
+                )
+                mask = random_patches(image.size, builder.pipeline.model.config.grid, params.seed)
+            _check_kept_size(body, image.size)
             return builder.build("inpaint", label, params, image=to_rgb(image), mask=mask, feather=body.feather)
 
         return await run_task(call, body, build, "image_edit")
 
+    variation_form = _form_schema(VariationParams, "image", required=["image"])
+
+    @router.post("/images/variations", responses=IMAGES_RESPONSES, openapi_extra=variation_form)
+    async def variations(call: Request) -> Response:
+        """Images that share a quarter of the patches with an image; the others are sampled again."""
+        body, files = await _read_form(call, VariationParams)
+        check("mask" not in files, "a variation has no mask; send only an image", param="mask")
+
+        def build(builder: TaskBuilder) -> BuiltTask:
+            params = _task_params(builder, body)
+            label = {} if body.prompt is None else builder.label_of(body.prompt, body.negative)
+            image = builder.read_image(files["image"], param="image")
+            mask = random_patches(image.size, builder.pipeline.model.config.grid, params.seed)
+            _check_kept_size(body, image.size)
+            return builder.build("inpaint", label, params, image=image, mask=mask, feather=body.feather)
+
+        return await run_task(call, body, build, "image_edit")
+
     return router
+
+
+def stored_images(service: ImageService) -> APIRouter:
+    """Return the route of the images that were requested as URLs."""
+    router = APIRouter(tags=["openai"])
+    responses: dict[int | str, dict[str, Any]] = {200: {"content": {"image/*": {}}}, 404: ERRORS[404]}
+
+    @router.get(f"{PATH}/{{name}}", response_class=Response, responses=responses)
+    async def stored_image(name: str) -> Response:
+        """An image that was requested with response_format url; no key is needed."""
+        image = service.store.find(name)
+        if image is None:
+            raise ApiError(404, "there is no such image; URLs are valid for a short time, request it again")
+        return Response(image.data, media_type=image.media_type, headers={"cache-control": "no-store"})
+
+    return router
+
+
+def random_patches(size: tuple[int, int], grid: tuple[int, int], seed: int | None) -> Image.Image:
+    """Return a mask of (width, height) that is white in most patches of the model's grid, chosen at random."""
+    chosen = np.random.default_rng(seed).permutation(grid[0] * grid[1]) < RESAMPLED_SHARE * grid[0] * grid[1]
+    cells = Image.fromarray(np.where(chosen.reshape(grid), 255, 0).astype(np.uint8))
+    return cells.resize(size, Image.Resampling.NEAREST)
 
 
 def transparent_part(image: Image.Image) -> Image.Image:
@@ -198,20 +309,44 @@ def _task_params(builder: TaskBuilder, params: ImagesParams) -> TaskParams:
     return TaskParams(num=params.n or 1, seed=params.seed, best_of=params.best_of or 1, **given)
 
 
-def _requested_size(params: ImagesParams) -> tuple[int, int] | None:
-    """Return the requested (width, height); None: the model's (or the image's) own."""
-    match = re.fullmatch(r"(\d+)x(\d+)", params.size or "auto")
-    return None if match is None else (int(match[1]), int(match[2]))
+def _result_size(params: ImagesParams, builder: TaskBuilder) -> tuple[int, int]:
+    """Return the (width, height) to generate.
+
+    A standard size of OpenAI's models becomes the largest one of the model's shape that fits into it and the limits.
+    """
+    own, most = builder.image_size, builder.limits.side
+    if params.size in (None, "auto"):
+        return own
+    width, height = map(int, str(params.size).split("x"))
+    scale = min(width / own[0], height / own[1], most / max(own))
+    nearest = (round(own[0] * scale), round(own[1] * scale)) if scale > 1 else own
+    if params.size in STANDARD_SIZES:
+        return nearest
+    largest = tuple(round(side * most / max(own)) for side in own)
+    check(
+        (width, height) == nearest,
+        f"size is {params.size}; this model makes {own[0]}x{own[1]} (or auto), larger ones of that shape up to "
+        f"{largest[0]}x{largest[1]}, and for {', '.join(sorted(STANDARD_SIZES))} the nearest of these",
+        param="size",
+    )
+    return width, height
 
 
-async def _read_form(call: Request) -> tuple[EditParams, dict[str, bytes]]:
+def _check_kept_size(params: ImagesParams, size: tuple[int, int]) -> None:
+    """Check the requested size of an edit, which is as large as its image; standard sizes stand for any."""
+    allowed = {None, "auto", f"{size[0]}x{size[1]}", *STANDARD_SIZES}
+    check(params.size in allowed, f"size is {params.size}; an edit is as large as its image", param="size")
+
+
+async def _read_form(call: Request, params: type[Form]) -> tuple[Form, dict[str, bytes]]:
     """Read the fields and the files of a multipart form; each may be there once."""
     fields: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     for name, value in await read_form(call):
         name = name.removesuffix("[]")
         shown = shorten(name)
-        check(name not in {**fields, **files}, f"{shown} is given more than once; expected one", param=name)
+        several = " (the model takes no reference images)" if name == "image" else ""
+        check(name not in {**fields, **files}, f"{shown} is given more than once; expected one{several}", param=name)
         if isinstance(value, bytes):
             check(name in FORM_FILES, f"unexpected file {shown}; expected image and mask", param=name)
             files[name] = value
@@ -222,7 +357,7 @@ async def _read_form(call: Request) -> tuple[EditParams, dict[str, bytes]]:
         if name in fields and re.fullmatch(r"[\d,\s\[\]]+", fields[name]):
             fields[name] = [number.strip() for number in fields[name].strip().strip("[]").split(",")]
     try:
-        return EditParams.model_validate(fields), files
+        return params.model_validate(fields), files
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
@@ -230,38 +365,45 @@ async def _read_form(call: Request) -> tuple[EditParams, dict[str, bytes]]:
 
 
 class ResponseFormat:
-    """The results and previews of one job in the format of the API; `kind` starts the names of events."""
+    """The results and previews of one job in the format of the API.
 
-    def __init__(self, params: ImagesParams, kind: str) -> None:
-        self.params, self.kind = params, kind
+    `kind` starts the names of events; `to_url` stores a file of a media type and returns its URL.
+    """
+
+    def __init__(self, params: ImagesParams, kind: str, to_url: Callable[[bytes, str], str]) -> None:
+        self.params, self.kind, self.to_url = params, kind, to_url
         self.previews = PreviewOptions(params.partial_images) if params.stream and params.partial_images else None
         self._num_sent = 0
 
     def body(self, job: Job, result: Result) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        return {"created": int(job.created), "data": self._images(result), **self._format(result)}
+        return {"created": int(job.created), "data": self._images(result), **self._about(result)}
 
     def events(self, job: Job, event: Preview | Result) -> Iterable[SseEvent]:
         """Return the server-sent events of a preview (at most one) or of a result (one per image)."""
-        name, common = f"{self.kind}.completed", {"created_at": int(job.created), "background": "opaque"}
-        common["quality"] = self.params.quality or "auto"
+        name, created = f"{self.kind}.completed", {"created_at": int(job.created)}
         if isinstance(event, Result):
-            usage: dict[str, Any] = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
-            usage |= {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
             for image in self._images(event):
-                yield name, {"type": name, **image, "usage": usage, **self._format(event), **common}
+                yield name, {"type": name, **image, **self._about(event), **created}
             return
         name = f"{self.kind}.partial_image"
         if event.pngs:
             image = {"b64_json": to_base64(event.pngs[0]), "partial_image_index": self._num_sent}
-            yield name, {"type": name, "size": "auto", **image, "output_format": "png", **common}
+            about = {"size": "auto", "output_format": "png", "background": "opaque", "quality": self._quality}
+            yield name, {"type": name, **image, **about, **created}
             self._num_sent += 1
 
     def _images(self, result: Result) -> list[dict[str, Any]]:
         files = list(result.pngs)
         if self.params.output_format not in (None, "png"):
             files = [self._encode(image) for image in result.images]
-        return [{"b64_json": to_base64(file), "seed": seed} for file, seed in zip(files, result.seeds, strict=True)]
+        data = []
+        for file, seed in zip(files, result.seeds, strict=True):
+            if self.params.response_format == "url":
+                data.append({"url": self.to_url(file, f"image/{self.params.output_format or 'png'}"), "seed": seed})
+            else:
+                data.append({"b64_json": to_base64(file), "seed": seed})
+        return data
 
     def _encode(self, image: Image.Image) -> bytes:
         file, compression = io.BytesIO(), self.params.output_compression
@@ -269,6 +411,28 @@ class ResponseFormat:
         image.save(file, format=self.params.output_format, quality=quality)
         return file.getvalue()
 
-    def _format(self, result: Result) -> dict[str, str]:
-        image = result.images[0]
-        return {"output_format": self.params.output_format or "png", "size": f"{image.width}x{image.height}"}
+    @property
+    def _quality(self) -> str:
+        """The quality in the words of a response, which has neither auto nor those of older models."""
+        given = self.params.quality or "auto"
+        return {"auto": "medium", "standard": "medium", "hd": "high"}.get(given, given)
+
+    def _about(self, result: Result) -> dict[str, Any]:
+        """Return what a response says besides the images."""
+        image, usage = result.images[0], result.usage
+        tokens = usage.text_tokens + usage.image_tokens
+        about: dict[str, Any] = {
+            "background": "opaque",
+            "output_format": self.params.output_format or "png",
+            "quality": self._quality,
+            "size": f"{image.width}x{image.height}",
+            "usage": {
+                "input_tokens": tokens,
+                "input_tokens_details": {"image_tokens": usage.image_tokens, "text_tokens": usage.text_tokens},
+                "output_tokens": usage.output_tokens,
+                "output_tokens_details": {"image_tokens": usage.output_tokens, "text_tokens": 0},
+                "total_tokens": tokens + usage.output_tokens,
+            },
+        }
+        who = self.params.safety_identifier or self.params.user
+        return {**about, "safety_identifier": who} if who else about

@@ -48,6 +48,15 @@ class Preview:
 
 
 @dataclass(frozen=True)
+class Usage:
+    """Tokens of a task: of its prompt or class, of the kept part of its image, and of its results."""
+
+    text_tokens: int = 0
+    image_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Result:
     """The images of a task, also as PNG files, and the settings that made them."""
 
@@ -56,6 +65,7 @@ class Result:
     seeds: Sequence[int]
     settings: dict[str, Any]
     seconds: float
+    usage: Usage = Usage()
 
 
 class Accepted:

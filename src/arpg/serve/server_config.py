@@ -50,6 +50,8 @@ class ServeSettings:
     max_header_bytes: int = 1 << 15  # of a request line and its headers
     max_headers: int = 100  # of a request
     max_body_bytes: int = 1 << 28  # of all requests that are in memory; more get a 503
+    url_bytes: int = 1 << 26  # of images that were requested as URLs; 0: there are none
+    url_seconds: float = 600.0  # how long a URL is valid
     threads: int | None = None  # of torch; None: torch's default
     limits: Limits = field(default_factory=Limits)
 

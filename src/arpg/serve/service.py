@@ -16,6 +16,7 @@ from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
+from arpg.serve.image_store import ImageStore
 from arpg.serve.observability import Metrics, peak_rss_bytes
 from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, to_png
 from arpg.serve.schemas import ExtractCondition
@@ -43,6 +44,7 @@ class ImageService:
         self.metrics = Metrics()
         self.tracer = tracer_from_environment()
         self.pools = WorkerPools()
+        self.store = ImageStore(max_bytes=self.settings.url_bytes, seconds=self.settings.url_seconds)
         self.admission = AdmissionLimiter(self.settings, self.metrics, num_keys=lambda: len(self.keys))
         self._closed = False
         for name, meaning, count in (
@@ -107,12 +109,12 @@ class ImageService:
             raise ApiError(404, message, param="model", code="model_not_found", nearest=list(self.models))
         return self.models[name]
 
-    def find_for(self, name: str | None, prompt: str) -> ServedModel:
+    def find_for(self, name: str | None, prompt: str | None) -> ServedModel:
         """Return the model of a prompt of the OpenAI API: as `find`, but where the call names no model, a prompt that
         is no class of the default model goes to the first model that takes prompts, if there is one.
         """
         model = self.find(name)
-        if name is not None or model.takes_text or model.names_class(prompt):
+        if name is not None or prompt is None or model.takes_text or model.names_class(prompt):
             return model
         return next((each for each in self.models.values() if each.takes_text), model)
 

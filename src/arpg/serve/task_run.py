@@ -17,7 +17,7 @@ from torch import Tensor
 from arpg.decode import Step, make_plan
 from arpg.serve.admission import own_tokens, task_cost
 from arpg.serve.batcher import PendingRows
-from arpg.serve.responses import Job, Preview, Result, to_png
+from arpg.serve.responses import Job, Preview, Result, Usage, to_png
 from arpg.serve.served_model import LoadedModel
 from arpg.tasks.task import ImageTask
 
@@ -184,4 +184,16 @@ class TaskRun:
         self.job.trace.add("pixels", start, time.monotonic(), images=len(images))
         seconds = self.job.seconds
         self.service.admission.record(self.cost, seconds)
-        self.job.end(Result(pngs, images, seeds, settings, seconds))
+        self.job.end(Result(pngs, images, seeds, settings, seconds, self._usage()))
+
+    def _usage(self) -> Usage:
+        """Count the tokens of the task; a class is one."""
+        about, prompts = self.about, self.loaded.pipeline.prompts
+        if prompts is not None:
+            texts = [about[name] for name in ("prompt", "negative") if about.get(name) is not None]
+            text_tokens = sum(len(prompts.states(text)) for text in texts)
+        else:
+            text_tokens = int(about.get("class") is not None)
+        height, width = self.task.stages[-1].grid
+        known = int(self.task.stages[0].known_hw.sum())
+        return Usage(text_tokens, known, height * width * len(self.task.spec.labels))
