@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -14,20 +15,22 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
+from arpg.checkpoint import MODEL, FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import PRECISIONS
 from arpg.decode import Engine, Step
 from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
 from arpg.errors import one_of, require
+from arpg.files import hash_file
 from arpg.hub import push, resolve
 from arpg.image import ImageInput, to_image, to_mask, to_rgb
+from arpg.lora import MergedAdapters, adapter_name, read_adapter
 from arpg.model import ARPG
 from arpg.quantization.packed import unpack_linears
 from arpg.quantization.precision import Precision, precision_of, to_precision
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, Order, SamplingDefaults, canonical_names
-from arpg.storage import AnyPath, as_path, home
+from arpg.storage import AnyPath, as_path, fetch, home
 from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.call import OUTPUT_TYPES, ImageOutput, choose_task, decode_with_bar, to_output
 from arpg.tasks.canvas import Box, Canvas, box_image
@@ -106,6 +109,8 @@ class Pipeline:
         self.sampling = sampling or SamplingDefaults()
         self.classes = classes or numbered_classes(model.config.num_classes)
         self.license = license
+        self.weights: AnyPath | None = None  # the file that they come from, if any
+        self._adapters: MergedAdapters | None = None
         text = model.config.text
         self.prompts = prompts or (None if text is None else PromptCache(text, device=model.device))
         self._progress_bar: dict[str, Any] = {}
@@ -144,7 +149,7 @@ class Pipeline:
         prepare(model, tokenizer)
         text = model.config.text
         prompts = None if text is None else PromptCache(text, folder=home() / "text", device=on)
-        return cls(
+        made = cls(
             model,
             tokenizer,
             sampling=config.sampling,
@@ -153,6 +158,31 @@ class Pipeline:
             prompts=prompts,
             engine=engine,
         )
+        made.weights = folder / MODEL
+        return made
+
+    def load_lora(self, path: str | Path, scale: float = 1.0, *, name: str | None = None) -> None:
+        """Merge a LoRA adapter (`arpg finetune --lora`) into the weights; its classes are added by name.
+
+        Several can be loaded; their additions are summed, each times its `scale`. `name` (the default is that of the
+        file, or of its folder) is what `unload_lora` takes; loading the same name again changes its scale.
+        """
+        if self._adapters is None:
+            known = None if self.weights is None else hash_file(fetch(self.weights))
+            self._adapters = MergedAdapters(self.model, self.classes, known)
+        self._adapters.add(name or adapter_name(path), read_adapter(path), scale)
+        self._adapters_changed()
+
+    def unload_lora(self, name: str | None = None) -> None:
+        """Remove an adapter, or all of them; the weights are then exactly what they were."""
+        if self._adapters is not None:
+            self._adapters.remove(name)
+            self._adapters_changed()
+
+    def _adapters_changed(self) -> None:
+        assert self._adapters is not None
+        self.classes = self._adapters.classes
+        self.engine = self.engine.on_device_of_model()  # captured graphs read the layers that the model had
 
     def save_pretrained(self, folder: str | AnyPath) -> None:
         """Write a model folder that `from_pretrained` loads."""
@@ -209,9 +239,10 @@ class Pipeline:
                 device = value
         on = self.device if device is None else choose_device(device)
         precision = precision_of(self.model) if dtype is None else dtype
-        to_precision(unpack_linears(self.model), precision, on)
-        if isinstance(self.tokenizer, VQTokenizer):
-            prepare(self.model, self.tokenizer.to(on))
+        with nullcontext() if self._adapters is None else self._adapters.removed():
+            to_precision(unpack_linears(self.model), precision, on)
+            if isinstance(self.tokenizer, VQTokenizer):
+                prepare(self.model, self.tokenizer.to(on))
         require(self.tokenizer.device == on, f"the tokenizer is on {self.tokenizer.device}; move it to {on}, too")
         if self.prompts is not None:
             self.prompts.to(on)

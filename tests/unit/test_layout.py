@@ -21,7 +21,7 @@ LAYERS = [
     {"checkpoint"},
     {"convert"},
     {"hub"},
-    {"extractors"},
+    {"extractors", "lora"},
     {"decode"},
     {"tasks", "figures"},
     {"pipeline"},

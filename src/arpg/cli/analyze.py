@@ -12,6 +12,7 @@ import typer
 
 from arpg.cli.options import (
     DeviceOption,
+    LoraOption,
     ModelOption,
     SamplingOptions,
     err,
@@ -44,6 +45,7 @@ def score(
             "--model", "-m", help="A folder, a published name, a hub id; none: garden, or garden-text for a prompt."
         ),
     ] = None,
+    lora: LoraOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -54,7 +56,8 @@ def score(
     if output is not None:
         check_output(output, folder=False)
     source = open_image(image)
-    pipe = load_pipeline(model or (DEFAULT_MODEL if prompt is None else DEFAULT_TEXT_MODEL), device=device)
+    default = DEFAULT_MODEL if prompt is None else DEFAULT_TEXT_MODEL
+    pipe = load_pipeline(model or default, lora=lora, named=model is not None, device=device)
     bits = pipe.score(source, class_, prompt=prompt, orders=orders, order=parse_order(order), seed=seed)
     means = bits.mean((1, 2))
     spread = f" +- {means.std(ddof=1):.3f} between orders" if orders > 1 else ""
@@ -69,6 +72,7 @@ def classify(
     top: Annotated[int, typer.Option(help="How many classes to show.")] = 5,
     orders: OrdersOption = 1,
     model: ModelOption = DEFAULT_MODEL,
+    lora: LoraOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -77,7 +81,7 @@ def classify(
 
     require(top >= 1, f"top is {top}; expected 1 or more classes")
     source = open_image(image)
-    pipe = load_pipeline(model, device=device)
+    pipe = load_pipeline(model, lora=lora, device=device)
     with err.status(f"comparing {len(pipe.classes)} classes"):
         bits = pipe.classify(source, orders=orders, seed=seed)
     for class_id in bits.argsort()[:top].tolist():

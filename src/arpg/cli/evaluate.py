@@ -16,9 +16,11 @@ from arpg import config as configs
 from arpg.cli.options import (
     DeviceOption,
     EngineOption,
+    LoraOption,
     PrecisionOption,
     SamplingOptions,
     err,
+    load_pipeline,
     out,
     output_option,
     progress_bar,
@@ -194,6 +196,7 @@ def sweep(
     model: Annotated[
         str, typer.Option("--model", "-m", help="An installed or published name, a folder, or a hub id.")
     ] = configs.DEFAULT_MODEL,
+    lora: LoraOption = None,
     batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 32,
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     device: DeviceOption = "auto",
@@ -215,17 +218,15 @@ def sweep(
     npz = reference[0].endswith(".npz") and len(reference) == 1
     images = None if npz else concatenate([open_images(path) for path in reference])
     with err.status("loading"):
-        from arpg.device import set_threads
         from arpg.evaluation.classifier import Classifier
         from arpg.evaluation.features import read_features, reference_features
         from arpg.evaluation.inception import Inception
         from arpg.evaluation.sweep import Scorers, draw_curves, table
         from arpg.evaluation.sweep import sweep as run
         from arpg.files import write_text
-        from arpg.pipeline import Pipeline
 
-        set_threads()
-        pipe = Pipeline.from_pretrained(model, device=device, dtype=dtype, engine=engine)
+    pipe = load_pipeline(model, lora=lora, device=device, dtype=dtype, engine=engine)
+    with err.status("loading"):
         network = Inception.load(inception, device=pipe.model.device)
         scorer = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)
     height, width = (side * pipe.tokenizer.config.stride for side in pipe.model.config.grid)
@@ -240,6 +241,8 @@ def sweep(
     about: dict[str, Any] = {"reference": ", ".join(reference), "real images": real.n, "classes like": like}
     if classifier is not None:
         about["classifier"] = str(classifier)
+    if lora:
+        about["lora"] = ", ".join(lora)
     with progress_bar(f"{len(combos)} combinations", rate=True) as progress:
         lines = run(
             pipe,

@@ -111,6 +111,10 @@ SeedOption = Annotated[int, setting_option("seed")]
 BatchSizeOption = Annotated[int, setting_option("batch_size")]
 GridOption = Annotated[str, typer.Option(metavar="HxW", help="Token grid, like 16x16.")]
 ScheduleOption = Annotated[str | None, setting_option("schedule")]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="FILE[:SCALE]", help="A LoRA adapter to merge into the weights (repeatable)."),
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help=f"One of {', '.join(PRECISIONS)}.")]
 EngineOption = Annotated[str, typer.Option(help=f"How the decode loop is executed: {', '.join(ENGINES)}.")]
@@ -127,6 +131,7 @@ class SamplingOptions:
     dtype: str
     engine: str
     settings: dict[str, Any]
+    lora: tuple[str, ...] = ()
 
     def with_default_model(self, *, prompts: bool = False, control: bool = False) -> SamplingOptions:
         """Choose the default model that takes prompts or condition images, unless the user named a model."""
@@ -140,18 +145,27 @@ class SamplingOptions:
         return dataclasses.replace(self, model=DEFAULT_CONTROL_MODEL if control else DEFAULT_TEXT_MODEL)
 
     def load(self) -> Any:
-        """Load the pipeline."""
-        return load_pipeline(self.model, device=self.device, dtype=self.dtype, engine=self.engine)
+        """Load the pipeline; an adapter brings its base model, unless the user named a model."""
+        return load_pipeline(
+            self.model, lora=self.lora, named=self.named, device=self.device, dtype=self.dtype, engine=self.engine
+        )
 
 
-def load_pipeline(model: str, **options: Any) -> Any:
-    """Load a pipeline, with a spinner meanwhile."""
+def load_pipeline(model: str, *, lora: Sequence[str] | None = None, named: bool = True, **options: Any) -> Any:
+    """Load a pipeline and its adapters, with a spinner meanwhile; not `named`: the first adapter's base, if any."""
     with err.status("loading"):
         from arpg.device import set_threads
+        from arpg.lora import parse_lora, read_adapter
         from arpg.pipeline import Pipeline
 
         set_threads()
-        return Pipeline.from_pretrained(model, **options)
+        adapters = [parse_lora(text) for text in lora or ()]
+        if adapters and not named:
+            model = read_adapter(adapters[0][0]).config.base or model
+        pipe = Pipeline.from_pretrained(model, **options)
+        for path, scale in adapters:
+            pipe.load_lora(path, scale)
+        return pipe
 
 
 def with_sampling_options(command: Command) -> Command:
@@ -282,6 +296,7 @@ def _read_sampling(
             "condition images.",
         ),
     ] = None,
+    lora: LoraOption = None,
     seed: SeedOption = DEFAULTS["seed"],
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
@@ -292,7 +307,8 @@ def _read_sampling(
     settings["schedule"] = parse_schedule(settings["schedule"])
     SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
     one_of("engine", engine, ENGINES)
-    return SamplingOptions(model or DEFAULT_MODEL, model is not None, seed, device, dtype, engine, settings)
+    named = model is not None
+    return SamplingOptions(model or DEFAULT_MODEL, named, seed, device, dtype, engine, settings, tuple(lora or ()))
 
 
 def _parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arpg.cli.options import DeviceOption, EngineOption, PrecisionOption, err
+from arpg.cli.options import DeviceOption, EngineOption, LoraOption, PrecisionOption, err
 from arpg.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def serve(
             help="garden, a folder, a published name or a hub id; repeat it for several. By default all installed.",
         ),
     ] = None,
+    lora: LoraOption = None,
     host: Annotated[str, typer.Option(help="Address to bind; all but loopback addresses need keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[
@@ -66,6 +67,7 @@ def serve(
         device=device,
         precision=dtype,
         engine=engine,
+        lora=tuple(lora or ()),
         max_batch=max_batch,
         max_wait_ms=max_wait_ms,
         max_pending_requests=max_pending_requests,

@@ -1,4 +1,4 @@
-"""`arpg train`, `train-tokenizer`, `train-cost`, `tokenize` and `embed`."""
+"""`arpg finetune`, `train`, `train-tokenizer`, `train-cost`, `tokenize` and `embed`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
 from arpg.storage import as_path
 
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")]
+
 
 @dataclass(frozen=True)
 class TrainingOptions:
@@ -22,7 +24,7 @@ class TrainingOptions:
 
     recipe: Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
     folder: Annotated[Path, output_option("The run's folder: logs, sheets, snapshots, the model.")]
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")] = None
+    set_: SetOption = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest good snapshot.")] = False
     device: DeviceOption = "auto"
 
@@ -56,6 +58,30 @@ def train(options: TrainingOptions) -> None:
     from arpg.train.recipe import ModelRecipe
 
     options.run(train_model, ModelRecipe)
+
+
+def finetune(
+    images: Annotated[str, typer.Argument(help="Images: a folder per class, or captions beside them; or a zip.")],
+    output: Annotated[Path, output_option("The run's folder: tokens, logs, sheets, snapshots, the result.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model to start from; none: garden, or garden-text for images with captions."),
+    ] = None,
+    lora: Annotated[int | None, typer.Option(metavar="RANK", help="Train a LoRA adapter of this rank alone.")] = None,
+    set_: SetOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Fine-tune a model on your own images; all settings are chosen for you. Run it again to continue."""
+    from arpg.device import set_threads
+    from arpg.train.finetune import finetune as run
+
+    set_threads()
+    logging.getLogger("arpg").setLevel(logging.INFO)  # the reports of training
+    with progress_bar("tokenizing") as progress:
+        done = run(images, output, base=base, lora=lora, overrides=set_ or [], device=device, progress=progress)
+    out.print(f"validation loss {done.base_loss:.3f} -> {done.loss:.3f} (step {done.step}); wrote {done.path}")
+    out.print("generate with:")
+    out.print(f"  {done.command}", markup=False)
 
 
 def tokenize(

@@ -34,7 +34,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         analyze.classify,
         analyze.attention,
     ),
-    "Train": (train.train, train.train_tokenizer, train.tokenize, train.embed, train.train_cost),
+    "Train": (train.finetune, train.train, train.train_tokenizer, train.tokenize, train.embed, train.train_cost),
     "Evaluate": (evaluate.sample, evaluate.evaluate, evaluate.evaluate_tokenizer, evaluate.sweep),
     "Serve": (serve.serve,),
 }

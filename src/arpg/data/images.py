@@ -4,6 +4,8 @@
     ROOT/FILE               no classes: every label is 0
     captions.json           {file: caption} or {file: {"name": caption, ...}}, beside the images it describes
     captions.jsonl          {"file": ..., "caption": ...} per line, likewise
+    metadata.jsonl          {"file_name": ..., "text": ...} per line, likewise
+    NAME.txt                the caption of the image NAME beside it
 
 ROOT is a folder, a zip file, or a path into a zip file, like data/fruits.zip/fruits/train. WebDataset tars, and
 folders of them, are read as well: KEY.jpg with KEY.txt, or with a KEY.json that has a "caption"; so are Parquet files,
@@ -35,7 +37,7 @@ from arpg.storage import AnyPath, as_path, fetch, list_files, sorted_glob
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 TAR_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
-CAPTIONS = ("captions.json", "captions.jsonl")
+CAPTIONS = ("captions.json", "captions.jsonl", "metadata.jsonl")
 # Columns of Parquet files; the first that is there counts.
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img")
 LABEL_COLUMNS = ("label", "cls")
@@ -250,8 +252,7 @@ def _image_set(reader: Reader, files: Iterable[str]) -> ImageSet:
     classes = () if loose else tuple(sorted({name.split("/")[0] for name in names}))
     number = {name: i for i, name in enumerate(classes)}
     labels = tuple(0 if loose else number[name.split("/")[0]] for name in names)
-    caption_files = [name for name in files if posixpath.basename(name) in CAPTIONS]
-    captions = _captions(where, caption_files, names, reader.read)
+    captions = _captions(where, files, names, reader.read)
     return ImageSet(where, names, labels, classes, captions, (reader,) * len(names))
 
 
@@ -259,21 +260,27 @@ def _captions(
     where: str, files: Sequence[str], names: Sequence[str], read: Callable[[str], bytes]
 ) -> tuple[str, ...] | None:
     """Read one caption per name from all caption files; None where there are no such files."""
+    sidecars = {f"{posixpath.splitext(name)[0]}.txt": posixpath.basename(name) for name in names}
+    files = [path for path in files if path in sidecars or posixpath.basename(path) in CAPTIONS]
     if not files:
         return None
     table: dict[str, str] = {}
     for path in files:
         try:
             text = read(path).decode("utf-8")
-            if path.endswith(".jsonl"):
+            if path.endswith(".txt"):
+                entries = {sidecars[path]: " ".join(text.split())}
+            elif path.endswith(".jsonl"):
                 rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-                entries = {row["file"]: row["caption"] for row in rows}
+                keys = ("file_name", "text") if posixpath.basename(path) == "metadata.jsonl" else ("file", "caption")
+                entries = {row[keys[0]]: row[keys[1]] for row in rows}
             else:
                 entries = {k: v["name"] if isinstance(v, dict) else v for k, v in json.loads(text).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{where}/{path} is not a caption file ({type(error).__name__}: {error}); "
-                'expected {file: caption}, or lines of {"file": ..., "caption": ...} in a .jsonl file'
+                'expected {file: caption}, or lines of {"file": ..., "caption": ...} in captions.jsonl, or of '
+                '{"file_name": ..., "text": ...} in metadata.jsonl, or plain text in a .txt file'
             ) from None
         table |= {posixpath.join(posixpath.dirname(path), name): caption for name, caption in entries.items()}
     missing = [name for name in names if not isinstance(table.get(name), str)]

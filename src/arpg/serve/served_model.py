@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from arpg.checkpoint import FolderConfig, read_folder
+from arpg.checkpoint import MODEL, FolderConfig, read_folder
 from arpg.config import DEFAULT_MODEL
 from arpg.errors import InputError
+from arpg.files import hash_file
 from arpg.hub import resolve
 from arpg.installed import installed_folder, installed_models
+from arpg.lora import parse_lora, read_adapter
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.admission import own_tokens
 from arpg.serve.api_error import ApiError
@@ -48,8 +50,11 @@ class ServedModel:
     same for their pixels. Work of another model, or on a larger image, takes its share of the device and nothing more.
     """
 
-    def __init__(self, name: str, load: Callable[[], Pipeline], *, folder: AnyPath | None = None) -> None:
-        self.name, self.folder = name, folder
+    def __init__(
+        self, name: str, load: Callable[[], Pipeline], *, folder: AnyPath | None = None, lora: Sequence[str] = ()
+    ) -> None:
+        """`lora`: the adapters that `load` merges into the weights."""
+        self.name, self.folder, self.lora = name, folder, tuple(lora)
         self._load = load
         self._state: LoadedModel | None = None
         self._closed = False
@@ -59,12 +64,16 @@ class ServedModel:
         """Serve a model by its name. The device and the folder are checked here; `open` loads the weights."""
         choose_device(settings.device)
         folder = resolve(model)
+        lora = [text for text in settings.lora if _is_base(folder, parse_lora(text)[0])]
 
         def load() -> Pipeline:
             where = {"device": settings.device, "precision": settings.precision, "engine": settings.engine}
-            return Pipeline.from_pretrained(folder, **where)
+            pipe = Pipeline.from_pretrained(folder, **where)
+            for text in lora:
+                pipe.load_lora(*parse_lora(text))
+            return pipe
 
-        return cls(Path(model).name or model, load, folder=folder)
+        return cls(Path(model).name or model, load, folder=folder, lora=lora)
 
     def open(self, settings: ServeSettings, metrics: Metrics) -> None:
         """Load the model and start its threads; this takes a while."""
@@ -180,3 +189,9 @@ def find_thumbnails(folder: AnyPath) -> Path | None:
     folders = [folder, *([] if base is None else [installed_folder(base)])]
     files = (each / "thumbnails.webp" for each in folders)
     return next((fetch(file) for file in files if file.is_file()), None)
+
+
+def _is_base(folder: AnyPath, adapter: str) -> bool:
+    """Return whether a model is the base of an adapter, or may be, where the adapter does not say."""
+    expected = read_adapter(adapter).config.base_hash
+    return not expected or expected == hash_file(fetch(folder / MODEL))

@@ -37,6 +37,7 @@ class ServeSettings:
     device: str = "auto"
     precision: str = "auto"
     engine: str = "auto"
+    lora: tuple[str, ...] = ()  # adapters, FILE or FILE:SCALE, merged into the weights of the model
     max_batch: int = 16  # images decoded together
     max_wait_ms: float = 10.0  # how long an idle server waits for more requests
     max_pending_requests: int = 64  # waiting or running; more get a 429

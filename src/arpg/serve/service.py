@@ -59,7 +59,11 @@ class ImageService:
     @classmethod
     def from_pretrained(cls, *models: str, keys: ApiKeys, settings: ServeSettings) -> ImageService:
         """Serve models by their names. Devices and folders are checked here; `open` loads the weights."""
-        return cls([ServedModel.from_pretrained(model, settings) for model in models], keys=keys, settings=settings)
+        served = [ServedModel.from_pretrained(model, settings) for model in models]
+        for text in settings.lora:
+            used = any(text in model.lora for model in served)
+            require(used, f"adapter {text} was trained for none of {', '.join(models)}; add its base with --model")
+        return cls(served, keys=keys, settings=settings)
 
     def open(self) -> None:
         """Load the models, one after the other, and start their threads; this takes a while."""

@@ -21,6 +21,7 @@ import torch.distributed
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -120,7 +121,8 @@ class Training(ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned; tensors that a snapshot was read into in place need no copy."""
-        set_model_state_dict(self.objective, state["model"])
+        # Not strict: the frozen weights under an adapter are not saved. The snapshot was read into these very tensors.
+        set_model_state_dict(self.objective, state["model"], options=StateDictOptions(strict=False))
         set_optimizer_state_dict(self.objective, self.optimizer, state["optimizer"])
 
     def restore(self) -> int:

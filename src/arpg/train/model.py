@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from arpg.errors import present, require
 from arpg.files import State
 from arpg.hub import resolve
 from arpg.image import sheet, to_pil
+from arpg.lora import WEIGHTS, add_adapters, merged_weights, trained_weights, write_adapter
 from arpg.model import ARPG, text_condition
 from arpg.train.cost import forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
@@ -49,8 +51,6 @@ class ModelTraining(Training):
 
     def __init__(self, recipe: ModelRecipe, folder: Path, world: World) -> None:
         super().__init__(folder, world)
-        recipe = fit_to_device(recipe, world.device)
-        self.recipe, run = recipe, recipe.run
         self.dataset = open_dataset(recipe.data.train, recipe.model, world.device)
         self.validation: Dataset | None = None
         if recipe.data.validation is not None:
@@ -64,8 +64,14 @@ class ModelTraining(Training):
         if recipe.init_from is not None:
             for line in warm_start(model, recipe.init_from, self.dataset.tokens.classes):
                 log.info("%s", line)
+        if recipe.lora is not None:
+            classes = [self.dataset.tokens.classes.index(name) for name in recipe.lora.classes]
+            add_adapters(model, recipe.lora, classes, seed=recipe.seed)
         model.to(world.device).train()
-        self.objective = Objective(model, self.dataset.tokens.grid)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        recipe = fit_to_device(recipe, world.device, trained=trained)
+        self.recipe, run = recipe, recipe.run
+        self.model, self.objective = model, Objective(model, self.dataset.tokens.grid)
         if run.compile and world.device.type == "cuda":
             model.compile_blocks()
         blocks = [*model.pass1, *model.pass2]
@@ -78,7 +84,7 @@ class ModelTraining(Training):
         self.batches = self._batches(self.dataset, recipe.label_drop)
         log.info(
             "training %.1f M parameters on %s in %s: %d images, %d in each of %d steps",
-            sum(p.numel() for p in self.objective.parameters() if p.requires_grad) / 1e6,
+            trained / 1e6,
             world.device,
             training_precision(run.precision, world.device),
             len(self.dataset.tokens),
@@ -149,19 +155,29 @@ class ModelTraining(Training):
         return {"validation loss": float(mean_over_ranks(total / (count * accumulate), self.world))}
 
     def averaged_weights(self) -> State:
-        """Return the averaged weights, unsharded, on the CPU, by the network's own names (on every rank)."""
+        """Return the averaged weights, unsharded, on the CPU, by the network's own names (on every rank).
+
+        Of an adapter these are its own weights.
+        """
         with self.ema.swapped_in():
+            if self.recipe.lora is not None:
+                return {name: t.cpu().clone() for name, t in trained_weights(self.model).items()}
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_model_state_dict(self.objective, options=options)
             # Copies, and before the swap back: on a CPU these are the live parameters themselves.
             return {key.removeprefix("model."): t.clone() for key, t in state.items() if isinstance(t, Tensor)}
 
     def export(self) -> Path:
-        """Write `folder/model`: the averaged weights as a model folder, with the tokenizer where one is named."""
-        recipe, target = self.recipe, self.folder / "model"
+        """Write `folder/model`: the averaged weights as a model folder, with the tokenizer where one is named.
+
+        An adapter is a file, `folder/adapter_model.safetensors`.
+        """
+        recipe, target = self.recipe, self.folder / ("model" if self.recipe.lora is None else WEIGHTS)
         weights = BestWeights.read(self) or self.averaged_weights()
         if not self.world.main:
             return target
+        if recipe.lora is not None:
+            return write_adapter(self.folder, recipe.lora, weights)
         names = None
         if recipe.model.text is None:
             given = tuple(self.dataset.tokens.classes)
@@ -181,6 +197,8 @@ class ModelTraining(Training):
         weights = self.averaged_weights()
         if not self.world.main:
             return None
+        if self.recipe.lora is not None:
+            weights = merged_weights(self.model, weights)
         model = ARPG(self.recipe.model)
         model.load_state_dict(weights)
         model.to(self.world.device).eval()
@@ -191,6 +209,14 @@ class ModelTraining(Training):
             *_, last = decode(model, request, plan, settings)
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer), device=self.world.device, dtype=torch.float32)
         return samples.sheet(to_pil(tokenizer.decode(last.ids_BN, request.grid)))
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a snapshot holds; the frozen weights under an adapter are not in it."""
+        state = super().state()
+        if self.recipe.lora is not None:
+            trained = {f"model.{name}" for name in trained_weights(self.model)}
+            state["model"] = {name: tensor for name, tensor in state["model"].items() if name in trained}
+        return state
 
     def describe_batch(self, step: int) -> str:
         """Name the first images of this process's part of a step's batch."""
@@ -245,7 +271,8 @@ def make_samples(model: ARPG, dataset: Dataset, num_images: int) -> Samples:
         states = [torch.from_numpy(row[:length]).float() for row, length in zip(states_BTE, length_B, strict=True)]
         request = Request.from_nothing(text_condition(model, states), tokens.grid, tuple(seeds))
         return Samples(request, captions=present(tokens.captions, "no captions")[: len(seeds)])
-    labels = [i * model.config.num_classes // num_images for i in range(num_images)]
+    used = np.unique(tokens.labels[tokens.labels != NO_CLASS]).tolist()  # of classes that have images
+    labels = [used[i * len(used) // num_images] for i in range(num_images)]
     return Samples(tasks.generate(model, labels, list(range(num_images)), grid=tokens.grid))
 
 

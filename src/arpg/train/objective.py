@@ -62,16 +62,17 @@ def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, c
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, chunk: int) -> Tensor:
-        needs_grad = any(ctx.needs_input_grad)
-        grad_x = torch.empty_like(x_MD) if needs_grad else None
-        grad_weight = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device) if needs_grad else None
+        needs_x, needs_weight = ctx.needs_input_grad[:2]  # an adapter leaves the weight as it is
+        grad_x = torch.empty_like(x_MD) if needs_x else None
+        grad_weight = torch.zeros(weight_VD.shape, dtype=torch.float32, device=x_MD.device) if needs_weight else None
         total = torch.zeros((), dtype=torch.float32, device=x_MD.device)
         for start in range(0, len(x_MD), chunk):
             part = slice(start, start + chunk)
             loss, grad_logits = _softmax_grad(x_MD[part] @ weight_VD.T, target_M[part], len(x_MD))
             total += loss
-            if grad_x is not None and grad_weight is not None:
+            if grad_x is not None:
                 grad_x[part] = grad_logits @ weight_VD
+            if grad_weight is not None:
                 grad_weight += grad_logits.T @ x_MD[part]
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
@@ -80,8 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled = _compiled(_scaled) if grad_x.is_cuda else _scaled
-        return scaled(grad_x, grads[0], grad_x.dtype), scaled(grad_weight, grads[0], ctx.weight_dtype), None, None
+        scaled = _compiled(_scaled) if grads[0].is_cuda else _scaled
+        to_x = None if grad_x is None else scaled(grad_x, grads[0], grad_x.dtype)
+        to_weight = None if grad_weight is None else scaled(grad_weight, grads[0], ctx.weight_dtype)
+        return to_x, to_weight, None, None
 
 
 def _softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -52,14 +52,14 @@ def clip_gradients(optimizer: torch.optim.AdamW, max_norm: float) -> None:
 
 
 class EMA:
-    """An exponential moving average of a module's parameters, sharded or not.
+    """An exponential moving average of a module's trained parameters, sharded or not.
 
     With decay 0 there is no average: nothing is kept, and `swapped_in` leaves the weights as they are.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        followed = dict(module.named_parameters()) if decay > 0 else {}
+        followed = {name: p for name, p in module.named_parameters() if p.requires_grad and decay > 0}
         self.names, self.live = list(followed), list(followed.values())
         self.average = [p.detach().clone() for p in self.live]
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from arpg.config import ModelConfig, TokenizerConfig, from_dict
 from arpg.errors import InputError, one_of, require, require_file
+from arpg.lora import AdapterConfig
 from arpg.settings import SamplingDefaults
 
 T = TypeVar("T")
@@ -91,11 +92,16 @@ class ModelRecipe:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     tokenizer: str | None = None  # a model folder: for the sample sheets, and copied into the result
     init_from: str | None = None  # a model to start from; the weights that fit are copied
+    lora: AdapterConfig | None = None  # train an adapter of `init_from` alone
     label_drop: float = 0.1  # share of samples whose class or caption is dropped, and the condition image with it
     seed: int = 0
     license: str = "unknown"
 
     def __post_init__(self) -> None:
+        require(
+            self.lora is None or (self.init_from is not None and self.run.parallel != "fsdp"),
+            "lora is set; expected init_from, the model that it adapts, and run.parallel none or ddp",
+        )
         require(0 <= self.label_drop < 1, f"label_drop is {self.label_drop}; expected 0 <= label_drop < 1")
 
 
