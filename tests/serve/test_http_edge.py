@@ -1,15 +1,24 @@
 """The HTTP edge: what a connection, its headers and its body may be, before any of it reaches a route."""
 
+import datetime
+import ipaddress
 import json
 import socket
+import ssl
 import threading
 import time
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from starlette.testclient import TestClient
 
-from arpg.serve.app import create_app
+from arpg import InputError
+from arpg.serve.app import create_app, tls_options
 from arpg.serve.auth import ApiKeys, check_exposure, is_loopback
 from arpg.serve.middleware import POST_ROUTES, allowed_hosts
 from arpg.serve.server_config import Limits
@@ -370,3 +379,53 @@ def test_slow_connections_do_not_block_others(live_edge):
         stop.set()
         for thread in threads:
             thread.join(30)
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate for 127.0.0.1 that is its own authority, and its key, as PEM files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "arpg test")])
+    day = datetime.datetime(2020, 1, 1)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(day)
+        .not_valid_after(day + datetime.timedelta(days=365 * 100))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    folder = tmp_path_factory.mktemp("tls")
+    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    no_password = serialization.NoEncryption()
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, no_password)
+    (folder / "key.pem").write_bytes(pem)
+    password = serialization.BestAvailableEncryption(b"secret")
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password)
+    (folder / "encrypted.pem").write_bytes(pem)
+    return folder
+
+
+def test_https(live, certificate):
+    address, _ = live(tls=tls_options(certificate / "cert.pem", certificate / "key.pem"))
+    assert address.startswith("https://")
+    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    with httpx.Client(base_url=address, verify=trust) as client:
+        assert client.get("/readyz").json() == {"status": "ok"}
+        assert client.post("/v1/arpg/generate", json={"class": 1, "steps": 1}).json()["images"]
+    with Connection(address) as connection:  # plain HTTP
+        assert connection.send(head(path="/healthz", method="GET")).closed() == b""
+    with httpx.Client(base_url=address) as stranger, pytest.raises(httpx.ConnectError):
+        stranger.get("/readyz")
+
+
+def test_a_key_that_is_encrypted_is_refused(certificate):
+    with pytest.raises(InputError, match="not encrypted"):
+        tls_options(certificate / "cert.pem", certificate / "encrypted.pem")

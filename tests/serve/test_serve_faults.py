@@ -1,5 +1,7 @@
 """Faults: clients that disconnect, slow clients, a server that is stopped, a worker that fails."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -8,12 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 
 from arpg import cli
+from arpg.serve.app import Server, create_app
 from arpg.serve.batcher import ContinuousBatch
 from support.http import until
 from support.paths import ROOT
@@ -160,9 +165,10 @@ def test_requests_at_the_same_time_get_what_they_get_alone(live):
     assert found == alone
 
 
-def test_sigterm_finishes_admitted_requests(folder, tmp_path):
-    """A real process: the running stream is finished, new work gets a 503, then the process exits."""
-    command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0"]
+@contextlib.contextmanager
+def serving(folder, *arguments):
+    """A real process that is ready; yields it and its address."""
+    command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ARPG_API_KEYS": ""}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -170,27 +176,70 @@ def test_sigterm_finishes_admitted_requests(folder, tmp_path):
             assert "serving model at http://127.0.0.1:" in line
             address = line.split()[3]
             assert until(lambda: call(address, path="/readyz")[0] == 200)
-            body = {"class": 1, "size": [32, 32], "method": "windows", "steps": 16, "stream": True}
-            connection = send(address, body, "/v1/arpg/expand", ["connection: close"])
-            stream = connection.makefile("rb")
-            while not (line := stream.readline()).startswith(b"event: step"):
-                assert line
-            process.send_signal(signal.SIGTERM)
-            assert until(lambda: call(address, path="/readyz")[0] == 503)
-            status, answer = call(address, {"class": 1})
-            assert (status, answer["error"]["code"]) == (503, "draining")
-            rest = stream.read()
-            assert b"event: done" in rest
-            connection.close()
-            assert process.wait(60) == 0
-            logged = process.stderr.read()
-            entries = [json.loads(line) for line in logged.splitlines()]
-            (done,) = [entry for entry in entries if entry.get("route") == "/v1/arpg/expand"]
-            assert (done["status"], done["method"]) == (200, "POST")
-            assert done["id"].startswith("req_")
-            assert "draining" in [entry["message"] for entry in entries]
+            yield process, address
         finally:
             process.kill()
+
+
+def start_stream(address, steps):
+    """Start a task of many windows; return its connection and the stream, after its first step."""
+    body = {"class": 1, "size": [32, 32], "method": "windows", "steps": steps, "stream": True}
+    connection = send(address, body, "/v1/arpg/expand", ["connection: close"])
+    stream = connection.makefile("rb")
+    while not (line := stream.readline()).startswith(b"event: step"):
+        assert line
+    return connection, stream
+
+
+def test_sigterm_finishes_admitted_requests(folder):
+    """A real process: the running stream is finished, new work gets a 503, then the process exits."""
+    with serving(folder) as (process, address):
+        connection, stream = start_stream(address, steps=16)
+        process.send_signal(signal.SIGTERM)
+        assert until(lambda: call(address, path="/readyz")[0] == 503)
+        status, answer = call(address, {"class": 1})
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        rest = stream.read()
+        assert b"event: done" in rest
+        connection.close()
+        assert process.wait(60) == 0
+        entries = [json.loads(line) for line in process.stderr.read().splitlines()]
+        (done,) = [entry for entry in entries if entry.get("route") == "/v1/arpg/expand"]
+        assert (done["status"], done["method"]) == (200, "POST")
+        assert done["id"].startswith("req_")
+        assert "draining" in [entry["message"] for entry in entries]
+
+
+def test_a_second_signal_ends_at_once_and_a_third_is_quiet(folder):
+    """Although a client holds its connection, with a body that never comes."""
+    with serving(folder) as (process, address):
+        where = urlsplit(address)
+        with socket.create_connection((where.hostname, where.port), timeout=60) as held:
+            held.sendall(b"POST /v1/arpg/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
+            assert call(address, {"class": 1, "steps": 1})[0] == 200
+            process.send_signal(signal.SIGTERM)
+            assert until(lambda: '"draining"' in process.stderr.readline())
+            start = time.monotonic()
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 128 + signal.SIGINT
+            assert time.monotonic() - start < 10
+        messages = [json.loads(line)["message"] for line in process.stderr.read().splitlines()]
+        assert messages[-1] == "a second signal; exiting at once"
+
+
+def test_readiness_ends_before_requests_are_refused(served):
+    service = served(drain_delay_s=3600.0)
+    server, client = Server(service, lifespan="off"), TestClient(create_app(service))
+    assert client.get("/readyz").status_code == 200
+    server.handle_exit(signal.SIGTERM, None)
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").status_code == 200
+    assert not asyncio.run(server.on_tick(1))
+    assert client.post("/v1/arpg/generate", json={"class": 1, "steps": 1}).status_code == 200
+    server._drain_at = 0.0
+    assert asyncio.run(server.on_tick(1))
+    assert client.post("/v1/arpg/generate", json={"class": 1}).json()["error"]["code"] == "draining"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +252,12 @@ def test_sigterm_finishes_admitted_requests(folder, tmp_path):
         (["--keys-file", "empty.txt"], "no key in it"),
         (["--keys-file", "short.txt"], "at least 16"),
         (["--max-batch", "0"], "max_batch is 0"),
+        (["--max-connections", "0"], "max_connections is 0"),
+        (["--header-timeout", "0"], "header_timeout_s is 0"),
+        (["--drain-delay", "-1"], "drain_delay_s is -1"),
+        (["--ssl-certfile", "short.txt"], "give both or neither"),
+        (["--ssl-certfile", "nowhere.pem", "--ssl-keyfile", "short.txt"], "cannot be used (No such file"),
+        (["--ssl-certfile", "short.txt", "--ssl-keyfile", "short.txt"], "expected a PEM certificate and its key"),
         (["--model", "nowhere"], "'nowhere' is neither"),
         (["--host", "203.0.113.7", "--insecure"], "cannot listen on 203.0.113.7"),
     ],

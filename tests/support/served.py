@@ -33,14 +33,14 @@ def servers(served):
     """A function that runs a real server on a free port and returns its address and service."""
     running = []
 
-    def run(**settings):
+    def run(*, tls=None, **settings):
         service = served(**settings)
         bound = socket.create_server(("127.0.0.1", 0))
-        server = Server(service, lifespan="off")
+        server = Server(service, lifespan="off", **(tls or {}))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         running.append((server, thread))
-        return f"http://127.0.0.1:{bound.getsockname()[1]}", service
+        return f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", service
 
     yield run
     for server, _ in running:

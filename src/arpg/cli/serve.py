@@ -10,10 +10,12 @@ import typer
 
 from arpg.cli.options import DeviceOption, EngineOption, LoraOption, PrecisionOption, err
 from arpg.errors import InputError, require
+from arpg.serve.server_config import ServeSettings
 
 if TYPE_CHECKING:
     from arpg.serve.auth import ApiKeys
-    from arpg.serve.server_config import ServeSettings
+
+DEFAULTS = ServeSettings()
 
 
 def serve(
@@ -41,6 +43,30 @@ def serve(
     ] = 256.0,
     key_share: Annotated[float, typer.Option(help="Share of both limits for one key, where there are several.")] = 0.5,
     deadline: Annotated[float, typer.Option(help="Seconds for one request.")] = 120.0,
+    drain_delay: Annotated[
+        float, typer.Option(help="Seconds after SIGTERM in which /readyz is a 503 and requests are still accepted.")
+    ] = DEFAULTS.drain_delay_s,
+    io_timeout: Annotated[
+        float, typer.Option(help="Seconds for a body to arrive, or for a client to read on.")
+    ] = DEFAULTS.io_timeout_s,
+    header_timeout: Annotated[
+        float, typer.Option(help="Seconds for the headers of a request to arrive.")
+    ] = DEFAULTS.header_timeout_s,
+    keep_alive: Annotated[
+        float, typer.Option(help="Seconds that an idle connection stays open.")
+    ] = DEFAULTS.keep_alive_s,
+    max_connections: Annotated[
+        int, typer.Option(help="Open connections; for more, idle ones are closed.")
+    ] = DEFAULTS.max_connections,
+    max_header_bytes: Annotated[
+        int, typer.Option(help="Bytes of a request line and its headers; more get a 431.")
+    ] = DEFAULTS.max_header_bytes,
+    max_headers: Annotated[int, typer.Option(help="Headers of a request; more get a 431.")] = DEFAULTS.max_headers,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Bytes of all request bodies in memory; more get a 503.")
+    ] = DEFAULTS.max_body_bytes,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate (chain), for HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of a step; by default one per core.")] = None,
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
@@ -58,7 +84,6 @@ def serve(
             f"{error.name} is not installed; pip install 'arpg[serve]' brings what the server needs"
         ) from None
     from arpg.serve.auth import KEYS_VARIABLE, check_exposure, read_keys
-    from arpg.serve.server_config import ServeSettings
     from arpg.serve.service import ImageService
 
     keys = read_keys(keys_file, os.environ.get(KEYS_VARIABLE))
@@ -74,13 +99,23 @@ def serve(
         max_pending_cost=max_pending_cost,
         key_share=key_share,
         deadline=deadline,
+        drain_delay_s=drain_delay,
+        io_timeout_s=io_timeout,
+        header_timeout_s=header_timeout,
+        keep_alive_s=keep_alive,
+        max_connections=max_connections,
+        max_header_bytes=max_header_bytes,
+        max_headers=max_headers,
+        max_body_bytes=max_body_bytes,
         threads=threads,
     )
     models = model or _installed()
+    tls = app.tls_options(ssl_certfile, ssl_keyfile)
     if ray:
         require(
             metrics_port is None, "metrics_port is for one server; on Ray, scrape /metrics of the ingress with a key"
         )
+        require(not tls, "--ssl-certfile is given with --ray, which serves HTTP only; put a proxy with TLS before it")
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
         _serve_on_ray(models, keys, settings, host=host, port=port, scale=scale)
         return
@@ -90,10 +125,11 @@ def serve(
         service.metrics.serve(host, metrics_port)
     shown = f"[{host}]" if ":" in host else host
     err.print(
-        f"serving {', '.join(service.models)} at http://{shown}:{bound.getsockname()[1]}/ (stop with Ctrl+C)",
+        f"serving {', '.join(service.models)} at {'https' if tls else 'http'}://{shown}:{bound.getsockname()[1]}/ "
+        "(stop with Ctrl+C)",
         markup=False,
     )
-    app.run(service, bound)
+    app.run(service, bound, **tls)
 
 
 def _installed() -> list[str]:

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import socket
+import ssl
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +26,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 import arpg
-from arpg.errors import InputError
+from arpg.errors import InputError, require
 from arpg.serve.api_error import ApiError, shorten
 from arpg.serve.http_protocol import HttpProtocol
 from arpg.serve.middleware import RequestMiddleware, allowed_hosts
@@ -162,21 +165,43 @@ def bind(host: str, port: int) -> socket.socket:
         raise InputError(f"cannot listen on {host} port {port} ({reason}); choose another with --port") from None
 
 
-def run(service: ImageService, bound: socket.socket) -> None:
+def tls_options(certfile: Path | None, keyfile: Path | None) -> dict[str, str]:
+    """Return the options of a server for HTTPS; none without a certificate. An invalid one is an `InputError`."""
+    require(
+        (certfile is None) == (keyfile is None), "ssl_certfile and ssl_keyfile belong together; give both or neither"
+    )
+    if certfile is None or keyfile is None:
+        return {}
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise InputError(
+            f"{certfile} and {keyfile} cannot be used ({reason}); expected a PEM certificate and its key, not encrypted"
+        ) from None
+    return {"ssl_certfile": str(certfile), "ssl_keyfile": str(keyfile)}
+
+
+def run(service: ImageService, bound: socket.socket, **tls: str) -> None:
     """Serve until a signal; then finish the admitted requests, respond to new ones with 503, and exit.
 
-    Where a worker thread dies, the pending requests fail and the process exits with status 1, to be started again.
+    `tls`: see `tls_options`. Where a worker thread dies, the pending requests fail and the process exits with status 1,
+    to be started again.
     """
     configure_logging()
     hosts = allowed_hosts(bound.getsockname()[0], service.keys)
-    server = Server(service, hosts=hosts)
+    server = Server(service, hosts=hosts, **tls)
     server.run(sockets=[bound])
     if server.failed:
         raise SystemExit(1)
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains on the first signal, with open sockets until no request is left, and then exits."""
+    """A uvicorn server that drains on the first signal, with open sockets until no request is left, and then exits.
+
+    Draining is: not ready any more, and after `drain_delay_s`, when no load balancer sends requests any more, also no
+    new requests. A second signal exits at once.
+    """
 
     def __init__(self, service: ImageService, *, hosts: frozenset[str] | None = None, **options: Any) -> None:
         settings = service.settings
@@ -190,28 +215,49 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # it goes to call_later
+            timeout_graceful_shutdown=math.ceil(settings.io_timeout_s),
             **options,
         )
         super().__init__(config)
         self.service = service
         self.failed = False  # a worker thread has died
-        self._exit_by: float | None = None
+        self._drain_at = self._exit_by = math.inf
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals until the process ends: one that arrives while it exits must not print a traceback."""
+        if threading.current_thread() is threading.main_thread():
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(sig, self.handle_exit)
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start to drain at the first signal; exit at the second."""
-        admission = self.service.admission
-        if admission.draining:
-            super().handle_exit(signal.SIGINT, frame)
-            return
-        admission.draining = True
-        log.info("draining", extra={"admitted": admission.num_admitted})
-        self._exit_by = time.monotonic() + self.service.settings.deadline + 5
+        """Start to drain at the first signal; exit at once at the second, whatever is in progress."""
+        service = self.service
+        if service.stopping:
+            try:
+                log.warning("a second signal; exiting at once", extra={"admitted": service.admission.num_admitted})
+            finally:
+                os._exit(128 + sig)
+        service.stopping = True
+        log.info("not ready any more", extra={"admitted": service.admission.num_admitted})
+        self._drain_at = time.monotonic() + service.settings.drain_delay_s
+        self._exit_by = self._drain_at + service.settings.deadline + 5
+        self._drain_if_due()
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to exit; uvicorn calls this every 0.1 s."""
+        admission = self.service.admission
         if self.service.broken and not self.failed:  # what was pending has failed; send the answers, then exit
-            self.failed = self.service.admission.draining = True
+            self.failed = admission.draining = True
             self._exit_by = time.monotonic() + 5
-        if self._exit_by is not None:
-            self.should_exit |= self.service.admission.num_admitted == 0 or time.monotonic() > self._exit_by
+        self._drain_if_due()
+        if admission.draining and (admission.num_admitted == 0 or time.monotonic() > self._exit_by):
+            self.should_exit = True
         return await super().on_tick(counter)
+
+    def _drain_if_due(self) -> None:
+        admission = self.service.admission
+        if not admission.draining and time.monotonic() >= self._drain_at:
+            admission.draining = True
+            log.info("draining", extra={"admitted": admission.num_admitted})

@@ -44,6 +44,7 @@ class ServeSettings:
     max_pending_cost: float = 256.0  # of those, in images of the model's own size; large tasks have as much again
     key_share: float = 0.5  # of both limits, for one API key where there are several
     deadline: float = 120.0  # seconds for one request
+    drain_delay_s: float = 0.0  # seconds after a signal in which /readyz is a 503 and requests are still accepted
     io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
     header_timeout_s: float = 10.0  # seconds for the headers of a request to arrive
     keep_alive_s: float = 30.0  # how long an idle connection stays open
@@ -81,6 +82,7 @@ class ServeSettings:
             f"threads is {self.threads}; expected 1 or more, or leave it out for one per core",
         )
         require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
+        require(self.drain_delay_s >= 0, f"drain_delay_s is {self.drain_delay_s}; expected 0 or more seconds")
 
 
 ALIASES = {"dtype": "precision", "queue": "max_pending_requests", "patience": "io_timeout_s"}

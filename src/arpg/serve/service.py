@@ -46,6 +46,7 @@ class ImageService:
         self.pools = WorkerPools()
         self.store = ImageStore(max_bytes=self.settings.url_bytes, seconds=self.settings.url_seconds)
         self.admission = AdmissionLimiter(self.settings, self.metrics, num_keys=lambda: len(self.keys))
+        self.stopping = False  # not ready any more, although requests are still accepted
         self._closed = False
         for name, meaning, count in (
             ("arpg_rows_waiting", "Images not in a batch yet", lambda loaded: loaded.batcher.num_waiting),
@@ -100,8 +101,8 @@ class ImageService:
 
     @property
     def ready(self) -> bool:
-        """Whether the service accepts work."""
-        return self.alive and not self.admission.draining
+        """Whether the service accepts work, and will for a while."""
+        return self.alive and not self.stopping and not self.admission.draining
 
     def find(self, name: str | None) -> ServedModel:
         """Return a model by its name, None: the default; raise a 404 that lists the names for an unknown one."""
