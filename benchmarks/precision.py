@@ -72,7 +72,7 @@ def open_in(name: str, kind: str, device: torch.device) -> Pipeline:
 def class_accuracy(pipe: Pipeline, case: Case, ids_BN: Tensor, folder: Path) -> float:
     """Return the share of images whose class the classifier recognises."""
     from arpg.evaluation.classifier import Classifier
-    from experiments.garden.scorer_training import accuracy
+    from experiments.scorer_training import accuracy
 
     classifier = Classifier.load(folder, device=pipe.model.device)
     labels = torch.arange(case.batch) % pipe.model.config.num_classes

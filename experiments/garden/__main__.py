@@ -18,7 +18,7 @@ VERBS = {
     "control-model": ("control_model:main", "make garden-control: tokens, scorers, training, score"),
     "text-gallery": ("gallery:text", "the images of prompts in the documentation"),
     "control-gallery": ("gallery:control", "the images of control in the documentation"),
-    "model-card": ("measurements.model_card:main", "the numbers of garden's model card"),
+    "model-card": ("/model_card:main", "the numbers of a model card"),
     "ablations": ("measurements.ablations:main", "measure the paper's ablations on garden"),
     "order-bits": ("measurements.ablations:order_bits", "measure bits per token in each order"),
     "ablation-report": ("measurements.ablation_report:main", "tables and figures of the ablations"),

@@ -36,8 +36,9 @@ from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
 from experiments.garden.control_score import SCENE_SEED, EdgeScorers, control_report, image_side
 from experiments.garden.depth_net import DepthNet, compose_depth_scenes, train_and_save
-from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
+from experiments.garden.photos import SIZE, open_photos
 from experiments.garden.scene_sets import Sets, compose_tokens
+from experiments.photos import class_ids, load_or_train_classifier
 from experiments.staged_run import run_stages, train_until
 
 log = logging.getLogger("garden")

@@ -53,7 +53,7 @@ from experiments.garden.control_images import (
 from experiments.garden.depth_net import DepthNet, DepthScenes, compose_depth_scenes, depth_error, rmse, to_depth
 from experiments.garden.sampling_options import add_sampling_options, load_pipeline, sampling_settings
 from experiments.garden.scene_sets import num_processes, reconstruct
-from experiments.garden.scorer_training import predict
+from experiments.scorer_training import predict
 
 # The rows of a report: with control, without it, another model without control, and what bounds them.
 CONTROL, PLAIN, BASE = "control", "no control", "base model"

@@ -37,7 +37,7 @@ from experiments.garden.scene_sets import (
     reconstruct_half,
     training_arguments,
 )
-from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
+from experiments.scorer_training import Progress, autocast_bf16, fit, seeded
 
 Depth = NDArray[np.float32]
 

@@ -35,7 +35,7 @@ from experiments.garden.scene_sets import (
     training_arguments,
 )
 from experiments.garden.scene_spec import MAX_OBJECTS
-from experiments.garden.scorer_training import Progress, autocast_bf16, fit, seeded
+from experiments.scorer_training import Progress, autocast_bf16, fit, seeded
 
 STRIDE = 4  # pixels per cell
 

@@ -14,6 +14,8 @@ VERBS = {
     "tokenize": ("training:tokenize", "encode both splits"),
     "pack-tokens": ("training:pack_token_set", "write a token set in 13 bits per token"),
     "unpack-tokens": ("training:unpack_token_set", "write it back"),
+    "model-card": ("/model_card:main", "the numbers of the model card and a sheet of all classes"),
+    "search-settings": ("/settings_search:main", "the best sampling settings, searched by halves"),
     "train": ("training:train", "train for some minutes; resume; return the weights so far"),
 }
 

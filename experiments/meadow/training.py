@@ -28,7 +28,7 @@ from arpg.data.tokens import open_tokens
 from arpg.device import choose_device
 from arpg.hub import resolve
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
-from experiments.photo_sets import photo_set
+from experiments.photos import photo_set
 from experiments.staged_run import join_pieces, run_stages, train_until, write_pieces
 from experiments.token_bits import pack_tokens, unpack_tokens
 

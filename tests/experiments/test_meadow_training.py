@@ -10,7 +10,7 @@ from arpg import InputError, load_model
 from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.train import report
-from experiments import photo_sets, staged_run
+from experiments import photos, staged_run
 from experiments.meadow.__main__ import main
 from experiments.token_bits import pack_ids, pack_tokens, unpack_ids, unpack_tokens
 from support.small import noise, small_tokenizer
@@ -68,8 +68,8 @@ def test_token_sets_travel(tmp_path):
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     """Two zips of six images of two classes, at 16 pixels."""
-    small = photo_sets.PhotoSet("meadow", ("pets", "birds"), "meadow-{domain}.zip/{split}", 16)
-    monkeypatch.setitem(photo_sets.PHOTO_SETS, "meadow", small)
+    small = photos.PhotoSet("meadow", ("pets", "birds"), "meadow-{domain}.zip/{split}", 16)
+    monkeypatch.setitem(photos.PHOTO_SETS, "meadow", small)
     monkeypatch.setattr(report, "plot_losses", lambda folder: None)
     monkeypatch.setattr(staged_run, "SHORTEST", 0.0)
     folder = tmp_path / "data"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from arpg.errors import InputError
-from experiments.garden.measurements.model_card import mean_pairwise_lpips, nearest_lpips
+from experiments.model_card import mean_pairwise_lpips, nearest_lpips
 from support.lpips import distance
 
 

@@ -9,7 +9,7 @@ import torch
 from arpg.errors import InputError
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from arpg.image import to_images
-from experiments.garden.scorer_training import accuracy, augment, predict, train_classifier
+from experiments.scorer_training import accuracy, augment, predict, train_classifier
 
 COLOURS = np.array([[220, 40, 40], [40, 200, 40], [40, 40, 220], [220, 210, 40]])
 

@@ -18,6 +18,8 @@ from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from experiments import staged_run
 from experiments.garden.__main__ import VERBS
+from experiments.meadow.__main__ import VERBS as MEADOW
+from experiments.verbs import module_of
 from support.paths import ROOT
 
 BLOCKED = """
@@ -35,7 +37,8 @@ print(*sorted(set(names) & set(sys.modules)))
 
 
 def test_they_need_no_extra():
-    modules = sorted({f"experiments.garden.{where.split(':')[0]}" for where, _ in VERBS.values()})
+    verbs = [(name, where) for name, each in (("garden", VERBS), ("meadow", MEADOW)) for where, _ in each.values()]
+    modules = sorted({module_of(*each)[0] for each in verbs})
     command = [sys.executable, "-c", BLOCKED, *modules, "benchmarks.text_speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

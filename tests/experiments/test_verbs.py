@@ -1,19 +1,25 @@
 """`python -m experiments.garden`: every verb has help, errors are one line, and moved verbs of `arpg` say so."""
 
+import re
 import sys
 
 import pytest
 
 from arpg import cli
 from experiments.garden.__main__ import VERBS
+from experiments.meadow.__main__ import VERBS as MEADOW
+from experiments.verbs import run_verb
 from support.command import check_error
 
+ALL = {"garden": VERBS, "meadow": MEADOW}
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(run, verb):
-    code, text, _ = run(verb, "--help")
-    assert code == 0
-    assert f"experiments.garden {verb}" in text
+
+@pytest.mark.parametrize(("name", "verb"), [(name, verb) for name, verbs in ALL.items() for verb in verbs])
+def test_every_verb_has_help(name, verb, capsys):
+    with pytest.raises(SystemExit) as exited:
+        run_verb(name, ALL[name], [verb, "--help"])
+    assert exited.value.code == 0
+    assert re.search(rf"usage: experiments(\.{name})? {verb}", capsys.readouterr().out)
 
 
 def test_verbs_are_listed(run):

