@@ -23,6 +23,7 @@ MADE = {
     "generate.md": ["kiwi.png", "images/", "exact.png", "surprise.png", "attention.png", "orders.png"],
     "edit.md": ["edited.png", "filled/", "wide.png", "large.png", "outpainting.png"],
     "text.md": ["prompts.png"],
+    "python.md": ["kiwis.png", "filled.png", "mine/"],
     "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
 }
 
