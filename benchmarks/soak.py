@@ -2,10 +2,10 @@
 
 Usage: python benchmarks/soak.py [--requests 2000] [--clients 24] [--seed 0] [--output FILE]
 
-The model is tiny and has random weights. Among good requests of every kind there are connections that are dropped, slow
-readers and writers, malformed bodies, images that are too large, and steps and tokenizer calls that raise. Good
-requests that meet an injected fault are sent again, as a client would. Every answer is compared with what the
-pipeline generates alone.
+The model is tiny and has random weights. A fifth of the requests are faults, of all kinds in `FAULTS`; besides, steps
+and tokenizer calls raise. Good requests that meet an injected fault are sent again, as a client would. Every answer is
+compared with what the pipeline generates alone; the exit status is 1 if any is wrong or missing, if anything is left
+when the clients are done, or if memory grows.
 """
 
 from __future__ import annotations
@@ -95,17 +95,81 @@ def good_bodies() -> list[tuple[str, dict[str, Any]]]:
     return made
 
 
-BAD: list[tuple[str, bytes, int]] = [
-    ("generate", b"{", 400),
-    ("generate", b'{"class": "no such thing"}', 400),
-    ("generate", b'{"class": 1, "steps": -1}', 400),
-    ("generate", b"\xff\xfe\x00", 400),
-    ("outpaint", b'{"image": "https://example.org/a.png", "right": 4}', 400),
-    ("outpaint", json.dumps({"image": b64(Image.new("1", (30000, 20000))), "right": 4}).encode(), 413),
-    ("outpaint", json.dumps({"image": b64(noise(9, 9))[:200], "right": 4}).encode(), 400),
-    ("generate", b" " * (17 << 20), 413),
-    ("nowhere", b"{}", 404),
-]
+def head(path: str, *headers: str, method: str = "POST", length: int | None = None, key: str = KEY) -> bytes:
+    """The request line and the headers of a request."""
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {key}", *headers]
+    lines += [] if length is None else [f"content-length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def post(route: str, body: bytes | dict[str, Any], kind: str = "application/json") -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(route, f"content-type: {kind}", length=len(content)) + content
+
+
+def form(*fields: tuple[str, str], end: str = "--b--\r\n", charset: str = "utf-8") -> bytes:
+    parts = "".join(f'--b\r\ncontent-disposition: form-data; name="{k}"\r\n\r\n{v}\r\n' for k, v in fields)
+    kind = f"multipart/form-data; boundary=b; charset={charset}"
+    return post("/v1/images/edits", (parts + end).encode(), kind)
+
+
+def strip(width: int, height: int) -> str:
+    return b64(Image.new("L", (width, height)))
+
+
+GENERATE, OUTPAINT, MAX_BYTES = "/v1/arpg/generate", "/v1/arpg/outpaint", 1 << 24
+# By kind: what is sent on a connection of its own, and the status of the answer. A 429 is right for all POST requests.
+FAULTS: dict[str, list[tuple[bytes, int]]] = {
+    "malformed json": [
+        (post(GENERATE, b"{"), 400),
+        (post(GENERATE, b"\xff\xfe\x00"), 400),
+        (post(GENERATE, {"class": "no such thing"}), 400),
+        (post(GENERATE, {"class": 1, "steps": -1}), 400),
+    ],
+    "json bomb": [
+        (post(GENERATE, {f"k{i}": 1 for i in range(100_000)}), 400),
+        (post(GENERATE, b'{"class": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"), 400),
+    ],
+    "malformed image": [
+        (post(OUTPAINT, {"image": "https://example.org/a.png", "right": 4}), 400),
+        (post(OUTPAINT, {"image": b64(noise(9, 9))[:200], "right": 4}), 400),
+    ],
+    "image bomb": [
+        (post(OUTPAINT, {"image": b64(Image.new("1", (30000, 20000))), "right": 4}), 413),
+        (post(OUTPAINT, {"image": strip(50000, 1), "right": 4}), 413),
+        (post(OUTPAINT, {"image": strip(16000, 1), "right": 4, "steps": 1}), 400),
+    ],
+    "malformed form": [
+        (form(("prompt", "1"), ("schedule", "1,,2")), 400),
+        (form(("prompt", "1"), charset="undefined"), 400),
+        (form(("prompt", "1"), end=""), 400),
+    ],
+    "body too long": [
+        (head(GENERATE, length=MAX_BYTES + 1), 413),
+        (head("/v1/images/generations", length=MAX_BYTES), 413),
+        (head(GENERATE, "transfer-encoding: chunked") + b"1100000\r\n" + b" " * (17 << 20) + b"\r\n0\r\n\r\n", 413),
+    ],
+    "no key": [(head(GENERATE, length=MAX_BYTES, key="a-wrong-key-of-the-soak"), 401)],
+    "no such route": [
+        (head("/v1/arpg/nowhere", length=MAX_BYTES), 404),
+        (head(GENERATE, method="PUT", length=MAX_BYTES), 405),
+    ],
+    "headers too long": [
+        (head("/healthz", "x: " + "y" * 40_000, method="GET"), 431),
+        (head("/healthz", *(f"x-{i}: y" for i in range(200)), method="GET"), 431),
+    ],
+    "ambiguous headers": [
+        (head("/healthz", "host: evil.example", method="GET"), 400),
+        (head(GENERATE, "transfer-encoding: chunked", length=2) + b"0\r\n\r\n", 400),
+    ],
+    "not http": [(b"\x16\x03\x01\x02\x00\r\n\r\n", 400), (b"GET / HTTP/9\r\n\r\n", 400)],
+    "other origin": [
+        (head(GENERATE, "origin: http://[", length=2), 403),
+        (head(GENERATE, "origin: null", length=2), 403),
+    ],
+    "slow headers": [(b"GET /healthz HTTP/1.1\r\nhost: local", 408)],
+    "slow body": [(head(GENERATE, length=50) + b"{", 408)],
+}
 
 
 class Faults:
@@ -144,6 +208,7 @@ class Soak:
         self.address, self.service, self.random = address, service, random.Random(seed)
         self.good, self.expected = good_bodies(), {}
         self.done: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.seconds: list[float] = []
 
@@ -165,13 +230,15 @@ class Soak:
         await asyncio.gather(*(work() for _ in range(clients)))
 
     async def one(self, client: httpx.AsyncClient) -> None:
-        kinds = {"good": 50, "stream": 20, "openai": 5, "bad": 8, "drop": 12, "slow": 3, "health": 2}
+        good = {"good": 50, "stream": 20, "openai": 5, "slow": 3, "health": 2}
+        faults = dict.fromkeys((*FAULTS, "silent"), 0.8) | {"drop": 8}
+        kinds = good | faults
         kind = self.random.choices(list(kinds), list(kinds.values()))[0]
         try:
-            await getattr(self, f"_{kind}")(client)
+            await (self._fault(kind) if kind in FAULTS else getattr(self, f"_{kind}")(client))
         except Exception as error:
             self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
-        self.done[kind] += 1
+        (self.faults if kind in faults else self.done)[kind] += 1
 
     async def _good(self, client: httpx.AsyncClient) -> None:
         i = self.random.randrange(len(self.good))
@@ -224,30 +291,43 @@ class Soak:
             await self._again(answer.status_code)
         raise AssertionError("an edit was never answered")
 
-    async def _bad(self, client: httpx.AsyncClient) -> None:
-        route, content, status = self.random.choice(BAD)
-        headers = {"content-type": "application/json"}
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self.address.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port))
+
+    async def _fault(self, kind: str) -> None:
+        """Send a request that must be refused, and read the status of the answer."""
+        content, status = self.random.choice(FAULTS[kind])
+        reader, writer = await self._connect()
         try:
-            answer = await client.post(f"{self.address}/v1/arpg/{route}", content=content, headers=headers)
-        except (httpx.WriteError, httpx.ReadError):
-            if status != 413:  # the server may stop reading a body that is too long
-                raise
+            writer.write(content)
+            async with asyncio.timeout(60):
+                answer = await reader.readuntil(b"\r\n\r\n") + await reader.read(1 << 16)
+        except ConnectionResetError:  # the server may stop reading a body that is too long
+            assert kind == "body too long", "the connection was reset"
             return
-        assert answer.status_code in (status, 429), (
-            f"{route} got {answer.status_code}, not {status}: {answer.text[:200]}"
-        )
-        assert "Traceback" not in answer.text
+        finally:
+            writer.transport.abort()
+        found = int(answer.split()[1])
+        assert found in (status, 429), f"got {found}, not {status}: {answer[:200]!r}"
+        assert b"Traceback" not in answer
+
+    async def _silent(self, client: httpx.AsyncClient) -> None:
+        """Connect eight times, say nothing, and wait until the server has closed all connections."""
+        opened = [await self._connect() for _ in range(8)]
+        async with asyncio.timeout(60):
+            for reader, writer in opened:
+                assert await reader.read() == b""
+                writer.close()
 
     async def _drop(self, client: httpx.AsyncClient) -> None:
         """Disconnect in the middle of the request, while it waits, or in the middle of the stream."""
         route, body = self.random.choice(self.good)
         stage = self.random.choice(("request", "waiting", "stream"))
         content = json.dumps({**body, "stream": stage == "stream"}).encode()
-        host, port = self.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/arpg/{route} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + (content[: len(content) // 2] if stage == "request" else content))
+        reader, writer = await self._connect()
+        whole = post(f"/v1/arpg/{route}", content)
+        writer.write(whole[: -(len(content) // 2)] if stage == "request" else whole)
         await writer.drain()
         if stage == "stream":
             await reader.readline()
@@ -271,7 +351,9 @@ def soak(*, requests: int, clients: int, seed: int, share: float = 0.01) -> dict
     """Run the test; the report counts the requests by kind and the resources left after each quarter."""
     logging.getLogger("arpg").setLevel(logging.CRITICAL)  # without the injected failures and their tracebacks
     pipeline = tiny_pipeline()
-    settings = ServeSettings(max_batch=8, max_pending_requests=16, io_timeout_s=5.0, max_wait_ms=2.0)
+    settings = ServeSettings(
+        max_batch=8, max_pending_requests=16, io_timeout_s=5.0, header_timeout_s=2.0, max_wait_ms=2.0
+    )
     service = ImageService([ServedModel("tiny", lambda: pipeline)], keys=ApiKeys([KEY]), settings=settings)
     service.open()
     bound = socket.create_server(("127.0.0.1", 0))
@@ -312,12 +394,28 @@ async def _run(
         "clients": clients,
         "seconds": round(time.monotonic() - began, 1),
         "kinds": dict(sorted(run.done.items())),
+        "faults": dict(sorted(run.faults.items())),
+        "num_faults": run.faults.total(),
         "faults_injected": faults.count,
         "wrong": run.wrong[:20],
         "num_wrong": len(run.wrong),
         "latency": seconds,
         "left_after_each_quarter": left,
     }
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """Say what is not as it should be; memory may grow by 32 MiB from the first quarter to the last."""
+    found = list(report["wrong"])
+    if not report["server_stopped"]:
+        found.append("the server did not stop")
+    first, *_, last = left = report["left_after_each_quarter"]
+    if any(any(each[name] for name in ("inside", "rows_running", "rows_waiting", "body_bytes")) for each in left):
+        found.append("requests, rows or bodies are left after the clients are done")
+    for name, more in (("threads", 4), ("files", 8), ("tensors", 20), ("memory_mb", 32)):
+        if first[name] is not None and last[name] > first[name] + more:
+            found.append(f"{name} grew from {first[name]} to {last[name]}")
+    return found
 
 
 async def _leftover(service: ImageService) -> dict[str, Any]:
@@ -332,6 +430,7 @@ async def _leftover(service: ImageService) -> dict[str, Any]:
         "inside": service.admission.num_admitted,
         "rows_running": service.loaded.batcher.num_running,
         "rows_waiting": service.loaded.batcher.num_waiting,
+        "body_bytes": service.metrics.registry.get_sample_value("arpg_body_bytes"),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
         "tensors": sum(type(thing) is torch.Tensor for thing in gc.get_objects()),
@@ -367,7 +466,10 @@ def main() -> None:
     if arguments.output:
         arguments.output.write_text(text + "\n")
     print(text)
-    raise SystemExit(bool(report["num_wrong"]))
+    found = problems(report)
+    for each in found:
+        print(each)
+    raise SystemExit(bool(found))
 
 
 if __name__ == "__main__":

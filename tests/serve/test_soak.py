@@ -2,19 +2,23 @@
 
 import pytest
 
-from benchmarks.soak import soak
+from benchmarks.soak import FAULTS, problems, soak
 
 
 @pytest.mark.slow
 def test_nothing_is_lost_and_nothing_is_left():
-    report = soak(requests=80, clients=12, seed=3, share=0.03)
-    assert report["wrong"] == []
+    report = soak(requests=160, clients=12, seed=3, share=0.03)
+    assert problems(report) == []
     assert report["faults_injected"] >= 1
-    assert report["server_stopped"]
-    assert {"good", "stream", "bad", "drop"} <= set(report["kinds"])
-    for left in report["left_after_each_quarter"]:
-        assert (left["inside"], left["rows_running"], left["rows_waiting"]) == (0, 0, 0)
-    first, *_, last = report["left_after_each_quarter"]
-    assert last["threads"] <= first["threads"] + 4
-    assert last["files"] <= first["files"] + 8
-    assert last["tensors"] <= first["tensors"] + 20
+    assert {"good", "stream"} <= set(report["kinds"])
+    assert {"drop", "silent", *FAULTS} >= set(report["faults"])
+    assert len(report["faults"]) >= 8
+    assert len(FAULTS) >= 12
+
+
+def test_a_problem_is_reported():
+    quarter = dict.fromkeys(("inside", "rows_running", "rows_waiting", "body_bytes", "threads", "files", "tensors"), 0)
+    report = {"wrong": [], "server_stopped": True, "left_after_each_quarter": [{**quarter, "memory_mb": 300.0}] * 4}
+    assert problems(report) == []
+    grown = [*report["left_after_each_quarter"][:3], {**quarter, "inside": 1, "memory_mb": 400.0}]
+    assert len(problems({**report, "wrong": ["x"], "server_stopped": False, "left_after_each_quarter": grown})) == 4
