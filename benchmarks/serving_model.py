@@ -1,11 +1,13 @@
 """Predict latency and throughput of the server by simulation, from measured step times; compare with a real server.
 
 python -m benchmarks.serving_model compare --seconds 40 --out benchmarks/results/serving-model-cpu.json
-python -m benchmarks.serving_model plan --rates 100 1000 5000 --p99 0.5 --out benchmarks/results/serving-plan-h200.json
+python -m benchmarks.serving_model plan --out benchmarks/results/serving-plan-h200.json
+python -m benchmarks.serving_model page
 
 `compare` measures the steps of the model on this machine, simulates closed-loop clients, then starts `arpg serve` and
 lets as many real clients request one image after the other. `plan` takes the step times of a GPU from a record of
-`arpg bench --scaling` and searches the number of replicas for each rate of Poisson arrivals.
+`arpg bench --scaling` and searches the number of replicas for each rate of Poisson arrivals. `page` writes the tables
+of docs/performance/serving-cost.md from both records.
 
 The simulation (simpy) has the server's own rules: one decode thread, rows that join a running batch where
 `should_merge` says so, batches that take turns, pixels decoded on the same device, one image at a time.
@@ -38,6 +40,7 @@ from arpg.decode import make_plan
 from arpg.decode.continuous import ContinuousBatch, should_merge
 from arpg.device import cpu_name
 from arpg.errors import present
+from arpg.tables import fill_page, markdown_table
 from benchmarks.serve import measure, running_server, wait_until_ready
 
 
@@ -286,6 +289,33 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "serving_plan", "record": options.record.name, "rows": rows}
 
 
+def page_tables(records: Path) -> dict[str, str]:
+    """Return the tables of the page by their marks."""
+    compared, planned = (
+        json.loads((records / name).read_text()) for name in ("serving-model-cpu.json", "serving-plan-h200.json")
+    )
+    columns = ("images/s", "p50 s", "p99 s")
+    rows = [
+        [row["clients"], *(f"{row[side][column]:.2f}" for column in columns for side in ("measured", "predicted"))]
+        for row in compared["rows"]
+    ]
+    header = ["clients", *(title for column in columns for title in (column, "predicted"))]
+    plan_rows = [
+        [f"{row['rate']:,.0f}", row["replicas"], *(f"{1000 * row[name]:.0f}" for name in ("p50 s", "p99 s"))]
+        for row in planned["rows"]
+    ]
+    return {
+        "compared": markdown_table(header, rows),
+        "planned": markdown_table(["requests/s", "replicas", "p50, ms", "p99, ms"], plan_rows),
+    }
+
+
+def write_page(options: argparse.Namespace) -> None:
+    """Write the tables of the page."""
+    path = Path("docs/performance/serving-cost.md")
+    path.write_text(fill_page(path.read_text(), page_tables(Path("benchmarks/results"))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -296,15 +326,19 @@ def main() -> None:
     one.set_defaults(run=compare)
     other = verbs.add_parser("plan", help="replicas for given rates")
     other.add_argument("--record", type=Path, default=Path("benchmarks/results/scaling-arpg-l-h200.json"))
-    other.add_argument("--rates", type=float, nargs="+", default=[100, 1000, 5000])
-    other.add_argument("--p99", type=float, default=1.0, help="seconds")
+    other.add_argument("--rates", type=float, nargs="+", default=[10, 100, 500, 1000, 2000])
+    other.add_argument("--p99", type=float, default=0.5, help="seconds")
     other.add_argument("--max-batch", type=int, default=64)
     other.add_argument("--pixels-per-second", type=float, default=1502, help="images/s of the VQ decoder")
     other.set_defaults(run=plan)
     for verb in (one, other):
         verb.add_argument("--out", type=Path)
+    verbs.add_parser("page", help="write the tables of the page from the records").set_defaults(run=write_page)
     options = parser.parse_args()
-    text = json.dumps(options.run(options), indent=1)
+    result = options.run(options)
+    if result is None:
+        return
+    text = json.dumps(result, indent=1)
     if options.out:
         options.out.write_text(text + "\n")
     print(text)

@@ -68,6 +68,21 @@ def test_a_new_request_joins_the_running_batch_and_leaves_when_it_is_finished(mo
     assert batcher.seen == 3 * [[("a", 0)]] + 2 * [[("a", 0), ("b", 0)]] + 3 * [[("b", 0)]]
 
 
+def test_the_queue_time_is_that_of_the_oldest_row_without_a_batch(model, slow):
+    batcher = slow(max_batch=1)
+    first, second = SubmittedRows(model, "a", seed=1), SubmittedRows(model, "b", seed=2)
+    assert batcher.queue_seconds == 0
+    second.pending.since -= 100
+    batcher.submit(first.pending)
+    batcher.step(1)
+    batcher.submit(second.pending)
+    assert 100 <= batcher.queue_seconds < 200
+    batcher.step(2 * SETTINGS.steps - 1)
+    assert first.is_right()
+    assert second.is_right()
+    assert batcher.queue_seconds == 0
+
+
 def test_rows_that_do_not_fit_together_take_turns(model, slow):
     """Where merging does not pay (`call_overhead_tokens` below 0), batches take steps in turn."""
     batcher = slow(max_batch=8, call_overhead_tokens=-1000)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 
+import kubernetes_validate
 import pytest
 import yaml
 from typer.main import get_command
@@ -38,7 +39,7 @@ def instructions():
 def test_the_dockerfile_copies_what_exists_and_starts_the_server():
     found = instructions()
     names = [name for name, _ in found]
-    assert names[0] == "FROM"
+    assert names[:2] == ["ARG", "FROM"]
     for name, rest in found:
         if name == "COPY" and "--from" not in rest:
             for source in shlex.split(rest)[:-1]:
@@ -57,25 +58,74 @@ def test_the_dockerfile_copies_what_exists_and_starts_the_server():
     assert names.index("USER") < names.index("ENTRYPOINT")
 
 
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "rayservice.yaml"])
+def test_the_manifests_are_valid_kubernetes(name):
+    """Every built-in object has only fields that Kubernetes knows, with the right types."""
+    built_in = [each for each in documents(name) if each["apiVersion"] != "ray.io/v1"]
+    assert {each["kind"] for each in built_in} >= {"PodDisruptionBudget", "NetworkPolicy"}
+    if name == "rayservice.yaml":
+        (service,) = (each for each in documents(name) if each["kind"] == "RayService")
+        cluster = service["spec"]["rayClusterConfig"]
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        built_in += [{"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]} for group in groups]
+    for document in built_in:
+        kubernetes_validate.validate(document, "1.34", strict=True)
+
+
+def test_an_unknown_field_would_be_found():
+    (service,) = (each for each in documents("kubernetes.yaml") if each["kind"] == "Service")
+    service["spec"]["selectors"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(service, "1.34", strict=True)
+
+
 def test_the_kubernetes_manifest_fits_the_server():
-    deployment, service = documents("kubernetes.yaml")
+    deployment, service, budget, policy = documents("kubernetes.yaml")
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    given = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    given = dict(argument.split("=") for argument in container["args"])
     assert set(given) <= options()
-    assert spec["terminationGracePeriodSeconds"] > float(given["--deadline"])
+    stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] > stop + float(given["--deadline"])
+    assert stop > 2 * container["readinessProbe"]["periodSeconds"]
     assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert container["env"][0]["name"] == "ARPG_API_KEYS"
-    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels
+    assert budget["spec"]["selector"]["matchLabels"] == policy["spec"]["podSelector"]["matchLabels"] == labels
+    assert budget["spec"]["minAvailable"] < deployment["spec"]["replicas"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     entry = json.loads(next(rest for name, rest in instructions() if name == "ENTRYPOINT"))
-    assert container["ports"][0]["containerPort"] == int(entry[entry.index("--port") + 1])
+    assert ports == {"http": int(entry[entry.index("--port") + 1]), "metrics": int(given["--metrics-port"])}
+    assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} == set(ports)
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert int(annotations["prometheus.io/port"]) == ports["metrics"]
+
+
+def test_images_are_named_by_digest():
+    (kustomization,) = documents("kustomization.yaml")
+    assert kustomization["resources"] == ["kubernetes.yaml"]
+    (image,) = kustomization["images"]
+    assert re.fullmatch(r"sha256:[0-9a-f]{64}", image["digest"])
+    deployment = documents("kubernetes.yaml")[0]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == image["name"]
+    bases = [rest for name, rest in instructions() if name == "ARG" and rest.startswith("BASE=")]
+    assert len(bases) == 1
+    assert re.search(r"@sha256:[0-9a-f]{64}$", bases[0])
+    assert all(rest.split()[0] == "${BASE}" for name, rest in instructions() if name == "FROM")
+
+
+def test_each_installation_of_the_image_has_one_index():
+    (run,) = (rest for name, rest in instructions() if name == "RUN" and "pip install" in rest)
+    assert "--extra-index-url" not in run
+    installs = [part for part in run.split("&&") if "pip install" in part]
+    assert [part.split()[-1] for part in installs if "--index-url" in part] == ["torch"]
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_the_ray_service_names_what_exists(monkeypatch):
-    (service,) = documents("rayservice.yaml")
+    service, *_ = documents("rayservice.yaml")
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     (application,) = config["applications"]
@@ -90,6 +140,7 @@ def test_the_ray_service_names_what_exists(monkeypatch):
     )
     arguments = application["args"]
     assert all(isinstance(value, str) for value in arguments.values())
+    monkeypatch.setenv("ARPG_API_KEYS", "a-key-for-the-cluster")
     getattr(ray_serve, name)(arguments)
     for key in ("model", "replicas", "max_replicas", "gpus"):
         assert str(given[key]).removesuffix(".0") == arguments[key]
@@ -101,6 +152,7 @@ def test_the_ray_service_names_what_exists(monkeypatch):
     with pytest.raises(InputError, match="unknown argument"):
         getattr(ray_serve, name)({"workers": "2"})
     cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)[1]
     assert cluster["rayVersion"] == pinned
     (workers,) = cluster["workerGroupSpecs"]

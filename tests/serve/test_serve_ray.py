@@ -1,11 +1,15 @@
-"""Ray Serve: two replicas, one is killed under load, and every admitted request is answered."""
+"""Ray Serve: replicas are added, removed, killed and replaced under load, and every admitted request is answered."""
 
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,26 +17,32 @@ from support.paths import ROOT
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own, about pydantic and sockets
-CLIENTS, EACH = 6, 6
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, about pydantic and sockets
+KEY = "a-key-for-the-cluster"
 
 
 @pytest.fixture
 def cluster(folder, monkeypatch):
+    """A function that deploys the small model on a local cluster with the options of `application`."""
     from arpg.serve import ray_serve
     from arpg.serve.auth import ApiKeys
     from arpg.serve.server_config import ServeSettings
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(ray_serve, "UPSCALE_DELAY_S", 0.5)
+    monkeypatch.setattr(ray_serve, "DOWNSCALE_DELAY_S", 2.0)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    app = ray_serve.application(
-        [str(folder)], keys=ApiKeys(["a-key-for-the-cluster"]), settings=ServeSettings(), replicas=2
-    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray_serve.start(app, host="127.0.0.1", port=port)
-    yield f"http://127.0.0.1:{port}"
+
+    def deploy(*, settings=None, **options):
+        settings = ServeSettings(**(settings or {}))
+        app = ray_serve.application([str(folder)], keys=ApiKeys([KEY]), settings=settings, **options)
+        ray_serve.start(app, host="127.0.0.1", port=port)
+        return f"http://127.0.0.1:{port}"
+
+    yield deploy
     ray_serve.serve.shutdown()
     ray.shutdown()
 
@@ -41,38 +51,140 @@ def call(address, body, path="/v1/arpg/generate"):
     request = urllib.request.Request(
         address + path,
         data=None if body is None else json.dumps(body).encode(),
-        headers={"content-type": "application/json", "authorization": "Bearer a-key-for-the-cluster"},
+        headers={"content-type": "application/json", "authorization": f"Bearer {KEY}"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.loads(answer.read())
 
 
-def test_a_killed_replica_loses_no_request(cluster, pipeline):
-    bodies = [{"class": i % 5, "seed": i, "steps": 16, "num": 8} for i in range(CLIENTS * EACH)]
-    found, wrong, started = {}, [], threading.Semaphore(0)
+def replicas():
+    """The names of the living replicas."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted((actor["name"], actor["namespace"]) for actor in named if "#Replica#" in actor["name"])
 
-    def work(client):
-        for i in range(client, len(bodies), CLIENTS):
-            started.release()
+
+def wait_until(condition, *, seconds=300):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "not reached"
+        time.sleep(0.2)
+
+
+class Clients:
+    """Threads that send the bodies of a list in turn, and collect what is answered."""
+
+    def __init__(self, address, bodies, *, num):
+        self.address, self.left, self.found, self.wrong = address, iter(enumerate(bodies)), {}, []
+        self.lock = threading.Lock()
+        self.threads = [threading.Thread(target=self.work) for _ in range(num)]
+        for thread in self.threads:
+            thread.start()
+
+    def work(self):
+        while True:
+            with self.lock:
+                number, body = next(self.left, (None, None))
+            if number is None:
+                return
             try:
-                found[i] = call(cluster, bodies[i])["images"]
+                self.found[number] = call(self.address, body)["images"]
             except Exception as error:
-                wrong.append(f"{i}: {error}")
+                self.wrong.append(f"{number}: {error}")
 
-    threads = [threading.Thread(target=work, args=(client,)) for client in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for _ in range(2 * CLIENTS):
-        started.acquire()
-    replicas = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "Replica" in actor["name"]]
-    assert len(replicas) == 2
-    ray.kill(ray.get_actor(replicas[0]["name"], namespace=replicas[0]["namespace"]))
-    for thread in threads:
-        thread.join(120)
-    assert wrong == []
-    assert len(found) == len(bodies)
-    refused = urllib.request.Request(f"{cluster}/v1/models")
+    def wait_for(self, count):
+        wait_until(lambda: len(self.found) + len(self.wrong) >= count, seconds=600)
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(600)
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_survive_scaling_a_kill_and_an_update(cluster):
+    """From one replica up to several under load, one killed, all replaced by an update, then back to one."""
+    options = {"replicas": 1, "max_replicas": 3, "target_queue_s": 0.01}
+    address = cluster(settings={"max_batch": 4}, **options)
+    assert len(replicas()) == 1
+    bodies = [{"class": i % 5, "seed": i, "steps": 2 + i % 7, "num": 1 + i % 3} for i in range(2000)]
+    clients = Clients(address, bodies, num=16)
+    wait_until(lambda: len(replicas()) >= 2)  # scaled up
+
+    clients.wait_for(600)
+    name, namespace = replicas()[0]
+    ray.kill(ray.get_actor(name, namespace=namespace))
+
+    clients.wait_for(1000)
+    before = set(replicas())
+    cluster(settings={"max_batch": 5}, **options)  # other settings: every replica is replaced, one after the other
+    wait_until(lambda: not before & set(replicas()))
+    clients.join()
+    assert clients.wrong == []
+    assert len(clients.found) == len(bodies)
+    wait_until(lambda: len(replicas()) == 1)  # scaled down
+
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(refused, timeout=60)
-    again = call(cluster, bodies[0])["images"]
-    assert again == found[0]
+        urllib.request.urlopen(urllib.request.Request(f"{address}/v1/models"), timeout=60)
+    for number in (0, 700, 1999):  # by one replica and by several, before and after the update: the same images
+        assert call(address, bodies[number])["images"] == clients.found[number]
+
+
+def test_replicas_are_added_by_queue_time():
+    from arpg.serve.ray_serve import QUEUE_SECONDS, QueueTimePolicy
+
+    policy = QueueTimePolicy(target_s=1.0, max_batch=16)
+
+    def wanted(current, requests, *waits):
+        metrics = {QUEUE_SECONDS: dict(enumerate(waits))}
+        context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=requests, current_num_replicas=current)
+        return policy(context)[0]
+
+    assert wanted(2, 8, 0.0, 0.0) == 0.5  # half a batch: the limits make one replica of it
+    assert wanted(2, 40, 0.9, 0.2) == 2.5  # nobody waits too long: as many as hold the requests in batches
+    assert wanted(2, 20, 1.5, 0.2) == 3.0  # one and a half times as long as wanted
+    assert wanted(2, 20, 60.0, 0.0) == 4.0  # at most twice as many at once
+    assert policy(SimpleNamespace(aggregated_metrics=None, total_num_requests=0, current_num_replicas=1))[0] == 0
+
+
+def test_ray_serve_needs_keys(monkeypatch):
+    from arpg import InputError
+    from arpg.serve import ray_serve
+    from arpg.serve.auth import KEYS_VARIABLE
+
+    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+    monkeypatch.setattr(ray_serve, "application", lambda models, **arguments: arguments["keys"])
+    with pytest.raises(InputError, match="there are no API keys"):
+        ray_serve.build({"replicas": "2"})
+    assert len(ray_serve.build({"insecure": "true"})) == 0
+    monkeypatch.setenv(KEYS_VARIABLE, KEY)
+    assert len(ray_serve.build({})) == 1
+
+
+@pytest.mark.slow
+def test_a_local_cluster_requires_the_token_of_ray(folder, tmp_path):
+    """`arpg serve --ray`: without the token nobody gets into the cluster; a signal ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path), "ARPG_API_KEYS": KEY}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "arpg.cli", "serve", "--ray", "--model", str(folder), "--port", str(port)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
+            assert (tmp_path / ".ray" / "auth_token").is_file()
+            intruder = "import ray; ray.init('auto', log_to_driver=False, configure_logging=False)"
+            without = {**environment, "HOME": str(tmp_path / "elsewhere")}
+            denied = subprocess.run([sys.executable, "-c", intruder], env=without, capture_output=True, text=True)
+            assert denied.returncode != 0
+            assert "token" in denied.stderr
+        finally:
+            server.terminate()
+        assert server.wait(120) == 0
+
+
+def is_ready(address):
+    try:
+        with urllib.request.urlopen(f"{address}/readyz", timeout=10) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

@@ -75,6 +75,9 @@ def serve(
     replicas: Annotated[int, typer.Option(help="With --ray: replicas to start with.")] = 1,
     gpus: Annotated[float | None, typer.Option(help="With --ray: GPUs per replica; by default 1 if any.")] = None,
     max_replicas: Annotated[int | None, typer.Option(help="With --ray: scale up to this many under load.")] = None,
+    target_queue_s: Annotated[
+        float, typer.Option(help="With --ray: scale up while images wait longer than this for a batch, in seconds.")
+    ] = 1.0,
 ) -> None:
     """Serve a model over HTTP: the OpenAI Images API, routes for all tasks, and a web page at /."""
     try:
@@ -116,7 +119,7 @@ def serve(
             metrics_port is None, "metrics_port is for one server; on Ray, scrape /metrics of the ingress with a key"
         )
         require(not tls, "--ssl-certfile is given with --ray, which serves HTTP only; put a proxy with TLS before it")
-        scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus}
+        scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus, "target_queue_s": target_queue_s}
         _serve_on_ray(models, keys, settings, host=host, port=port, scale=scale)
         return
     service = ImageService.from_pretrained(*models, keys=keys, settings=settings)
@@ -146,6 +149,9 @@ def _installed() -> list[str]:
 def _serve_on_ray(
     models: list[str], keys: ApiKeys, settings: ServeSettings, *, host: str, port: int, scale: dict[str, Any]
 ) -> None:
+    if "RAY_ADDRESS" not in os.environ:
+        # Ray opens ports of a local cluster on all addresses; with this they require its token. Read at import.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         from arpg.serve import ray_serve
         from arpg.serve.middleware import allowed_hosts

@@ -123,6 +123,13 @@ class Batcher:
         return sum(len(rows) for rows in list(self._waiting.values())) + sum(p.num_open for p in list(self._arrived))
 
     @property
+    def queue_seconds(self) -> float:
+        """How long the oldest row has waited that is not in a batch yet; 0 if there is none."""
+        waiting = [rows[0].pending for rows in list(self._waiting.values()) if rows]
+        oldest = min((pending.since for pending in (*waiting, *list(self._arrived))), default=None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
+
+    @property
     def num_running(self) -> int:
         """Rows in batches."""
         return sum(len(batch.rows) for batch in list(self._batches))
@@ -376,6 +383,11 @@ class BatcherLanes:
     def num_waiting(self) -> int:
         """Rows that are not in a batch yet."""
         return self.small.num_waiting + self.large.num_waiting
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long the oldest row has waited that is not in a batch yet."""
+        return max(self.small.queue_seconds, self.large.queue_seconds)
 
     @property
     def num_running(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.serve.config import AutoscalingContext
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +29,7 @@ from arpg.errors import require
 from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
-from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, read_keys
+from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, check_exposure, read_keys
 from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, wait_for_disconnect
 from arpg.serve.observability import Metrics, configure_logging
 from arpg.serve.responses import json_response
@@ -40,7 +41,10 @@ log = logging.getLogger(__name__)
 
 APP_NAME = "arpg"
 REPLICA = "Replica"
+QUEUE_SECONDS = "queue_seconds"  # the metric that replicas are scaled by
 MAX_TRIES = 8
+UPSCALE_DELAY_S = 2.0  # images have to wait this long before replicas are added
+DOWNSCALE_DELAY_S = 60.0
 OUTCOME = "arpg.outcome"  # the type of a message of ours: how a stream ended, for the metrics of the ingress
 ROUTES = {*POST_ROUTES, "/v1/models"}  # what the metrics name; all other paths are "other"
 SCALE_TYPES: dict[str, Any] = {
@@ -48,6 +52,8 @@ SCALE_TYPES: dict[str, Any] = {
     "replicas": int,
     "max_replicas": int,
     "gpus": float,
+    "target_queue_s": float,
+    "insecure": lambda text: text.lower() == "true",
 }  # of `build`
 SETTING_TYPES = {
     setting.name: int if setting.default is None else type(setting.default)
@@ -71,6 +77,11 @@ class Replica:
         """Raise where Ray should replace this replica."""
         if not self.service.alive:
             raise RuntimeError("a thread of the service has died")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report to Ray how long the oldest image has waited for a place in a batch, in seconds."""
+        loaded = [model.loaded for model in self.service.models.values()]
+        return {QUEUE_SECONDS: max(each.batcher.queue_seconds for each in loaded)}
 
     async def respond(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """Yield the messages of the response as they are made. Generation stops when the caller stops reading."""
@@ -97,6 +108,25 @@ class Replica:
         finally:
             disconnected.set()
             task.cancel()
+
+
+class QueueTimePolicy:
+    """Autoscaling by queue time: more replicas while images wait longer than `target_s` for a place in a batch.
+
+    Fewer where the batches of fewer replicas have room for all requests. Ray applies its delays and limits to it.
+    """
+
+    def __init__(self, *, target_s: float, max_batch: int) -> None:
+        self.target_s, self.max_batch = target_s, max_batch
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Return the number of replicas that are wanted, and no state."""
+        waits = (context.aggregated_metrics or {}).get(QUEUE_SECONDS, {})
+        wait = max(waits.values(), default=0.0)
+        wanted = context.total_num_requests / self.max_batch
+        if wait > self.target_s:
+            wanted = max(wanted, context.current_num_replicas * min(2.0, wait / self.target_s))
+        return wanted, {}
 
 
 class Ingress:
@@ -202,13 +232,26 @@ def application(
     replicas: int = 1,
     max_replicas: int | None = None,
     gpus: float = 0,
+    target_queue_s: float = 1.0,
     hosts: frozenset[str] | None = None,
 ) -> serve.Application:
-    """Build the deployments. More replicas are started when those that run have more than a batch each to do."""
+    """Build the deployments. More replicas are started while images wait longer than `target_queue_s` for a batch."""
+    require(target_queue_s > 0, f"target_queue_s is {target_queue_s}; expected more than 0 seconds")
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
     most = replicas if max_replicas is None else max_replicas
     require(most >= replicas, f"max_replicas is {most}; expected at least replicas ({replicas})")
-    scale = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": settings.max_batch}
+    scale = {
+        "min_replicas": replicas,
+        "max_replicas": most,
+        "metrics_interval_s": 1.0,
+        "look_back_period_s": 2.0,
+        "upscale_delay_s": UPSCALE_DELAY_S,
+        "downscale_delay_s": DOWNSCALE_DELAY_S,
+        "policy": {
+            "policy_function": f"{__name__}:{QueueTimePolicy.__name__}",
+            "policy_kwargs": {"target_s": target_queue_s, "max_batch": settings.max_batch},
+        },
+    }
     replica = serve.deployment(
         name=REPLICA,
         max_ongoing_requests=settings.max_pending_requests,
@@ -235,7 +278,8 @@ def application(
 def build(arguments: dict[str, str]) -> serve.Application:
     """For `serve run` and KubeRay: the options of `arpg serve` as strings (`model`: one or more, separated by commas).
 
-    Keys come from the environment.
+    Keys come from the environment; without them `insecure` has to be "true", since Ray's HTTP proxies may listen on all
+    addresses.
     """
     given = {ALIASES.get(name, name): value for name, value in arguments.items()}
     known = {**SCALE_TYPES, **SETTING_TYPES}
@@ -243,12 +287,14 @@ def build(arguments: dict[str, str]) -> serve.Application:
     require(not unknown, f"unknown argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     parsed = {name: known[name](value) for name, value in given.items()}
     settings = ServeSettings(**{name: parsed.pop(name) for name in SETTING_TYPES if name in parsed})
-    models = parsed.pop("model", [DEFAULT_MODEL])
-    return application(models, keys=read_keys(None, os.environ.get(KEYS_VARIABLE)), settings=settings, **parsed)
+    models, insecure = parsed.pop("model", [DEFAULT_MODEL]), parsed.pop("insecure", False)
+    keys = read_keys(None, os.environ.get(KEYS_VARIABLE))
+    check_exposure("that of Ray's HTTP proxies", keys, insecure=insecure)
+    return application(models, keys=keys, settings=settings, **parsed)
 
 
 def start(app: serve.Application, *, host: str, port: int) -> None:
-    """Deploy on the cluster of $RAY_ADDRESS, or on a new local one; return when it answers."""
+    """Deploy on the cluster of $RAY_ADDRESS, or on a new local one without a dashboard; return when it answers."""
     ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True, configure_logging=False)
     serve.start(http_options={"host": host, "port": port})
     serve.run(app, name=APP_NAME, route_prefix="/")
