@@ -1,0 +1,213 @@
+"""Peers against naive decoders without a cache, their training losses, and the paper's Insight 2."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from arpg import InputError, SamplingSettings
+from arpg.config import ModelConfig
+from arpg.data.dataset import Batch
+from arpg.decode import make_plan
+from arpg.decode.sampling import sample
+from arpg.model.condition import class_condition
+from arpg.noise import Stream, gumbel, seed_keys
+from experiments.paper.peers import PEERS, Masked, NextToken, PeerObjective, known_tokens, num_known
+
+CONFIG = ModelConfig(32, 2, 1, 2, vocab_size=12, num_classes=3, grid=(3, 4), dropout=0.1)
+NUM = 12
+SEEDS, LABELS = [5, 6, 9], [0, 2, 1]
+GUIDED = SamplingSettings(steps=4, guidance=2.5, guidance_schedule="constant")
+
+
+def make(kind, **changes):
+    peer = PEERS[kind](dataclasses.replace(CONFIG, **changes)).init_weights(seed=1, std=0.3).eval()
+    with torch.no_grad():
+        peer.head.weight.copy_(torch.randn(peer.head.weight.shape, generator=torch.Generator().manual_seed(2)))
+    return peer
+
+
+def conditions(peer):
+    condition = class_condition(peer, torch.tensor(LABELS))
+    return torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)), torch.cat((condition.pos_BP2,) * 2)
+
+
+def plan_of(settings):
+    plan = make_plan(CONFIG.grid, torch.zeros(len(SEEDS), NUM, dtype=torch.bool), SEEDS, settings)
+    return torch.tensor([s.order for s in plan.samples]), plan.samples[0].sizes
+
+
+def sampled(peer, logits, position, settings):
+    scale = torch.full(position.shape, settings.guidance)
+    return sample(logits, settings, seed_keys(SEEDS), position, scale_BS=scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "order"), [("raster", "raster"), ("random", "random")])
+def test_next_token_models_decode_as_without_a_cache(kind, order):
+    peer = make(kind)
+    settings = dataclasses.replace(GUIDED, order=order, steps=NUM)
+    order_BN, sizes = plan_of(settings)
+    assert sizes == (1,) * NUM
+    prefix, prefix_pos = conditions(peer)
+    pos_N2 = torch.tensor([[i // 4, i % 4] for i in range(NUM)]).float()
+    ids = torch.zeros(3, NUM, dtype=torch.long)
+    for k in range(NUM):  # the whole sequence again for every token
+        before = order_BN[:, :k]
+        tokens = peer.embedding(ids.gather(1, before)).repeat(2, 1, 1)
+        pos = torch.cat((prefix_pos, pos_N2[before].repeat(2, 1, 1)), 1)
+        out = peer.run(torch.cat((prefix, tokens), 1), pos, "causal")[:, -1:]
+        here = order_BN[:, k : k + 1]
+        ids.scatter_(1, here, sampled(peer, peer.head(out), here, settings))
+    assert torch.equal(peer.decode(LABELS, SEEDS, settings), ids)
+    assert len(ids.unique()) > 4
+    with pytest.raises(InputError, match="4 steps are asked for; a next-token model takes one per token, 12"):
+        peer.decode(LABELS, SEEDS, GUIDED)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [4, NUM])
+def test_interleaved_positions_decode_as_without_a_cache(steps):
+    peer = make("interleaved")
+    settings = dataclasses.replace(GUIDED, steps=steps)
+    order_BN, sizes = plan_of(settings)
+    prefix, prefix_pos = conditions(peer)
+    pos_N2 = torch.tensor([[i // 4, i % 4] for i in range(NUM)]).float()
+    mask_D = peer.embedding.weight[CONFIG.mask_id]
+    ids = torch.zeros(3, NUM, dtype=torch.long)
+    x, pos, first = prefix, prefix_pos, 0
+    for size in sizes:
+        here = order_BN[:, first : first + size]
+        first += size
+        here_pos = pos_N2[here].repeat(2, 1, 1)
+        x, pos = torch.cat((x, mask_D.expand(6, size, -1)), 1), torch.cat((pos, here_pos), 1)
+        logits = peer.head(peer.run(x, pos, "causal")[:, -size:])
+        ids.scatter_(1, here, sampled(peer, logits, here, settings))
+        x = torch.cat((x, peer.embedding(ids.gather(1, here)).repeat(2, 1, 1)), 1)
+        pos = torch.cat((pos, here_pos), 1)
+    assert torch.equal(peer.decode(LABELS, SEEDS, settings), ids)
+    if steps == NUM:  # one token per step is the sequence of training
+        condition = class_condition(peer, torch.tensor(LABELS))
+        teacher = peer(ids, order_BN, condition)
+        unguided = dataclasses.replace(settings, guidance=1.0)
+        made = peer.decode(LABELS, SEEDS, unguided)
+        logits = peer(made, order_BN, condition)
+        again = sample(logits, unguided, seed_keys(SEEDS), order_BN)
+        assert torch.equal(torch.zeros_like(made).scatter(1, order_BN, again), made)
+        assert not torch.equal(teacher, logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("confidence", [None, 0.0, 3.0])
+@pytest.mark.parametrize("order", ["random", "halton"])
+def test_masked_models_decode_as_one_sample_at_a_time(confidence, order):
+    """Each sample alone, with plain loops over positions."""
+    peer = make("masked")
+    peer.confidence = confidence
+    settings = dataclasses.replace(GUIDED, order=order)
+    order_BN, sizes = plan_of(settings)
+    found = peer.decode(LABELS, SEEDS, settings)
+    for row, (label, seed) in enumerate(zip(LABELS, SEEDS, strict=True)):
+        condition = class_condition(peer, torch.tensor([label]))
+        key, ids, known, first = seed_keys([seed]), [0] * NUM, [False] * NUM, 0
+        for k, size in enumerate(sizes):
+            seen = torch.tensor([[ids[i] if known[i] else CONFIG.mask_id for i in range(NUM)]])
+            out = []
+            for prefix in (condition.prefix_BPD, condition.null_prefix_BPD):
+                x = torch.cat((prefix, peer.embedding(seen)), 1)
+                pos = torch.tensor([[[i // 4, i % 4] for i in range(NUM)]]).float()
+                out.append(peer.head(peer.run(x, torch.cat((condition.pos_BP2, pos), 1), None)[:, 1:]))
+            logits = out[1] + settings.guidance * (out[0] - out[1])
+            every = torch.arange(NUM)[None]
+            codes = (logits + gumbel(key, Stream.TOKEN, every, CONFIG.vocab_size)).argmax(-1)[0].tolist()
+            chosen = order_BN[row, first : first + size].tolist()
+            first += size
+            if confidence is not None:
+                noise = gumbel(key, Stream.TRAIN_ORDER, every, 1)[0, :, 0] * confidence * (1 - (k + 1) / len(sizes))
+                sure = {i: logits.log_softmax(-1)[0, i, codes[i]] + noise[i] for i in range(NUM) if not known[i]}
+                chosen = sorted(sure, key=lambda i: -float(sure[i]))[:size]
+            for i in chosen:
+                assert not known[i]
+                ids[i], known[i] = codes[i], True
+        assert found[row].tolist() == ids
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    order = torch.stack([torch.randperm(NUM, generator=generator) for _ in range(4)])
+    ids = torch.randint(12, (4, NUM), generator=generator)
+    keys = torch.randint(2**31, (4,), generator=generator).int()
+    return Batch(ids, torch.tensor([0, 1, 2, 3]), order, keys)
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_losses_are_cross_entropies_of_what_a_peer_predicts(kind):
+    peer, data = make(kind), batch()
+    loss = PeerObjective(peer, CONFIG.grid)(data)
+    condition = class_condition(peer, data.labels_B)
+    order = torch.arange(NUM).expand(4, -1) if kind == "raster" else data.order_BN
+    logits = peer(data.ids_BN, order, condition, dropout_key_B=data.dropout_key_B)
+    counted = torch.ones(4, NUM, dtype=torch.bool)
+    if kind == "masked":
+        counted = ~known_tokens(order, data.dropout_key_B).gather(1, order)
+    expected = F.cross_entropy(logits[counted], data.ids_BN.gather(1, order)[counted])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    # A token never changes the prediction of itself or of what stands before it in the order.
+    for slot in (0, 5, NUM - 1):
+        changed = data.ids_BN.scatter(
+            1, order[:, slot : slot + 1], 11 - data.ids_BN.gather(1, order[:, slot : slot + 1])
+        )
+        moved = (peer(changed, order, condition, dropout_key_B=data.dropout_key_B) - logits).abs().amax(-1) > 1e-6
+        if kind == "masked":
+            assert not moved[counted[:, slot]].any()
+        else:
+            assert not moved[:, : slot + 1].any()
+            assert slot == NUM - 1 or moved[:, slot + 1 :].any()
+
+
+def test_how_much_is_masked_follows_the_cosine():
+    keys = torch.arange(0, 2**24, 2**24 // 4096).int()
+    known = num_known(256, keys)
+    assert known.min() == 0
+    assert known.max() < 256
+    assert known.double().mean().item() / 256 == pytest.approx(1 - 2 / math.pi, abs=0.01)
+    order = torch.stack([torch.randperm(12) for _ in range(5)])
+    keys = torch.tensor([0, 2**22, 2**23, 2**24 - 1, 7])
+    seen = known_tokens(order, keys)
+    assert seen.sum(1).tolist() == num_known(12, keys).tolist()
+    assert not seen.gather(1, order)[:, 0].any()  # one token is always masked
+
+
+def test_24_0_is_told_nothing_about_the_next_position():
+    """The logits of the next token are the same wherever it is: why the paper's 24+0 row fails."""
+    peer, data = make("random"), batch()
+    assert isinstance(peer, NextToken)
+    condition = class_condition(peer, data.labels_B)
+    other = data.order_BN.clone()
+    other[:, [6, 11]] = other[:, [11, 6]]
+    a, b = peer(data.ids_BN, data.order_BN, condition), peer(data.ids_BN, other, condition)
+    assert torch.equal(a[:, :7], b[:, :7])
+
+
+def test_unmasked_queries_of_the_last_layer_receive_no_gradient():
+    """The paper's Insight 2 on the masked peer: only keys and values of known tokens are learned from there."""
+    peer, data = make("masked", dropout=0.0), batch()
+    seen = {}
+    for i, block in enumerate(peer.pass1):
+        block.attn.register_forward_pre_hook(
+            lambda module, args, i=i: (args[0].retain_grad(), seen.__setitem__(i, args[0]))[0]
+        )
+    PeerObjective(peer, CONFIG.grid)(data).backward()
+    known = known_tokens(data.order_BN, data.dropout_key_B)
+    assert known.any()
+    assert not known.all()
+    for i, qkv in seen.items():
+        query, key, value = qkv.grad[:, 1:].unflatten(-1, (3, -1)).abs().amax(-1).unbind(2)
+        last = i == len(peer.pass1) - 1
+        assert (query[known] == 0).all() == last, i  # in the last layer none, before it all
+        assert (query[~known] > 0).all()
+        assert (key[known] > 0).all()
+        assert (value[known] > 0).all()
+    assert isinstance(peer, Masked)
