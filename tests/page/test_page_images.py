@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from support.page_browser import close_to, encoded, opened, result, shown, submit, task
 from support.page_server import Handler
@@ -117,9 +117,10 @@ def test_enlarging_is_that_of_pillow(page):
 
 
 def test_what_is_upscaled_says_so_and_the_pixels_can_be_shown(page):
-    assert not page.is_visible("#scaled-pixels")
+    assert not page.is_visible("#scaled p")
     submit(page)
-    assert page.inner_text("#scaled").startswith("Upscaled for display, ")
+    assert page.inner_text("#scaled p") == "Upscaled for display"
+    assert not page.is_visible("#view-sharp")  # this server has no network for it
     made = Image.open(io.BytesIO(result(page))).convert("RGB")
     assert made.size == (96, 96)  # the download is not upscaled
     side = round(page.locator("#board").bounding_box()["width"])
@@ -135,12 +136,42 @@ def test_what_is_upscaled_says_so_and_the_pixels_can_be_shown(page):
     blocks = made.resize((side, side), Image.Resampling.NEAREST)
     page.wait_for_timeout(100)
     assert close_to(inner(board()), inner(smooth), most=1)
-    page.click("#scaled-pixels")
-    assert page.inner_text("#scaled").startswith("Each pixel enlarged, ")
+    page.locator("input[name=view][value=pixels]").check(force=True)
+    assert page.inner_text("#scaled p").startswith("Each pixel enlarged ")
     page.mouse.move(0, 0)
     assert close_to(inner(board()), inner(blocks), most=2)
-    page.click("#scaled-pixels")
+    page.locator("input[name=view][value=smooth]").check(force=True)
     assert close_to(inner(board()), inner(smooth), most=1)
+
+
+def test_images_are_sharpened_where_the_server_can(visit, fake):
+    fake.info = {**fake.info, "upscales": True}
+    page = visit(fake.url)
+    page.fill("#num", "2")
+    submit(page)
+    page.locator("#scaled p", has_text="Upscaled for display by Real-ESRGAN").wait_for()
+    page.locator("#gallery button").nth(1).click()
+    page.wait_for_timeout(200)
+    made = Image.open(io.BytesIO(result(page))).convert("RGB")
+    assert close_to(shown(page), ImageOps.invert(made))  # the fake server inverts what it upscales
+    page.locator("input[name=view][value=smooth]").check(force=True)
+    assert close_to(shown(page), made)
+    page.locator("input[name=view][value=sharp]").check(force=True)
+    assert close_to(shown(page), ImageOps.invert(made))
+    page.locator("#replay-step").fill("3")  # previews are not upscaled
+    page.locator("#scaled p:text-is('Upscaled for display')").wait_for()
+    task(page, "inpaint")
+    page.click("#mask-invert")
+    body = submit(page, "inpaint")
+    assert opened(body["image"]).convert("RGB").tobytes() == made.tobytes()  # nor what is sent
+    assert len([1 for name, _ in fake.requests if name == "upscale"]) >= 2
+    fake.failures = [(429, {"message": "The queue is full."}, [])] * 2
+    asked = len(fake.requests)
+    page.locator("#history .pick").last.click()  # a busy server: the image stays smooth, without a notice
+    page.locator("#scaled p:text-is('Upscaled for display')").wait_for()
+    page.wait_for_timeout(200)
+    assert len(fake.requests) > asked
+    assert page.is_hidden("#notice")
 
 
 def test_all_images_of_a_run_in_one_archive(page):
@@ -167,7 +198,7 @@ def test_the_history_is_downloaded_whole_and_deleted_one_by_one(page):
     assert files.read("banana-5.png") == first
     page.hover("#history li >> nth=1")
     page.locator("#history .delete").nth(1).click()
-    page.wait_for_function("document.querySelectorAll('#history li').length === 2")
+    page.wait_for_selector("#history li >> nth=2", state="detached")
     assert page.evaluate("document.activeElement.className") == "delete"  # of the next one
     page.reload()
     page.wait_for_selector("#history li >> nth=1")

@@ -9,7 +9,21 @@ import pytest
 from PIL import Image
 
 from arpg import Pipeline
-from support.page_browser import TIMEOUT_MS, choose, close_to, drag, on_board, opened, result, shown, submit, task
+from arpg.text_encoder import PromptCache
+from support.page_browser import (
+    TIMEOUT_MS,
+    choose,
+    close_to,
+    drag,
+    on_board,
+    opened,
+    result,
+    shown,
+    submit,
+    switch,
+    task,
+)
+from support.small import TEXT, FakeEncoder, small_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +66,35 @@ def test_generate_fill_and_extend_an_image(live, visit, garden):
     page.fill("#side-right", "48")
     submit(page, "outpaint")
     assert Image.open(io.BytesIO(result(page))).size == (144, 96)
+
+
+def test_models_are_switched_on_a_real_server(live, visit, pipeline, text_model):
+    """Two small models in one server: each makes its own image, and outpainting's map covers the canvas."""
+    words = Pipeline(text_model, small_tokenizer(), license="MIT", prompts=PromptCache(TEXT.text, load=FakeEncoder))
+    address, _ = live(more={"words": words})
+    page = visit(address)
+    page.fill("#seed", "3")
+    page.fill("#set-steps", "3")
+    choose(page, "2")
+    page.fill("#num", "4")
+    submit(page)
+    page.locator("#gallery button").nth(2).click()
+    (expected,) = pipeline.generate(2, steps=3, seed=5)
+    assert Image.open(io.BytesIO(result(page))).convert("RGB").tobytes() == expected.tobytes()
+    task(page, "outpaint")
+    page.fill("#side-right", "8")
+    page.fill("#num", "1")
+    submit(page, "outpaint")
+    assert page.inner_text("#fact-tokens") == "16 / 16"
+    assert page.get_attribute("#order-map", "aria-label").endswith("16 were known")
+    task(page, "generate")
+    switch(page, "words")
+    page.fill("#prompt", "pear")
+    submit(page)
+    (expected,) = words.generate(prompt="pear", steps=3, seed=3)
+    made = Image.open(io.BytesIO(result(page)))
+    assert made.convert("RGB").tobytes() == expected.tobytes()
+    assert json.loads(made.text["arpg"])["model"] == "words"
 
 
 def test_an_unknown_class_and_a_server_that_stops(live, visit, garden):

@@ -124,6 +124,13 @@ def test_download_and_replay_are_in_view_and_the_settings_folded_on_a_small_scre
         for part in ("#replay-step", "#download" if number == "1" else "#download-all", "#go"):
             box = page.locator(part).bounding_box()
             assert box["y"] + box["height"] <= 800, part
+    page.fill("#num", "1")
+    task(page, "inpaint")  # also with the tools above the image
+    page.click("#mask-invert")
+    submit(page, "inpaint")
+    for part in ("#replay-step", "#download"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] + box["height"] <= 800, part
     assert page.evaluate("scrollY") == 0
     tall = visit(fake.url, viewport={"width": 1920, "height": 1080})
     assert tall.is_visible("#set-steps")

@@ -118,7 +118,7 @@ def test_prompts_are_restored(page):
     write(page, "pear")
     assert "negative" not in submit(page)
     page.locator("#history .pick").nth(1).click()
-    page.wait_for_function("document.getElementById('prompt').value !== 'pear'")
+    page.wait_for_function("() => document.getElementById('prompt').value !== 'pear'")
     assert submit(page) == first
     page.click("#settings-reset")
     write(page, "pear", "")

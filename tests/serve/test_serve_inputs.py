@@ -251,6 +251,7 @@ ROUTES = [
     "/v1/images/generations",
     "/v1/arpg/generate",
     "/v1/arpg/condition",
+    "/v1/arpg/upscale",
     "/v1/models",
     "/static/x",
 ]

@@ -68,7 +68,7 @@ def test_every_route_is_described(service):
     document = TestClient(create_app(service)).get("/openapi.json").json()
     assert set(document["paths"]) == {
         *(f"/v1/arpg/{name}" for name in ("info", "classes", "thumbnails.webp")),
-        *(f"/v1/arpg/{name}" for name in ("generate", "inpaint", "edit", "outpaint", "expand", "condition")),
+        *(f"/v1/arpg/{name}" for name in ("generate", "inpaint", "edit", "outpaint", "expand", "condition", "upscale")),
         *(
             "/v1/images/generations",
             "/v1/images/edits",

@@ -13,7 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from arpg.checkpoint import read_folder
 from arpg.installed import installed_folder
@@ -156,6 +156,10 @@ class Handler(BaseHTTPRequestHandler):
                 made = image.convert("L").resize(body["size"]).point(lambda v: 255 * (v > 127))
             size = dict(zip(("width", "height"), body["size"], strict=True))
             return self.send(200, {"png": png(made), "kind": body["kind"], **size})
+        if task == "upscale":  # with colours that show where it came from
+            with Image.open(io.BytesIO(base64.b64decode(body["image"]))) as image:
+                made = ImageOps.invert(image.convert("RGB")).resize((4 * image.width, 4 * image.height))
+            return self.send(200, {"png": png(made), "width": made.width, "height": made.height})
         named = body.get("class")
         if named is not None and named not in NAMES:
             near = [name for name in NAMES if name[:3].lower() == str(named)[:3].lower()][:4]

@@ -46,7 +46,7 @@ class TaskBuilder:
             if name in TaskParams.model_fields or value is None:
                 continue
             if name in ("image", "mask"):
-                value = self._read_base64(value, name)
+                value = self.read_base64(value, name)
             own[name] = tuple(value) if isinstance(value, list) else value
         return self.build(task, label, params, **own)
 
@@ -112,7 +112,8 @@ class TaskBuilder:
                 400, f"{param} cannot be read as an image; expected a whole PNG, JPEG or WebP file", param=param
             ) from None
 
-    def _read_base64(self, text: str, param: str, *, alpha: bool = False) -> Image.Image:
+    def read_base64(self, text: str, param: str, *, alpha: bool = False) -> Image.Image:
+        """Decode an image in base64, see `read_image`."""
         return self.read_image(decode_base64(text, param=param), param=param, alpha=alpha)
 
     def _label(self, params: TaskParams, *, required: bool) -> dict[str, Any]:
@@ -221,14 +222,14 @@ class TaskBuilder:
         kind = cast(str, control.kind or config.kinds[0])
         check(kind in config.kinds, f"kind is {kind!r}; the model takes {', '.join(config.kinds)}", param=param)
         if not control.from_image:
-            return ControlInput(self._read_base64(control.image, param, alpha=True), kind, control.strength)
+            return ControlInput(self.read_base64(control.image, param, alpha=True), kind, control.strength)
         check(
             can_extract(kind),
             f"this server cannot extract {kind} from an image; send a ready-made condition image",
             param=param,
             code="no_extractor",
         )
-        return ControlInput.from_image(self._read_base64(control.image, param), kind, control.strength, size=size)
+        return ControlInput.from_image(self.read_base64(control.image, param), kind, control.strength, size=size)
 
 
 def _shape(image: Image.Image | None) -> str:

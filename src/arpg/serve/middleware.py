@@ -37,7 +37,7 @@ SECURITY_HEADERS = {
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # not logged
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 POST_ROUTES = {  # all that take a body: whether there may be images in it
-    **{f"/v1/arpg/{task}": True for task in (*TASKS, "condition")},
+    **{f"/v1/arpg/{task}": True for task in (*TASKS, "condition", "upscale")},
     "/v1/images/generations": False,
     "/v1/images/edits": True,
     "/v1/images/variations": True,

@@ -32,6 +32,8 @@ from arpg.serve.schemas import (
     StepEvent,
     TaskParams,
     TaskResponse,
+    Upscale,
+    UpscaleResponse,
 )
 from arpg.serve.service import ImageService
 
@@ -111,6 +113,13 @@ def native_routes(service: ImageService) -> APIRouter:
         result = await wait_for_result(service.start_extraction(call, service.find(body.model), body), call)
         size = {"width": result.images[0].width, "height": result.images[0].height}
         return json_response({"png": to_base64(result.pngs[0]), **result.settings, **size})
+
+    @router.post("/upscale", response_model=UpscaleResponse, responses=ERRORS)
+    async def upscale(call: Request, body: Upscale) -> Response:
+        """A small image, four times as large, by a super-resolution network. It invents detail: for display only."""
+        result = await wait_for_result(service.start_upscaling(call, body), call)
+        size = {"width": result.images[0].width, "height": result.images[0].height}
+        return json_response({"png": to_base64(result.pngs[0]), **size})
 
     return router
 

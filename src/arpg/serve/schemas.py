@@ -175,6 +175,21 @@ class ConditionResponse(BaseModel):
     height: int
 
 
+class Upscale(StrictModel):
+    """Make a small image four times as large by a super-resolution network, for display."""
+
+    model_config = _example({"image": TINY_PNG})
+    image: Base64
+
+
+class UpscaleResponse(BaseModel):
+    """The larger image."""
+
+    png: str = Field(description="Base64.")
+    width: int
+    height: int
+
+
 class ImageEntry(BaseModel):
     """One image of a result."""
 
@@ -289,6 +304,7 @@ class Info(BaseModel):
     task_settings: list[SettingInfo] = Field(description="Numbers that only some tasks take: feather and strength.")
     choices: dict[str, list[Choice]]
     limits: dict[str, int]
+    upscales: bool = Field(False, description="Whether this server has a super-resolution network.")
     models: list[ServedModelEntry] = Field(default_factory=list, description="All models of this server.")
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+from PIL import Image
 from starlette.requests import Request
 
 from arpg.errors import InputError, require
@@ -19,11 +20,12 @@ from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.image_store import ImageStore
 from arpg.serve.observability import Metrics, peak_rss_bytes
 from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, to_png
-from arpg.serve.schemas import ExtractCondition
+from arpg.serve.schemas import ExtractCondition, Upscale
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.task_run import TaskRun
 from arpg.serve.tracing import tracer_from_environment
+from arpg.serve.upscaler import find_weights, load_upscaler
 from arpg.serve.workers import WorkerPools
 
 log = logging.getLogger(__name__)
@@ -126,7 +128,8 @@ class ImageService:
     def info(self, name: str | None) -> dict[str, Any]:
         """Return the body of `/v1/arpg/info` for a model."""
         info, default = self.find(name).info(self.settings), self.default
-        return {**info, "models": [model.entry(default=model is default) for model in self.models.values()]}
+        models = [model.entry(default=model is default) for model in self.models.values()]
+        return {**info, "models": models, "upscales": find_weights() is not None}
 
     def start(
         self,
@@ -156,13 +159,29 @@ class ImageService:
     def start_extraction(self, call: Request, model: ServedModel, params: ExtractCondition) -> Job:
         """Start a job that extracts a condition image, in worker threads of its own; its kind is in the settings."""
         builder = model.loaded.builder
+
+        def extract() -> tuple[Image.Image, dict[str, Any]]:
+            image, kind = builder.extract_condition(params)
+            return image, {"kind": kind}
+
+        return self._start_filter(call, extract)
+
+    def start_upscaling(self, call: Request, params: Upscale) -> Job:
+        """Start a job that upscales an image, in the worker threads of extraction."""
+        builder = self.default.loaded.builder
+        return self._start_filter(
+            call, lambda: (load_upscaler().upscale(builder.read_base64(params.image, "image")), {})
+        )
+
+    def _start_filter(self, call: Request, work: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Job:
+        """Start a job that makes one image from another without sampling; `work` returns it and what is said of it."""
         job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=None)
 
-        def extract() -> None:
-            image, kind = builder.extract_condition(params)
-            job.end(Result([to_png(image)], [image], [], {"kind": kind}, job.seconds))
+        def run() -> None:
+            image, about = work()
+            job.end(Result([to_png(image)], [image], [], about, job.seconds))
 
-        self.submit(self.pools.extract, job, extract)
+        self.submit(self.pools.extract, job, run)
         return job
 
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:

@@ -55,6 +55,9 @@ export const classes = async (model = null) => (await call(about("classes", mode
 /** Extract a condition image from an image; returns {png, kind, width, height}. */
 export const condition = async (body) => (await call("/v1/arpg/condition", { body })).json();
 
+/** Four times as large, by the server's super-resolution network; returns {png, width, height}. */
+export const upscale = async (body) => (await call("/v1/arpg/upscale", { body })).json();
+
 /** Fetched with the key, which an image element could not send. */
 export const blobUrl = async (path) => URL.createObjectURL(await (await call(path)).blob());
 

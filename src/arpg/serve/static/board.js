@@ -1,13 +1,13 @@
 // The board: the canvas with the image, for drawing a mask or a box and dragging the edges.
 
-import { drawScaled } from "./lanczos.js";
+import { drawScaled } from "./display.js";
 
 const PAD = 0.5; // space around the image for dragging the edges, as a share of its size
 
 export class Board {
   /** Modes: view, paint, box, edges. `on` has stroke(), box() and sides(), called after the user changed them. */
   constructor(canvas, on) {
-    Object.assign(this, { canvas, on, image: null, mode: "view", mask: null, box: null, erase: false, brush: 18, pixels: false });
+    Object.assign(this, { canvas, on, image: null, mode: "view", mask: null, box: null, erase: false, brush: 18 });
     this.sides = { left: 0, top: 0, right: 0, bottom: 0 };
     this.context = canvas.getContext("2d");
     this.pointer = null;
@@ -53,7 +53,7 @@ export class Board {
     if (!image) return this.#placeHandles(null);
     const view = (this.view = this.held || this.#fit(width, height));
     const place = (x, y) => [x * view.scale + view.x, y * view.scale + view.y].map((value) => Math.round(value * dense));
-    drawScaled(context, image, [...place(0, 0), ...place(image.width, image.height)], { pixels: this.pixels });
+    drawScaled(context, image, [...place(0, 0), ...place(image.width, image.height)]);
     context.setTransform(dense * view.scale, 0, 0, dense * view.scale, dense * view.x, dense * view.y);
     const line = 1 / view.scale;
     if (this.mode === "paint") this.#drawMask(line);

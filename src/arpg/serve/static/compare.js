@@ -1,7 +1,7 @@
 // Two settings side by side: each with its image, its order map and the settings that differ.
 
 import { byId, make } from "./dom.js";
-import { drawScaled } from "./lanczos.js";
+import { drawScaled, sharpen } from "./display.js";
 import { drawEmptyMap, drawOrderMap, stepText } from "./order_map.js";
 import { toBlob } from "./loaded_image.js";
 
@@ -54,18 +54,26 @@ class Side {
     this.link.href = URL.createObjectURL(toBlob(images[0].png));
     this.link.download = `${name}-${this.name.toLowerCase()}.png`;
     this.link.hidden = false;
-    await this.#draw(images[0].png, `${this.name}: ${this.about.textContent}`);
+    const bitmap = await this.#draw(images[0].png, `${this.name}: ${this.about.textContent}`);
+    if (bitmap) sharpen([{ bitmap, base64: images[0].png }], () => bitmap === this.bitmap && this.#paint());
   }
 
   async #draw(base64, label) {
     const turn = (this.turn += 1);
     const bitmap = await createImageBitmap(toBlob(base64));
-    if (turn !== this.turn) return;
+    if (turn !== this.turn) return null;
+    this.bitmap = bitmap;
+    this.image.setAttribute("aria-label", label);
+    this.#paint();
+    return bitmap;
+  }
+
+  #paint() {
+    const { bitmap } = this;
     const side = Math.max(bitmap.width, bitmap.height);
     const sharp = Math.max(1, Math.round(640 / side)); // enough pixels for the canvas to stay smooth when enlarged
     this.image.width = bitmap.width * sharp;
     this.image.height = bitmap.height * sharp;
     drawScaled(this.image.getContext("2d"), bitmap, [0, 0, this.image.width, this.image.height]);
-    this.image.setAttribute("aria-label", label);
   }
 }

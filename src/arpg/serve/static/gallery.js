@@ -1,12 +1,12 @@
 // The gallery: all images of a run as a grid on the stage; choosing one shows it alone.
 
 import { make } from "./dom.js";
-import { drawScaled } from "./lanczos.js";
+import { drawScaled } from "./display.js";
 
 export class Gallery {
   /** `on` has pick(i), called when an image is chosen, and drawn(scale). */
   constructor(place, on) {
-    Object.assign(this, { place, on, cells: [], bitmaps: [], pixels: false });
+    Object.assign(this, { place, on, cells: [], bitmaps: [] });
     new ResizeObserver(() => this.draw()).observe(place);
   }
 
@@ -46,7 +46,7 @@ export class Gallery {
       canvas.width = Math.max(1, Math.round(bitmap.width * shown * dense));
       canvas.height = Math.max(1, Math.round(bitmap.height * shown * dense));
       canvas.style.inlineSize = `${canvas.width / dense}px`;
-      drawScaled(canvas.getContext("2d"), bitmap, [0, 0, canvas.width, canvas.height], { pixels: this.pixels });
+      drawScaled(canvas.getContext("2d"), bitmap, [0, 0, canvas.width, canvas.height]);
     });
     this.on.drawn(shown);
   }

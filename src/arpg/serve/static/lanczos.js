@@ -1,32 +1,6 @@
-// Lanczos resampling: small images are enlarged for display, smoother than by the canvas.
+// Lanczos resampling, smoother than that of the canvas; the result is that of Pillow.
 
 const LOBES = 3;
-const MOST_PIXELS = 4e6; // of a result; larger ones are left to the canvas
-
-const enlarged = new WeakMap(); // bitmap -> its last result
-
-/** Draw a bitmap into a rectangle of device pixels: enlarged by Lanczos, or pixel by pixel where `pixels` is set. */
-export function drawScaled(context, bitmap, [left, top, right, bottom], { pixels = false } = {}) {
-  const [width, height] = [right - left, bottom - top];
-  context.imageSmoothingEnabled = !pixels;
-  context.imageSmoothingQuality = "high";
-  const enlarges = width > bitmap.width && height > bitmap.height && width * height <= MOST_PIXELS;
-  if (pixels || !enlarges) return context.drawImage(bitmap, left, top, width, height);
-  let last = enlarged.get(bitmap);
-  if (last?.width !== width || last?.height !== height) {
-    last = new OffscreenCanvas(width, height);
-    last.getContext("2d").putImageData(lanczos(pixelsOf(bitmap), width, height), 0, 0);
-    enlarged.set(bitmap, last);
-  }
-  context.drawImage(last, left, top);
-}
-
-function pixelsOf(bitmap) {
-  const context = new OffscreenCanvas(bitmap.width, bitmap.height).getContext("2d");
-  context.drawImage(bitmap, 0, 0);
-  return context.getImageData(0, 0, bitmap.width, bitmap.height);
-}
-
 /** Enlarge an ImageData to width by height: columns first, then rows. */
 export function lanczos({ data, width: from, height: rows }, width, height) {
   const wide = new Uint8ClampedArray(width * rows * 4);

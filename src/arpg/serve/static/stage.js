@@ -1,7 +1,8 @@
 // The stage: the image to work on, the previews of the running job, and its results.
 
 import { Board } from "./board.js";
-import { byId, icon, make, paintSlider, radio } from "./dom.js";
+import { isSharp, setView, sharpen } from "./display.js";
+import { byId, icon, make, paintSlider, radio, setRadio } from "./dom.js";
 import { Gallery } from "./gallery.js";
 import { Mask } from "./mask.js";
 import { drawEmptyMap, drawOrderMap, shareOf, stepText } from "./order_map.js";
@@ -35,18 +36,16 @@ export class Stage {
     byId("back").addEventListener("click", () => this.back());
     byId("before").addEventListener("change", () => this.#showResult());
     byId("download-all").addEventListener("click", () => this.saveAll());
-    byId("scaled-pixels").addEventListener("click", () => {
-      this.board.pixels = this.gallery.pixels = !this.board.pixels;
-      byId("scaled-pixels").textContent = this.board.pixels ? "Show it smooth" : "Show the pixels";
-      this.board.draw();
-      this.gallery.draw();
-    });
+    byId("scaled").addEventListener("change", () => this.#view());
     document.addEventListener("themechange", () => this.#redrawMap());
   }
 
   /** Take the grid and the limits of a model; the image stays. */
   use(info) {
+    if (!this.info && info.upscales) setRadio("view", "sharp");
     this.info = info;
+    byId("view-sharp").hidden = !info.upscales;
+    this.#view();
     if (this.state === "source") this.#edit();
     if (this.state !== "result") this.lastMap = null;
     this.#redrawMap();
@@ -223,6 +222,7 @@ export class Stage {
     this.gallery.show(this.results.map(({ bitmap }) => bitmap));
     this.board.setMode("view");
     this.board.show(image.bitmap, before ? "The original" : byId("stage-title").textContent);
+    this.#sharpen();
     this.board.canvas.dataset.paint = this.task === "inpaint" || this.task === "edit";
   }
 
@@ -232,6 +232,7 @@ export class Stage {
     const { limits, stride } = this.info;
     this.board.mask = this.mask;
     this.board.setMode(MODES[this.task] || "view", { most: limits.side, stride });
+    this.#sharpen();
     this.board.show(this.source.bitmap, `${this.source.name}, ${this.source.width} by ${this.source.height} pixels`);
     this.on.change();
   }
@@ -244,6 +245,7 @@ export class Stage {
     byId("fact-tokens").textContent = `${decoded} / ${total}`;
     if (this.state === "running") byId("fact-time").textContent = `${((performance.now() - this.began) / 1000).toFixed(1)} s`;
     if (!bitmaps || (this.state !== "running" && byId("before").checked)) return;
+    if (this.state === "result" && frame === this.replay.frames.at(-1)) bitmaps = this.results.map(({ bitmap }) => bitmap);
     if (this.together) this.gallery.show(bitmaps);
     else this.board.show(bitmaps[Math.min(at, bitmaps.length - 1)], `The image after ${stepText(frame)}`);
   }
@@ -251,8 +253,26 @@ export class Stage {
   /** Say that what is shown is not the image pixel by pixel. */
   #scaled(scale) {
     byId("scaled").toggleAttribute("data-off", scale < 1.02);
-    const how = this.board.pixels ? "Each pixel enlarged" : "Upscaled for display";
-    byId("scaled").firstElementChild.textContent = `${how}, ${scale.toFixed(1)} ×`;
+    const shown = this.gallery.hidden ? this.board.image : this.gallery.bitmaps[0];
+    const how = radio("view") === "pixels" ? `Each pixel enlarged ${scale.toFixed(1)} ×` : "Upscaled for display";
+    byId("scaled").firstElementChild.textContent = isSharp(shown) ? `${how} by Real-ESRGAN` : how;
+  }
+
+  #view() {
+    setView(radio("view"));
+    this.#sharpen();
+    this.#redraw();
+  }
+
+  /** Have the images that are shown now sharpened. */
+  #sharpen() {
+    const shown = this.state === "result" ? (this.together ? this.results : [this.results[this.selected]]) : [];
+    sharpen([...shown, ...(this.source ? [this.source] : [])], () => this.#redraw());
+  }
+
+  #redraw() {
+    this.board.draw();
+    this.gallery.draw();
   }
 
   #redrawMap() {
