@@ -128,12 +128,13 @@ def http() -> Iterator[str]:
 
 def _schema() -> dict[str, Any]:
     from arpg.serve.app import create_app
+    from arpg.serve.served_model import ServedModel
     from arpg.serve.service import ImageService
 
     def load() -> Any:
         raise AssertionError("the reference needs no model")
 
-    schema: dict[str, Any] = create_app(ImageService(load, name="garden")).openapi()
+    schema: dict[str, Any] = create_app(ImageService([ServedModel("garden", load)])).openapi()
     return schema
 
 
