@@ -243,7 +243,8 @@ class Pipeline:
             to_precision(unpack_linears(self.model), precision, on)
             if isinstance(self.tokenizer, VQTokenizer):
                 prepare(self.model, self.tokenizer.to(on))
-        require(self.tokenizer.device == on, f"the tokenizer is on {self.tokenizer.device}; move it to {on}, too")
+        there = self.tokenizer.device  # not `on`, which may be cuda for cuda:0
+        require(there == self.device, f"the tokenizer is on {there}; move it to {self.device}, too")
         if self.prompts is not None:
             self.prompts.to(on)
         self.engine = self.engine.on_device_of_model()

@@ -272,7 +272,7 @@ def test_moving_to_another_precision_and_back(folder):
     assert pipe.dtype == fresh.dtype == torch.bfloat16
     assert pipe.tokenizer.pixel_dtype == torch.bfloat16
     assert same(pipe.generate(1, **OURS), fresh.generate(1, **OURS))
-    whole = Pipeline.from_pretrained(folder, device="cpu").to("float32").to(device="cpu")
+    whole = Pipeline.from_pretrained(folder, device="cpu").to("float32").to(device="cpu:0")
     assert same(whole.generate(1, **OURS), expected)
     small = whole.to(dtype="int8").to("cpu")
     assert "in int8" in repr(small)

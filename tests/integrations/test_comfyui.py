@@ -1,6 +1,7 @@
 """The ComfyUI nodes: their schemas against the documented contract, their images against the pipeline."""
 
 import asyncio
+import copy
 import importlib.util
 import inspect
 import sys
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from arpg import ControlInput, Pipeline
+from arpg.lora import AdapterConfig, add_adapters, trained_weights, write_adapter
 from arpg.settings import SETTINGS
 from support import comfy_contract
 from support.paths import ROOT
-from support.small import controlled_model, noise, small_tokenizer
+from support.small import controlled_model, noise, small_model, small_tokenizer
 
 PACK = ROOT / "integrations" / "comfyui"
 INPUTS = {"prompt": "class 2", "negative": "", "seed": 3, "num_images": 2, "steps": 3, "guidance": 0.0}
@@ -110,16 +112,20 @@ def test_control(nodes):
     check(nodes["ARPGControl"].execute(from_image=False, **inputs), expected)
 
 
-def test_loading_and_lora_leave_the_shared_pipeline_alone(nodes, folder, monkeypatch):
+def test_loading_and_lora_leave_the_shared_pipeline_alone(nodes, folder, tmp_path):
     (pipe,) = nodes["ARPGLoader"].execute(model=str(folder), device="cpu", precision="auto").result
-    loaded = []
-    monkeypatch.setattr(
-        Pipeline, "load_lora", lambda self, *arguments: loaded.append((self, *arguments)), raising=False
-    )
-    (merged,) = nodes["ARPGLoRA"].execute(pipeline=pipe, path="mine.safetensors", scale=0.5).result
-    assert loaded == [(merged, "mine.safetensors", 0.5)]
-    assert merged is not pipe
-    assert merged.model is not pipe.model
+    before = pipe.generate(2, **OURS)
+    config = AdapterConfig(rank=2, alpha=4.0)
+    trained = trained_weights(add_adapters(small_model(), config))
+    path = str(write_adapter(tmp_path / "mine", config, {name: torch.full_like(w, 0.1) for name, w in trained.items()}))
+    (merged,) = nodes["ARPGLoRA"].execute(pipeline=pipe, path=path, scale=0.5).result
+    check(nodes["ARPGGenerate"].execute(pipeline=pipe, **INPUTS), before)
+    expected = Pipeline.from_pretrained(folder, device="cpu")
+    expected.load_lora(path, 0.5)
+    after = expected.generate(2, **OURS)
+    assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(before, after, strict=True))
+    check(nodes["ARPGGenerate"].execute(pipeline=merged, **INPUTS), after)
+    check(nodes["ARPGGenerate"].execute(pipeline=copy.deepcopy(merged), **INPUTS), after)
 
 
 def test_an_interrupt_stops_the_decoding(nodes, pipeline, monkeypatch):
