@@ -48,6 +48,8 @@ class ClassNames:
 
     def find(self, name_or_id: str | SupportsIndex) -> int:
         """Return the id of a class. Names ignore case, '_' and '-'; unknown or ambiguous ones raise an `InputError`."""
+        whole = isinstance(name_or_id, str) or hasattr(name_or_id, "__index__")
+        require(whole, f"class is {name_or_id!r}; expected a name or an id from 0 to {len(self) - 1}")
         text = name_or_id.strip() if isinstance(name_or_id, str) else str(name_or_id.__index__())
         if text.lstrip("-").isdigit():
             class_id = int(text)

@@ -217,8 +217,14 @@ def test_classes_may_be_numpy_or_torch_integers(pipeline):
     assert same(
         pipeline.inpaint(noise(8, 8), MASK, np.int64(3), **OURS), pipeline.inpaint(noise(8, 8), MASK, 3, **OURS)
     )
-    with pytest.raises(InputError, match="class 9 does not exist"):
-        pipeline.generate(np.int64(9))
+    for arguments, says in (
+        ({"classes": np.int64(9)}, "class 9 does not exist"),
+        ({"classes": 1.5}, "class is 1.5; expected a name or an id from 0 to 4"),
+        ({"classes": 1, "seed": 1.5}, "seed is 1.5; expected a whole number"),
+        ({"classes": 1, "seed": [None]}, "seed is None; expected a whole number"),
+    ):
+        with pytest.raises(InputError, match=says):
+            pipeline.generate(**arguments)
 
 
 def test_no_seed_is_a_random_seed(pipeline):

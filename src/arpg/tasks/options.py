@@ -165,4 +165,6 @@ def read_seed(seed: Seed) -> int | list[int]:
 
 
 def _one_seed(seed: SupportsIndex | torch.Generator) -> int:
+    known = isinstance(seed, torch.Generator) or hasattr(seed, "__index__")
+    require(known, f"seed is {seed!r}; expected a whole number, a torch.Generator or None")
     return seed.initial_seed() if isinstance(seed, torch.Generator) else seed.__index__()
