@@ -108,7 +108,7 @@ def test_a_stream_shows_every_step(client, pipeline):
     expected = list(pipeline.generate_task(1, num_images=2, steps=4, seed=5).stream())
     for i in (1, 2):
         for shown, image in zip(steps[i][1]["previews"], expected[i], strict=True):
-            assert np.array_equal(pixels(image_of({"png": shown})), pixels(image))
+            assert np.abs(pixels(image_of({"png": shown})).astype(int) - pixels(image)).max() <= 1
 
 
 def test_previews_are_made_as_they_are_read_and_as_large_as_requested(client):

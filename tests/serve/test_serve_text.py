@@ -113,7 +113,8 @@ def test_a_stream_shows_every_step(client, pipe):
     assert [data["step"] for _, data in steps] == [1, 2, 3, 4]
     assert done["images"] == post(client, "generate", body)["images"]
     *_, expected, _ = pipe.generate_task(**body).stream()
-    assert np.array_equal(pixels(image_of({"png": steps[2][1]["previews"][0]})), pixels(expected[0]))
+    shown = pixels(image_of({"png": steps[2][1]["previews"][0]}))
+    assert np.abs(shown.astype(int) - pixels(expected[0])).max() <= 1
 
 
 @pytest.mark.parametrize("prompt", ODD)

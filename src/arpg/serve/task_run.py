@@ -19,7 +19,7 @@ from arpg.serve.admission import own_tokens, task_cost
 from arpg.serve.batcher import PendingRows
 from arpg.serve.responses import Job, Preview, Result, Usage, to_png
 from arpg.serve.served_model import LoadedModel
-from arpg.tasks.task import ImageTask
+from arpg.tasks.task import ImageTask, StepTokens
 
 if TYPE_CHECKING:
     from arpg.serve.service import ImageService
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 MAX_UNREAD_EVENTS = 64  # of a slow reader; further steps are left out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepState:
     """The state of a request after a step; `due`: its preview has to be made."""
 
     step: int
     steps: int
-    ids_BN: Tensor
-    known_BN: Tensor
+    window: int
+    tokens: StepTokens
     decoded_at_Bhw: Tensor  # of the whole grid
     due: bool
 
@@ -43,8 +43,8 @@ class TaskRun:
     """Submits the requests of a task to the batcher, reports their steps and makes the result.
 
     Previews are made in worker threads, never in that of the batcher, and no faster than they are read: of the steps
-    that were finished meanwhile only the last one gets a preview, and none where the reader has an event to read or
-    the result can be made instead. A job that wants a number of previews gets them at evenly spread steps.
+    that were finished meanwhile only the last one gets a preview, and none where the reader has an event to read. The
+    result does not wait for them. A job that wants a number of previews gets them all, at evenly spread steps.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class TaskRun:
         self.large = tokens > own_tokens(loaded.pipeline)
         self.pool = service.pools.large if self.large else service.pools.finish
         self._states: list[StepState] = []  # to report
-        self._decoded: Step | None = None  # the result of the current request
+        self._reporting: list[StepState] = []  # those that a worker is at
+        self._decoded: Step | None = None  # the result of the current request, where previews come before it
         self._working = False
         self._lock = threading.Lock()
         self._num_due = self._num_made = 0  # previews
@@ -92,7 +93,8 @@ class TaskRun:
         due = self._is_due((self.task.index + done / max(1, steps)) / len(self.task))
         if self.job.num_unread > MAX_UNREAD_EVENTS and not due:
             return
-        state = StepState(done, steps, pending.ids_BN.clone(), pending.known_BN.clone(), decoded_at, due)
+        tokens = self.task.tokens_after(Step(done - 1, steps + 1, pending.ids_BN, pending.known_BN))
+        state = StepState(done, steps, self.task.index, tokens, decoded_at, due)
         with self._lock:
             self._states.append(state)
         self._work()
@@ -114,67 +116,86 @@ class TaskRun:
         if error is not None:
             self.service.fail(self.job, error)
         elif pending.num_open == 0:
+            steps = max(pending.steps_B)
+            decoded = Step(steps, steps + 1, pending.ids_BN, pending.known_BN)
             with self._lock:
-                steps = max(pending.steps_B)
-                self._decoded = Step(steps, steps + 1, pending.ids_BN, pending.known_BN)
-            self._work()
+                waiting = [*self._reporting, *self._states]
+                after_previews = any(state.due for state in waiting)
+                if after_previews:
+                    self._decoded = decoded
+                else:
+                    self._reporting, self._states = [], []
+            if after_previews:
+                self._work()
+            else:
+                self.service.submit(self.pool, self.job, lambda: self._accept(decoded, waiting))
         else:
             self.job.stop()
 
     def _work(self) -> None:
-        """Report steps and take the result of the request in a worker thread, one at a time."""
+        """Report the steps that are waiting in a worker thread, one after the other, and then take the result."""
         with self._lock:
             if self._working or not (self._states or self._decoded):
                 return
             self._working = True
+            self._reporting, self._states = self._states, []
 
         def run() -> None:
+            states, most = list(self._reporting), self.job.previews.most if self.job.previews is not None else 0
             try:
-                with self._lock:
-                    states, self._states = self._states, []
-                    decoded, self._decoded = self._decoded, None
                 for state in states:
-                    last = state is states[-1] and decoded is None and self.job.num_unread == 0
-                    self._report(state, preview=state.due or (last and self._makes_every_preview))
-                if decoded is not None:
-                    self.task.accept(decoded)
-                    self.submit_next()
+                    read = state is states[-1] and most is None and self.job.num_unread == 0
+                    self._report(state, self._preview(state) if state.due or read else [])
             finally:
                 with self._lock:
                     self._working = False
-            self._work()
+                    decoded = None if self._states else self._decoded
+                    self._decoded = None if decoded is not None else self._decoded
+            if decoded is not None:
+                self._accept(decoded, [])
+            else:
+                self._work()
 
         self.service.submit(self.pool, self.job, run)
 
-    @property
-    def _makes_every_preview(self) -> bool:
-        return self.job.previews is not None and self.job.previews.most is None
+    def _accept(self, decoded: Step, waiting: list[StepState]) -> None:
+        """Take the result of a request, and report the steps that are still `waiting` without previews."""
+        for state in waiting:
+            self._send(state, [])
+        self.task.accept(decoded)
+        self.submit_next()
 
-    def _report(self, state: StepState, *, preview: bool) -> None:
-        """Send the event of a step, with a preview of each image or without."""
-        task, best_of = self.task, self.task.spec.best_of
+    def _preview(self, state: StepState) -> list[bytes]:
+        assert self.job.previews is not None
+        size = self.job.previews.size
         pngs: list[bytes] = []
-        if preview:
-            assert self.job.previews is not None
-            size = self.job.previews.size
-            tokens = task.tokens_after(Step(state.step - 1, state.steps + 1, state.ids_BN, state.known_BN))
-            for image in task.render(tokens, task.rows[::best_of]):
-                if size is not None:
-                    image.thumbnail((size, size))
-                pngs.append(to_png(image))
+        for image in self.task.render(state.tokens, state.tokens.rows[:: self.task.spec.best_of]):
+            if size is not None:
+                image.thumbnail((size, size))
+            pngs.append(to_png(image))
+        return pngs
+
+    def _report(self, state: StepState, pngs: list[bytes]) -> None:
+        """Send the event of a step, unless the result has overtaken it."""
+        with self._lock:
+            if state in self._reporting:
+                self._reporting.remove(state)
+                self._send(state, pngs)
+
+    def _send(self, state: StepState, pngs: list[bytes]) -> None:
         event = Preview(
             step=state.step,
             steps=state.steps,
-            window=task.index,
-            windows=len(task),
+            window=state.window,
+            windows=len(self.task),
             grid=(state.decoded_at_Bhw.shape[1], state.decoded_at_Bhw.shape[2]),
             pngs=pngs,
-            decoded_at=state.decoded_at_Bhw[::best_of].flatten(1).tolist(),
+            decoded_at=state.decoded_at_Bhw[:: self.task.spec.best_of].flatten(1).tolist(),
         )
         self.job.send(event)
-        if preview and self._num_made == 0:
+        if pngs and self._num_made == 0:
             self.service.metrics.first_preview.observe(self.job.seconds)
-        self._num_made += preview
+        self._num_made += bool(pngs)
 
     def _finish(self) -> None:
         start = time.monotonic()

@@ -150,25 +150,28 @@ class TokenizerThread:
 
 
 class TokenizerLanes:
-    """A `Tokenizer` for any thread, with a thread for images of up to `max_pixels` and another for larger ones.
+    """A `Tokenizer` for any thread, with threads for images of up to `max_pixels`, for larger ones, and for previews.
 
-    The pixels of a large image take seconds on a CPU; those of small ones do not wait for them.
+    The pixels of a large image take seconds on a CPU; those of small ones do not wait for them. Previews take one core:
+    two teams of threads on the same cores would wait for each other.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_pixels: int, max_batch: int, threads: int | None = None) -> None:
         self.config, self.device = tokenizer.config, tokenizer.device
         self.small, self.large = (TokenizerThread(tokenizer, max_batch=max_batch, threads=threads) for _ in range(2))
+        self.preview = TokenizerThread(tokenizer, max_batch=max_batch, threads=1)
         self._max_pixels = max_pixels
 
     @property
     def alive(self) -> bool:
-        """Whether both threads run."""
-        return self.small.alive and self.large.alive
+        """Whether all threads run."""
+        return self.small.alive and self.large.alive and self.preview.alive
 
     def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
         """Return the images of code ids; with `known_BN`, as a preview."""
-        pixels = grid[0] * grid[1] * self.config.stride**2
-        return self._lane(pixels).decode(ids_BN, grid, known_BN=known_BN)
+        if known_BN is not None:
+            return self.preview.decode(ids_BN, grid, known_BN=known_BN)
+        return self._lane(grid[0] * grid[1] * self.config.stride**2).decode(ids_BN, grid)
 
     def encode(self, image_B3HW: Tensor) -> Tensor:
         """Return the code ids of images."""
@@ -180,8 +183,8 @@ class TokenizerLanes:
 
     def close(self) -> None:
         """Stop the threads after the calls that are waiting."""
-        self.small.close()
-        self.large.close()
+        for lane in (self.small, self.large, self.preview):
+            lane.close()
 
     def _lane(self, pixels: int) -> TokenizerThread:
         return self.small if pixels <= self._max_pixels else self.large
