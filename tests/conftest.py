@@ -206,3 +206,17 @@ def faults(s3):
     yield s3[1]
     for name, value in vars(Faults()).items():
         setattr(s3[1], name, value)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A local Ray cluster with two cores, for all tests of a module."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # workers import tests/support
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        sizes = {"num_cpus": 2, "object_store_memory": 200 << 20}
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, **sizes)
+        yield ray
+        ray.shutdown()

@@ -376,11 +376,11 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        for _ in range(3):
-            if self._create():
+        for _ in range(TRIES):
+            created, found = self._create(), self._read()
+            if created and found is not None and found.get("owner") == self.owner:
                 break
-            found = self._read()
-            if found is not None and found.get("owner") != self.owner:
+            if found is not None and found.get("owner") != self.owner:  # also one that was cut short, which has none
                 self._require_dead(found)
             self.path.unlink(missing_ok=True)
         self.check()
@@ -390,16 +390,19 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        if not self._lost and (self._read() or {}).get("owner") == self.owner:
+        if not self._lost and self._is_ours(self._read()):
             self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raise an `InputError` if another job has taken the folder; call it before a manifest is written."""
-        found = self._read()
         require(
-            not self._lost and found is not None and found.get("owner") == self.owner,
+            not self._lost and self._is_ours(self._read()),
             f"{self.folder} was taken over by another job; this one stops and changes nothing there",
         )
+
+    def _is_ours(self, found: dict[str, Any] | None) -> bool:
+        """Whether a lease is held by this job; one that was cut short names nobody and is written again."""
+        return found is not None and found.get("owner", self.owner) == self.owner
 
     def _require_dead(self, found: dict[str, Any]) -> None:
         host, pid, age = found.get("host"), found.get("pid"), time.time() - float(found.get("time", 0))
@@ -449,7 +452,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                if (self._read() or {}).get("owner") != self.owner:
+                if not self._is_ours(self._read()):
                     self._lost = True
                     return
                 self.path.write_bytes(self._content())

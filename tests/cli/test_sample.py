@@ -47,7 +47,7 @@ def test_counting_the_classes_of_a_set(pipeline, tmp_path):
         (tmp_path / name).mkdir()
         for i in range(count):
             Image.new("RGB", (8, 8)).save(tmp_path / name / f"{i}.png")
-    assert count_classes(open_images(tmp_path), pipeline).tolist() == [1, 0, 0, 2, 0]
+    assert count_classes(open_images(tmp_path), pipeline.classes).tolist() == [1, 0, 0, 2, 0]
 
 
 def write(pipeline, path, *, num=11, **options):

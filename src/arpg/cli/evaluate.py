@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +19,15 @@ from arpg.cli.options import (
     EngineOption,
     LoraOption,
     PrecisionOption,
+    RayOption,
     SamplingOptions,
+    WorkersOption,
     err,
     load_pipeline,
     out,
     output_option,
     progress_bar,
+    ray_options,
     with_axes,
     with_sampling_options,
 )
@@ -51,6 +55,8 @@ def sample(
     output: Annotated[str, output_option("The npz file to write.")] = "samples.npz",
     batch_size: Annotated[int, typer.Option(help="Images per batch; does not change them.")] = 32,
     like: LikeOption = None,
+    ray: RayOption = False,
+    workers: WorkersOption = 0,
     *,
     sampling: SamplingOptions,
 ) -> None:
@@ -61,11 +67,18 @@ def sample(
 
     target = as_path(output)
     check_writable(target)
+    cluster = ray_options(ray, workers)
     rank, size, device = _process(sampling.device)
-    pipe = dataclasses.replace(sampling, device=device).load()
+    require(size == 1 or cluster is None, f"--ray and torchrun with {size} processes do not go together; use one")
+    pipe = load = None
+    if cluster is None:
+        pipe = dataclasses.replace(sampling, device=device).load()
+        classes = pipe.classes
+    else:
+        classes, load = _remote_pipeline(sampling)
     from arpg.evaluation.sample import Share, sample_images
 
-    labels = _labels(pipe, num, like)
+    labels = _labels(classes, num, like)
     with progress_bar("sampling", rate=True, active=rank == 0) as progress:
         sample_images(
             pipe,
@@ -75,6 +88,8 @@ def sample(
             batch_size=batch_size,
             share=Share(rank, size),
             progress=progress,
+            ray=cluster,
+            load=load,
             **sampling.settings,
         )
     if rank == 0:
@@ -88,6 +103,8 @@ def evaluate(
     inception: InceptionOption = None,
     size: Annotated[int | None, typer.Option(help="Crop image files to squares of this side, as ADM does.")] = None,
     batch_size: BatchOption = 64,
+    ray: RayOption = False,
+    workers: WorkersOption = 0,
     seed: Annotated[int, typer.Option(help="Seed of KID's subsets and of the intervals.")] = 0,
     output: JsonOption = None,
     device: DeviceOption = "auto",
@@ -104,6 +121,7 @@ def evaluate(
         one_of("--metrics", metric, METRICS)
     _check_json(output)
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
+    cluster = ray_options(ray, workers)
     chosen = choose_device(device)
     network = None
     if not (has_features(as_path(samples)) and has_features(as_path(reference))):
@@ -114,7 +132,9 @@ def evaluate(
         if network is None:
             return Features.load(path)
         with progress_bar(path.name) as progress:
-            return read_features(path, network, size=size, batch_size=batch_size, keep=keep, progress=progress)
+            return read_features(
+                path, network, size=size, batch_size=batch_size, keep=keep, progress=progress, ray=cluster
+            )
 
     theirs, ours = read(as_path(reference), keep=True), read(as_path(samples), keep=False)
     with err.status("comparing"):
@@ -232,7 +252,7 @@ def sweep(
     height, width = (side * pipe.tokenizer.config.stride for side in pipe.model.config.grid)
     require(height == width, f"the model generates {width}x{height} pixels; real images are cropped to squares only")
     combos = combinations(pipe.sampling, axes)
-    labels = _labels(pipe, num, like)
+    labels = _labels(pipe.classes, num, like)
     with progress_bar("reference", rate=True) as progress:
         if images is None:
             real = read_features(as_path(reference[0]), network, keep=True, progress=progress)
@@ -262,14 +282,24 @@ def sweep(
     out.print(f"{len(lines)} combinations of {num} images in {output}/")
 
 
-def _labels(pipe: Any, num: int, like: list[str] | None) -> Any:
+def _remote_pipeline(sampling: SamplingOptions) -> tuple[Any, Callable[[], Any]]:
+    """Return the classes of a model, and the function that loads it in a worker."""
+    from arpg.checkpoint import read_folder
+    from arpg.evaluation.sample import load_pipeline
+    from arpg.hub import resolve
+
+    where = {"device": sampling.device, "dtype": sampling.dtype, "engine": sampling.engine}
+    return read_folder(resolve(sampling.model)).classes, partial(load_pipeline, sampling.model, where)
+
+
+def _labels(classes: Any, num: int, like: list[str] | None) -> Any:
     """Return balanced labels, or labels in proportion to the classes of image sets."""
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.sample import balanced_labels, count_classes, labels_like
 
     if not like:
-        return balanced_labels(num, len(pipe.classes))
-    return labels_like(count_classes(concatenate([open_images(path) for path in like]), pipe), num)
+        return balanced_labels(num, len(classes or ()))
+    return labels_like(count_classes(concatenate([open_images(path) for path in like]), classes), num)
 
 
 def _process(device: str) -> tuple[int, int, str]:

@@ -117,6 +117,10 @@ LoraOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help=f"One of {', '.join(PRECISIONS)}.")]
+RayOption = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster of $RAY_ADDRESS, or on a local one.")]
+WorkersOption = Annotated[
+    int, typer.Option("--workers", help="Workers on Ray; 0: one per GPU, or per $OMP_NUM_THREADS cores.")
+]
 EngineOption = Annotated[str, typer.Option(help=f"How the decode loop is executed: {', '.join(ENGINES)}.")]
 
 
@@ -166,6 +170,17 @@ def load_pipeline(model: str, *, lora: Sequence[str] | None = None, named: bool 
         for path, scale in adapters:
             pipe.load_lora(path, scale)
         return pipe
+
+
+def ray_options(ray: bool, workers: int) -> Any:
+    """Return where workers run: None for this process."""
+    require(ray or workers == 0, f"--workers is {workers}, which needs --ray")
+    if not ray:
+        return None
+    from arpg.device import set_threads
+    from arpg.executor import RayOptions
+
+    return RayOptions(workers, set_threads())
 
 
 def with_sampling_options(command: Command) -> Command:

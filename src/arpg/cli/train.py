@@ -5,12 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from arpg.cli.options import Command, DeviceOption, add_options, out, output_option, parse_values, progress_bar
+from arpg.cli.options import (
+    Command,
+    DeviceOption,
+    RayOption,
+    WorkersOption,
+    add_options,
+    out,
+    output_option,
+    parse_values,
+    progress_bar,
+    ray_options,
+)
 from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
 from arpg.storage import as_path
@@ -99,6 +111,9 @@ def tokenize(
         str, typer.Option(help=f"Also keep condition images of this kind: {', '.join(CONTROL_KINDS)}.")
     ] = "",
     batch_size: Annotated[int, typer.Option(help="Images encoded together.")] = 64,
+    shard_size: Annotated[int, typer.Option(help="Images of a shard, which one worker encodes.")] = 8192,
+    ray: RayOption = False,
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
     """Turn images into token shards for `arpg train`; continues where it stopped."""
@@ -110,7 +125,9 @@ def tokenize(
     from arpg.hub import resolve
     from arpg.pipeline import choose_device
 
-    loaded = load_tokenizer(resolve(tokenizer), device=choose_device(device), dtype=torch.float32)
+    cluster = ray_options(ray, workers)
+    here = choose_device("cpu" if cluster else device)
+    loaded = load_tokenizer(resolve(tokenizer), device=here, dtype=torch.float32)
     sets = [open_images(path) for path in images]
     with progress_bar("tokenizing") as progress:
         tokens = run(
@@ -123,8 +140,11 @@ def tokenize(
             zoom=zoom,
             seed=seed,
             batch_size=batch_size,
+            shard_size=shard_size,
             control=control,
             progress=progress,
+            ray=cluster,
+            device=device if cluster else None,
         )
     out.print(
         f"{tokens.num_images} images, {tokens.views} views of {tokens.grid[0]}x{tokens.grid[1]} tokens in {folder}"
@@ -138,6 +158,8 @@ def embed(
     ] = "minilm",
     max_tokens: Annotated[int, typer.Option(help="Captions are cut there.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Captions encoded together.")] = 512,
+    ray: RayOption = False,
+    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
     """Compute the text states of a token set's captions, once, for `arpg train`; continues where it stopped."""
@@ -147,12 +169,13 @@ def embed(
     from arpg.pipeline import choose_device
     from arpg.text_encoder import load_encoder
 
+    cluster = ray_options(ray, workers)
     tokens = open_tokens(folder)
     if (as_path(folder) / TEXT).exists():  # how wide the states are is known without the encoder
         width = open_text_states(tokens).config.width
         load = None
     else:
-        load = load_encoder(encoder, max_tokens=max_tokens, device=choose_device(device))
+        load = load_encoder(encoder, max_tokens=max_tokens, device=choose_device("cpu" if cluster else device))
         width = load.width
     with progress_bar("embedding") as progress:
         states = write_text_states(
@@ -161,8 +184,18 @@ def embed(
             load,
             batch_size=batch_size,
             progress=progress,
+            ray=cluster,
+            load=partial(_load_encoder, encoder, max_tokens, device) if cluster else None,
         )
     out.print(f"{len(states)} captions in {folder}, {width} numbers for each token")
+
+
+def _load_encoder(name: str, max_tokens: int, device: str) -> Any:
+    """Load a text encoder in a worker."""
+    from arpg.pipeline import choose_device
+    from arpg.text_encoder import load_encoder
+
+    return load_encoder(name, max_tokens=max_tokens, device=choose_device(device))
 
 
 def train_cost(

@@ -14,9 +14,13 @@ H W pixels.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,17 +29,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg.config import ModelConfig, TextConfig, from_dict, to_dict
-from arpg.data.tokens import NO_CLASS, MapSet, TokenSet, open_tokens, unpack_maps
+from arpg.data.tokens import (
+    CHECKED_SHARDS,
+    NO_CLASS,
+    SHARD_SIZE,
+    THREADS,
+    LazyShards,
+    MapSet,
+    TokenSet,
+    open_tokens,
+    unpack_maps,
+)
 from arpg.device import send
 from arpg.errors import present, require
+from arpg.executor import RayOptions, Report, open_workers
 from arpg.files import read_array, read_json, write_array, write_json
 from arpg.noise import Stream, random_words, seed_keys
-from arpg.storage import AnyPath
+from arpg.storage import AnyPath, Lease, list_files
 
 if TYPE_CHECKING:
     from arpg.text_encoder import TextEncoder
 
 TEXT = "text.json"
+SHUFFLE_IMAGES = 1 << 21  # a set of more images is shuffled in windows
+PREFETCH_THREADS = 4
 ENCODE_CHUNK = 4096  # captions whose states are in memory together, as a list of tensors
 MAX_RESIDENT_BYTES = 24 << 30  # condition maps that may stay in the memory of an accelerator
 
@@ -104,7 +121,7 @@ def join_tokens(sets: Sequence[TokenSet]) -> TokenSet:
     info = replace(first.info, views=max(tokens.views for tokens in sets), captioned=False)
     return TokenSet(
         info,
-        [ids for tokens in sets for ids in tokens._ids],
+        LazyShards.join([tokens.shards for tokens in sets]),
         np.concatenate(
             [t.labels if t.classes or not first.classes else np.full(len(t), NO_CLASS, np.int32) for t in sets]
         ),
@@ -117,27 +134,22 @@ def join_tokens(sets: Sequence[TokenSet]) -> TokenSet:
 class TextStates:
     """The encoder's states of every caption of a token set, by image, over all shards."""
 
-    def __init__(
-        self, config: TextConfig, states: Sequence[NDArray[np.float16]], lengths: Sequence[NDArray[np.int32]]
-    ) -> None:
-        self.config = config
-        self._states = list(states)
-        self._lengths = np.concatenate(lengths)
-        self._shard = np.repeat(np.arange(len(lengths)), [len(part) for part in lengths])
-        self._first = np.concatenate([np.cumsum(part, dtype=np.int64) - part for part in lengths])
+    def __init__(self, config: TextConfig, shards: LazyShards, lengths: Sequence[NDArray[np.int32]]) -> None:
+        self.config, self.shards, self._lengths = config, shards, list(lengths)
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return int(self.shards.ends[-1])
 
     def gather(self, index: NDArray[np.int64]) -> tuple[NDArray[np.float16], NDArray[np.int64]]:
         """Return states `[B, T, E]`, zero after the end of a caption, and lengths `[B]`."""
-        length_B = self._lengths[index].astype(np.int64)
+        length_B = np.empty(len(index), np.int64)
         out = np.zeros((len(index), self.config.max_tokens, self.config.width), np.float16)
-        for shard in np.unique(self._shard[index]).tolist():
-            (here,) = np.nonzero(self._shard[index] == shard)
-            row = np.repeat(here, length_B[here])
-            token = np.arange(len(row)) - np.repeat(np.cumsum(length_B[here]) - length_B[here], length_B[here])
-            out[row, token] = self._states[shard][self._first[index[row]] + token]
+        for number, mask, own in self.shards.split(index):
+            lengths, (here,) = self._lengths[number], np.nonzero(mask)
+            length = length_B[here] = lengths[own]
+            first = (np.cumsum(lengths, dtype=np.int64) - lengths)[own]  # row of each caption's first token
+            token = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+            out[np.repeat(here, length), token] = self.shards[number][np.repeat(first, length) + token]
         return out, length_B
 
 
@@ -147,23 +159,37 @@ def open_text_states(tokens: TokenSet) -> TextStates:
     path = folder / TEXT
     require(path.is_file(), f"{folder} has captions but no text states; run `arpg embed {folder}` first")
     config = from_dict(TextConfig, read_json(path), where=str(path))
-    states: list[Array] = []
-    lengths: list[Array] = []
-    while all((folder / name).exists() for name in _text_names(len(states))):
-        names = _text_names(len(states))
-        states.append(read_array(folder / names[0], advice="delete it and embed again"))
-        lengths.append(read_array(folder / names[1], advice="delete it and embed again"))
-        where = f"{folder / names[0]}: embed again"
-        require(lengths[-1].ndim == 1 and lengths[-1].min(initial=1) >= 1, f"{where}, its lengths are damaged")
+    files, count, advice = set(list_files(folder)), 0, "delete it and embed again"
+    while files.issuperset(_text_names(count)):
+        count += 1
+
+    def open_lengths(number: int) -> Array:
+        array = read_array(folder / _text_names(number)[1], advice=advice)
+        valid = array.ndim == 1 and array.min(initial=1) >= 1
+        require(valid, f"{folder / _text_names(number)[0]}: embed again, its lengths are damaged")
+        return array
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        lengths = list(pool.map(open_lengths, range(count)))
+
+    def open_states(number: int) -> Array:
+        path, total = folder / _text_names(number)[0], int(lengths[number].sum())
+        states = read_array(path, advice=advice)
         require(
-            states[-1].shape == (int(lengths[-1].sum()), config.width) and int(lengths[-1].max()) <= config.max_tokens,
-            f"{where}, it has the shape {states[-1].shape} for {int(lengths[-1].sum())} tokens of {config.width}",
+            states.shape == (total, config.width) and int(lengths[number].max()) <= config.max_tokens,
+            f"{path}: embed again, it has the shape {states.shape} for {total} tokens of {config.width}",
         )
+        return states
+
     found = sum(map(len, lengths))
     require(
         found == len(captions), f"{folder} has text states of {found} captions; expected {len(captions)}; embed again"
     )
-    return TextStates(config, states, lengths)
+    shards = LazyShards([len(part) for part in lengths], open_states)
+    if count <= CHECKED_SHARDS and isinstance(folder, Path):
+        for number in range(count):
+            shards[number]
+    return TextStates(config, shards, lengths)
 
 
 def write_text_states(
@@ -172,10 +198,15 @@ def write_text_states(
     encoder: TextEncoder | None,
     *,
     batch_size: int = 256,
-    shard_size: int = 65536,
+    shard_size: int = SHARD_SIZE,
     progress: Callable[[int, int], None] | None = None,
+    ray: RayOptions | None = None,
+    load: Callable[[], TextEncoder] | None = None,
 ) -> TextStates:
-    """Encode the captions of a token set; continues where it stopped. A finished set needs no encoder."""
+    """Encode the captions of a token set; continues where it stopped. A finished set needs no encoder.
+
+    `ray`: encode on a Ray cluster, where every worker calls `load`; the files are the same.
+    """
     folder, captions = _captioned(tokens)
     if (folder / TEXT).exists():
         found = open_text_states(tokens)
@@ -183,27 +214,46 @@ def write_text_states(
         message = f"{folder} has text states of {theirs}, not of {ours}; delete {TEXT} and text-*.npy"
         require(found.config == config, message)
         return found
-    for number, start in enumerate(range(0, len(captions), shard_size)):
-        part = captions[start : start + shard_size]
-        if not (folder / _text_names(number)[1]).exists():
-            _write_text_shard(folder, number, part, present(encoder, f"{folder} is not embedded yet"), batch_size)
-        if progress is not None:
-            progress(min(start + shard_size, len(captions)), len(captions))
-    write_json(folder / TEXT, to_dict(config))
+    starts = range(0, len(captions), shard_size)
+    with Lease(folder) as lease:
+        found_names = set(list_files(folder))
+        todo = [number for number in range(len(starts)) if _text_names(number)[1] not in found_names]
+        before = len(captions) - sum(len(captions[starts[n] : starts[n] + shard_size]) for n in todo)
+        jobs = ((number, captions[starts[number] : starts[number] + shard_size]) for number in todo)
+        make = load or (lambda: present(encoder, f"{folder} is not embedded yet"))
+        with open_workers(partial(_start_captions, make, folder, batch_size), ray) as workers:
+            on_progress = None if progress is None else (lambda done: progress(before + done, len(captions)))
+            for _ in workers.map(jobs, on_progress=on_progress):
+                pass
+        lease.check()
+        write_json(folder / TEXT, to_dict(config))
     return open_text_states(tokens)
 
 
-def _write_text_shard(
-    folder: AnyPath, number: int, captions: Sequence[str], encoder: TextEncoder, batch_size: int
-) -> None:
-    parts, lengths = [], []
-    for start in range(0, len(captions), ENCODE_CHUNK):
-        states = encoder.states(captions[start : start + ENCODE_CHUNK], batch_size=batch_size)
-        parts.append(np.concatenate([s.numpy().astype(np.float16) for s in states]))
-        lengths += [len(s) for s in states]
-    # The lengths are written last: they make the shard complete.
-    for name, array in zip(_text_names(number), (np.concatenate(parts), np.array(lengths, np.int32)), strict=True):
-        write_array(folder / name, array)
+def _start_captions(load: Callable[[], TextEncoder], folder: AnyPath, batch_size: int) -> CaptionEncoder:
+    return CaptionEncoder(load(), folder, batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class CaptionEncoder:
+    """Encodes the captions of a shard and writes their states: the work of one worker."""
+
+    encoder: TextEncoder
+    folder: AnyPath
+    batch_size: int
+
+    def __call__(self, job: tuple[int, Sequence[str]], report: Report) -> None:
+        """Encode and write shard `job[0]` with the captions `job[1]`."""
+        number, captions = job
+        parts, lengths = [], []
+        for start in range(0, len(captions), ENCODE_CHUNK):
+            states = self.encoder.states(captions[start : start + ENCODE_CHUNK], batch_size=self.batch_size)
+            parts.append(np.concatenate([s.numpy().astype(np.float16) for s in states]))
+            lengths += [len(s) for s in states]
+            report(len(lengths))
+        # The lengths are written last: they make the shard complete.
+        for name, array in zip(_text_names(number), (np.concatenate(parts), np.array(lengths, np.int32)), strict=True):
+            write_array(self.folder / name, array)
 
 
 def _captioned(tokens: TokenSet) -> tuple[AnyPath, Sequence[str]]:
@@ -233,30 +283,28 @@ class ControlMaps:
             )
         distinct = {id(each): each for each in sets}  # a set that is listed several times is stored once
         resident = device.type != "cpu" and sum(each.nbytes for each in distinct.values()) <= MAX_RESIDENT_BYTES
-        self._stores: list[tuple[int, Tensor]] = []  # kind and maps
-        stores_of: dict[int, list[int]] = {}
-        for key, each in distinct.items():
-            tensors = [_as_tensor(shard) for shard in each.shards]
-            tensors = [torch.cat([part.to(device) for part in tensors])] if resident else tensors
-            stores_of[key] = list(range(len(self._stores), len(self._stores) + len(tensors)))
-            self._stores += [(kinds.index(each.kind), tensor) for tensor in tensors]
-        self._store = np.array([store for each in sets for store in stores_of[id(each)]])
-        self._ends = np.cumsum([len(self._stores[store][1]) for store in self._store])
+        self.shards = LazyShards.join([each.shards for each in sets])  # on the CPU
+        self._kind = np.repeat([kinds.index(each.kind) for each in sets], [len(each.shards) for each in sets])
+        self._on_device: dict[int, Tensor] = {}  # by shard
+        if resident:
+            stored = {
+                key: [_as_tensor(each.shards[number]).to(device) for number in range(len(each.shards))]
+                for key, each in distinct.items()
+            }
+            every = [tensor for each in sets for tensor in stored[id(each)]]
+            self._on_device = dict(enumerate(every))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.shards.ends[-1])
 
     def gather(self, index: NDArray[np.int64], view: Array) -> tuple[Tensor, Tensor]:
         """Return maps `[B, H, W]` of 8 bits and the index of each one's kind `[B]`, on the device."""
-        part_B = np.searchsorted(self._ends, index, side="right")
-        store_B = self._store[part_B]
-        row_B = index - np.concatenate(([0], self._ends))[part_B]
         found: dict[int, list[Tensor]] = {}  # stored maps by kind, which are sent together
         members: dict[int, list[NDArray[np.int64]]] = {}
-        for s in np.unique(store_B).tolist():
-            number, stored = self._stores[s]
-            (here,) = np.nonzero(store_B == s)
-            row_column = torch.from_numpy(np.stack((row_B[here], np.asarray(view)[here])).astype(np.int64))
+        for s, mask, row_b in self.shards.split(index):
+            number, (here,) = int(self._kind[s]), np.nonzero(mask)
+            stored = self._on_device[s] if s in self._on_device else _as_tensor(self.shards[s])
+            row_column = torch.from_numpy(np.stack((row_b, np.asarray(view)[here])).astype(np.int64))
             row, column = send(row_column, stored.device)
             found.setdefault(number, []).append(stored[row, column])
             members.setdefault(number, []).append(here)
@@ -291,7 +339,12 @@ class Batch:
 
 
 class TokenBatches:
-    """Every image once per epoch, in a new permutation; each sample with one of its views, an order and label drop."""
+    """Every image once per epoch, in a new permutation; each sample with one of its views, an order and label drop.
+
+    A set of more than `shuffle` images is read in windows: every epoch has a new order of shards, a window is the next
+    shards with together `shuffle` images, and its images are permuted. Only the shards of a window and (from a
+    thread) of the next one are open, so memory and the local cache do not grow with the set.
+    """
 
     def __init__(
         self,
@@ -303,8 +356,10 @@ class TokenBatches:
         label_drop: float,
         seed: int,
         device: torch.device,
+        shuffle: int = SHUFFLE_IMAGES,
     ) -> None:
         """`parts`: the number of equal parts of a batch (processes times accumulation)."""
+        require(shuffle >= 1, f"data.shuffle is {shuffle}; expected 1 or more images")
         require(
             batch_size % parts == 0,
             f"run.batch_size {batch_size} cannot be cut into {parts} equal parts (processes x run.accumulate)",
@@ -313,16 +368,31 @@ class TokenBatches:
         self.batch_size, self.part_size = batch_size, batch_size // parts
         self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
         self.key = seed_keys([seed])  # on the CPU: on a GPU this would be a hundred small kernels
-        self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+        self.shuffle, self._counts = shuffle, np.array(dataset.tokens.shards.counts)
+        self._windowed = dataset.tokens.num_images > shuffle
+        self._shards_of = functools.lru_cache(maxsize=2)(self._make_windows)
+        self._permutation = functools.lru_cache(maxsize=2)(self._make_permutation)
+        self._open: set[tuple[int, int]] = set()
+        self._ahead: ThreadPoolExecutor | None = None
 
     def indices(self, step: int, part: int) -> NDArray[np.int64]:
         """Return the indices of the images in a part of a step's batch."""
         numbers = self._sample_numbers(step, part)
         result = np.empty(len(numbers), dtype=np.int64)
-        for epoch in np.unique(numbers // self.tokens.num_images):
+        windows: set[tuple[int, int]] = set()
+        for epoch in np.unique(numbers // self.tokens.num_images).tolist():
             chosen = numbers // self.tokens.num_images == epoch
-            result[chosen] = self._epoch_permutation(int(epoch))[numbers[chosen] % self.tokens.num_images]
+            place = numbers[chosen] % self.tokens.num_images
+            _, ends = self._shards_of(epoch)
+            window = np.searchsorted(ends, place, side="right")
+            found = np.empty(len(place), np.int64)
+            for w in np.unique(window).tolist():
+                here = window == w
+                found[here] = self._permutation(epoch, w)[place[here] - (ends[w - 1] if w else 0)]
+                windows.add((epoch, w))
+            result[chosen] = found
+        if self._windowed and windows != self._open:
+            self._move_to(windows)
         return result
 
     def batch(self, step: int, part: int) -> Batch:
@@ -357,8 +427,37 @@ class TokenBatches:
         start = step * self.batch_size + part * self.part_size
         return np.arange(start, start + self.part_size)
 
-    def _epoch_permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(self.tokens.num_images)
-            self._epoch = epoch
-        return self._permutation
+    def _make_windows(self, epoch: int) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the shards of each window of an epoch, and the number of images up to its end."""
+        if not self._windowed:
+            return [np.arange(len(self._counts))], np.array([self.tokens.num_images])
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self._counts))
+        window = (np.cumsum(self._counts[order]) - self._counts[order]) // self.shuffle
+        shards = [order[window == w] for w in np.unique(window)]
+        return shards, np.cumsum([self._counts[numbers].sum() for numbers in shards])
+
+    def _make_permutation(self, epoch: int, window: int) -> NDArray[np.int64]:
+        """Return the images of a window in their order."""
+        if not self._windowed:
+            return np.random.default_rng([self.seed, epoch]).permutation(self.tokens.num_images)
+        parts = [np.arange(first, stop) for first, stop in self._ranges(epoch, window)]
+        return np.random.default_rng([self.seed, epoch, window]).permutation(np.concatenate(parts))
+
+    def _ranges(self, epoch: int, window: int) -> list[tuple[int, int]]:
+        """Return the images of each shard of a window: [first, stop)."""
+        shards, ends = self._shards_of(epoch)[0][window], self.tokens.shards.ends
+        return [(int(ends[s] - self._counts[s]), int(ends[s])) for s in shards]
+
+    def _move_to(self, windows: set[tuple[int, int]]) -> None:
+        """Close the shards of other windows, and open those of the next one in the background."""
+        epoch, last = max(windows)
+        after = (epoch, last + 1) if last + 1 < len(self._shards_of(epoch)[0]) else (epoch + 1, 0)
+        ranges = [each for window in (*sorted(windows), after) for each in self._ranges(*window)]
+        self._ahead = self._ahead or ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="shards")
+        text, control = self.dataset.text, self.dataset.control
+        for shards in (self.tokens.shards, *(part.shards for part in (text, control) if part is not None)):
+            numbers = shards.of_images(ranges)
+            shards.retain(numbers)
+            for number in sorted(shards.of_images(self._ranges(*after))):
+                self._ahead.submit(shards.__getitem__, number)
+        self._open = windows

@@ -17,11 +17,16 @@ Shapes: n images of a shard, N grid tokens, b batch, H W pixels.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -32,12 +37,15 @@ from arpg.config import from_dict, to_dict
 from arpg.errors import InputError, one_of, require
 from arpg.files import read_array, read_json, write_array, write_json
 from arpg.settings import CONTROL_KINDS
-from arpg.storage import AnyPath, as_path
+from arpg.storage import AnyPath, as_path, list_files
 
 FORMAT = "arpg-tokens-1"
 TOKENS, UNFINISHED = "tokens.json", "unfinished.json"
 NO_CLASS = -1  # the label of images without a class
 ONE_BIT_KINDS = ("canny",)  # condition images that are stored as bits
+CHECKED_SHARDS = 64  # a local set of at most so many shards is checked when it is opened, a larger one shard by shard
+THREADS = 16
+SHARD_SIZE = 8192  # images: the unit of work of a tokenizer, and of shuffling
 MAX_CONTROL_BYTES = 1 << 30  # of a shard of condition images
 
 Array = NDArray[Any]
@@ -87,18 +95,90 @@ class Shard:
     num_images: int
 
 
+class LazyShards:
+    """The arrays of a set by shard number: opened when they are used (or ahead of it), and closed on demand."""
+
+    def __init__(self, counts: Sequence[int], open_: Callable[[int], Array]) -> None:
+        """`counts`: the images of each shard."""
+        self.counts, self._open = list(counts), open_
+        self.ends = np.cumsum(self.counts)
+        self._arrays: dict[int, Array] = {}
+        self._lock = threading.Lock()
+        self._opening = [threading.Lock() for _ in self.counts]  # a shard that two threads want is read once
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, number: int) -> Array:
+        found = self._arrays.get(number)
+        if found is None:
+            with self._opening[number]:
+                found = self._arrays.get(number)
+                if found is None:
+                    found = self._open(number)
+                    with self._lock:
+                        self._arrays[number] = found
+        return found
+
+    @property
+    def num_open(self) -> int:
+        """The number of shards that are open."""
+        return len(self._arrays)
+
+    def of_images(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        """Return the shards that have images of any of the ranges [first, stop)."""
+        found: set[int] = set()
+        for first, stop in ranges:
+            low, high = np.searchsorted(self.ends, (first, stop - 1), side="right").tolist()
+            found.update(range(low, high + 1))
+        return found
+
+    def retain(self, numbers: set[int]) -> None:
+        """Close all other shards."""
+        with self._lock:
+            self._arrays = {number: array for number, array in self._arrays.items() if number in numbers}
+
+    def split(self, index: Array) -> Iterator[tuple[int, NDArray[np.bool_], Array]]:
+        """Yield, for every shard with some of the images `index` `[b]`: its number, which they are, and their rows."""
+        shard = np.searchsorted(self.ends, index, side="right")
+        for number in np.unique(shard).tolist():
+            here = shard == number
+            yield number, here, index[here] - (self.ends[number] - self.counts[number])
+
+    @staticmethod
+    def of_arrays(arrays: Sequence[Array]) -> LazyShards:
+        """Return arrays that are there already."""
+        return LazyShards([len(array) for array in arrays], lambda number: arrays[number])
+
+    @staticmethod
+    def join(parts: Sequence[LazyShards]) -> LazyShards:
+        """Return the shards of several sets one after the other."""
+        members = [(part, number) for part in parts for number in range(len(part))]
+        first: dict[tuple[int, int], int] = {}  # where a shard is listed first: a set that is there twice is open once
+        for number, (part, own) in enumerate(members):
+            first.setdefault((id(part), own), number)
+
+        def open_(number: int) -> Array:
+            part, own = members[number]
+            return joined[first[id(part), own]] if first[id(part), own] != number else part._open(own)
+
+        joined = LazyShards([part.counts[number] for part, number in members], open_)
+        return joined
+
+
 @dataclass(frozen=True, eq=False)
 class MapSet:
     """The condition images of one token set, as stored."""
 
     kind: str
     size: tuple[int, int]  # height and width
-    shards: Sequence[Array]
+    shards: LazyShards
+    views: int
 
     @property
     def nbytes(self) -> int:
         """The bytes of all condition images, as stored."""
-        return sum(shard.nbytes for shard in self.shards)
+        return sum(self.shards.counts) * self.views * math.prod(stored_shape(self.kind, self.size))
 
 
 class TokenSet:
@@ -107,7 +187,7 @@ class TokenSet:
     def __init__(
         self,
         info: TokenInfo,
-        ids: Sequence[Array],
+        ids: LazyShards,
         labels: Array,
         *,
         captions: Sequence[str] | None = None,
@@ -122,9 +202,8 @@ class TokenSet:
         self.classes, self.num_classes = info.classes, info.num_classes
         self.labels: NDArray[np.int32] = labels.astype(np.int32, copy=False)
         self.num_images = len(labels)
-        self.views_of = np.full(len(labels), info.views) if views_of is None else views_of
-        self._ids = list(ids)
-        self._ends = np.cumsum([len(shard) for shard in ids])
+        self.views_of = np.broadcast_to(info.views, len(labels)) if views_of is None else views_of
+        self.shards = ids
 
     def __len__(self) -> int:
         return self.num_images
@@ -136,15 +215,36 @@ class TokenSet:
             raise IndexError(f"image {index.min()} to {index.max()} of a set of {self.num_images}")
         if view.size and not (view.min() >= 0 and (view < self.views_of[index]).all()):
             raise IndexError(f"view {view.min()} to {view.max()} of a set with {self.views}")
-        if len(self._ids) == 1:
-            return self._ids[0][index, view].astype(np.int64)
         out = np.empty((len(index), math.prod(self.grid)), np.int64)
-        shard = np.searchsorted(self._ends, index, side="right")
-        for s in np.unique(shard).tolist():
-            here = shard == s
-            first = self._ends[s] - len(self._ids[s])
-            out[here] = self._ids[s][index[here] - first, view[here]]
+        for number, here, row in self.shards.split(index):
+            out[here] = self.shards[number][row, view[here]]
         return out
+
+
+class Captions(Sequence[str]):
+    """The captions of a set; the shard that was used last is in memory."""
+
+    def __init__(self, counts: Sequence[int], read: Callable[[int], list[str]]) -> None:
+        self._ends = np.cumsum(counts)
+        self._counts, self._read = list(counts), functools.lru_cache(maxsize=2)(read)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return one caption, or a list of them."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"caption {index} of {len(self)}")
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        return self._read(shard)[index - int(self._ends[shard]) + self._counts[shard]]
 
 
 class TokenWriter:
@@ -158,7 +258,7 @@ class TokenWriter:
         vocab_size: int,
         classes: Sequence[str],
         views: int,
-        shard_size: int = 65536,
+        shard_size: int = SHARD_SIZE,
         fingerprint: str = "",
         captioned: bool = False,
         control: str = "",
@@ -186,29 +286,14 @@ class TokenWriter:
         self._labels: list[Array] = []
         self._captions: list[str] = []
         self._maps: list[Array] = []
-        while all((folder / name).exists() for name in self._names(len(self.shards))):
-            ids, labels = self._names(len(self.shards))[:2]
-            count = len(read_array(folder / labels, advice=_AGAIN))
-            _open_shard(folder, Shard(ids, labels, count), self.info)
-            self.shards.append(Shard(ids, labels, count))
-        unfinished = folder / UNFINISHED
-        if self.shards and unfinished.exists():
-            require(
-                from_dict(TokenInfo, _read_object(unfinished), where=str(unfinished)) == self.info,
-                f"{folder} was begun with another tokenizer, other images or other settings; "
-                "delete it or choose another folder",
-            )
-        else:
-            write_json(unfinished, to_dict(self.info))
+        done = begin_tokens(folder, self.info)
+        while len(self.shards) in done:
+            self.shards.append(done[len(self.shards)])
 
     @property
     def num_done(self) -> int:
         """The number of images in complete shards, which is where an interrupted run continues."""
         return sum(shard.num_images for shard in self.shards)
-
-    def _names(self, number: int) -> tuple[str, ...]:
-        captions = [_caption_name(number)] if self.info.captioned else []
-        return (*_shard_names(number), *captions, *([_control_name(number)] if self.info.control else []))
 
     def add(self, ids: Array, labels: Array, captions: Sequence[str] | None = None, maps: Array | None = None) -> None:
         """Add the next images: ids `[n, views, N]`, labels `[n]` and, where the set has them, captions and condition
@@ -240,27 +325,68 @@ class TokenWriter:
         """Write the last shard, and then tokens.json, which makes the set complete."""
         if sum(map(len, self._labels)):
             self._write_shard()
-        require(bool(self.shards), f"{self.folder} would be a token set without images; add some")
-        data = {"format": FORMAT, "num_images": self.num_done, **to_dict(self.info)}
-        data["shards"] = [to_dict(shard) for shard in self.shards]
-        write_json(self.folder / TOKENS, data)
-        (self.folder / UNFINISHED).unlink(missing_ok=True)
+        finish_tokens(self.folder, self.info, self.shards)
 
     def _write_shard(self) -> None:
         ids, labels = np.concatenate(self._ids), np.concatenate(self._labels)
         size = min(self.shard_size, len(labels))
         self._ids, self._labels = [ids[size:]], [labels[size:]]
-        number, names = len(self.shards), _shard_names(len(self.shards))
-        if self.info.captioned:  # the labels are written last: they make the shard complete
-            write_json(self.folder / _caption_name(number), self._captions[:size])
-            self._captions = self._captions[size:]
-        if self.info.control:
-            maps = np.concatenate(self._maps)
-            self._maps = [maps[size:]]
-            write_array(self.folder / _control_name(number), maps[:size])
-        write_array(self.folder / names[0], ids[:size])
-        write_array(self.folder / names[1], labels[:size])
-        self.shards.append(Shard(*names, size))
+        captions, self._captions = self._captions[:size], self._captions[size:]
+        maps = np.concatenate(self._maps) if self.info.control else None
+        self._maps = [] if maps is None else [maps[size:]]
+        part = None if maps is None else maps[:size]
+        number = len(self.shards)
+        self.shards.append(write_shard(self.folder, self.info, number, ids[:size], labels[:size], captions, part))
+
+
+def begin_tokens(folder: AnyPath, info: TokenInfo) -> dict[int, Shard]:
+    """Begin a token set, or continue one of the same settings; return its complete shards by number."""
+    found, unfinished = set(list_files(folder)) if folder.is_dir() else set(), folder / UNFINISHED
+    require(TOKENS not in found, f"{folder} is a finished token set; delete it or choose another folder")
+    shards = {}
+    for number in sorted(int(name[7:12]) for name in found if re.fullmatch(r"labels-\d{5}\.npy", name)):
+        if found.issuperset(_file_names(number, info)):
+            ids, labels = _shard_names(number)
+            shards[number] = Shard(ids, labels, len(read_array(folder / labels, advice=_AGAIN)))
+            _open_shard(folder, shards[number], info)
+    if shards and UNFINISHED in found:
+        require(
+            from_dict(TokenInfo, _read_object(unfinished), where=str(unfinished)) == info,
+            f"{folder} was begun with another tokenizer, other images or other settings; "
+            "delete it or choose another folder",
+        )
+    else:
+        write_json(unfinished, to_dict(info))
+    return shards
+
+
+def write_shard(
+    folder: AnyPath,
+    info: TokenInfo,
+    number: int,
+    ids: Array,
+    labels: Array,
+    captions: Sequence[str] = (),
+    maps: Array | None = None,
+) -> Shard:
+    """Write one shard; `maps` are condition images as `pack_maps` returns them."""
+    names = _shard_names(number)
+    if info.captioned:  # the labels are written last: they make the shard complete
+        write_json(folder / _caption_name(number), list(captions))
+    if maps is not None:
+        write_array(folder / _control_name(number), maps)
+    write_array(folder / names[0], ids.astype(info.dtype, copy=False))
+    write_array(folder / names[1], labels.astype(np.int32, copy=False))
+    return Shard(*names, len(labels))
+
+
+def finish_tokens(folder: AnyPath, info: TokenInfo, shards: Sequence[Shard]) -> None:
+    """Write tokens.json, which makes the set complete."""
+    require(bool(shards), f"{folder} would be a token set without images; add some")
+    data = {"format": FORMAT, "num_images": sum(shard.num_images for shard in shards), **to_dict(info)}
+    data["shards"] = [to_dict(shard) for shard in shards]
+    write_json(folder / TOKENS, data)
+    (folder / UNFINISHED).unlink(missing_ok=True)
 
 
 def open_tokens(path: str | AnyPath, *, vocab_size: int | None = None) -> TokenSet:
@@ -291,30 +417,46 @@ def _open_shards(folder: AnyPath) -> TokenSet:
     shards = [from_dict(Shard, item, where=f"{where}: shards") for item in listed]
     total = sum(shard.num_images for shard in shards)
     require(total == num_images, f"{where}: num_images is {num_images}, but its shards have {total}")
-    arrays = [_open_shard(folder, shard, info) for shard in shards]
-    captions = (
-        [text for i, shard in enumerate(shards) for text in _captions(folder, i, shard)] if info.captioned else None
-    )
-    labels = np.concatenate([labels for _, labels in arrays])
+    found = set(list_files(folder))
+    for number, shard in enumerate(shards):
+        for name in (shard.ids, shard.labels, *_file_names(number, info)[2:]):
+            require(name in found, f"{folder / name} does not exist; {_AGAIN}")
     counts = [shard.num_images for shard in shards]
+    ids = LazyShards(counts, lambda number: _open_ids(folder, shards[number], info))
+    with ThreadPoolExecutor(THREADS) as pool:  # small files, from far away perhaps
+        labels = np.concatenate(list(pool.map(lambda shard: _open_labels(folder, shard, info), shards)))
+    captions = Captions(counts, lambda i: _captions(folder, i, shards[i])) if info.captioned else None
     controls = [_open_maps(folder, info, counts)] if info.control else []
-    ids = [part for part, _ in arrays]
-    return TokenSet(info, ids, labels, captions=captions, folder=folder, controls=controls)
+    tokens = TokenSet(info, ids, labels, captions=captions, folder=folder, controls=controls)
+    if len(shards) <= CHECKED_SHARDS and isinstance(folder, Path):
+        for number in range(len(shards)):
+            for part in (ids, *(maps.shards for maps in controls)):
+                part[number]
+            if captions is not None:
+                captions._read(number)
+    return tokens
 
 
 def _open_shard(folder: AnyPath, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:
     """Open the ids and labels of a shard, and check them against tokens.json."""
-    ids, labels = (read_array(folder / name, advice=_AGAIN) for name in (shard.ids, shard.labels))
+    return _open_ids(folder, shard, info), _open_labels(folder, shard, info)
+
+
+def _open_ids(folder: AnyPath, shard: Shard, info: TokenInfo) -> Array:
     shape = (shard.num_images, info.views, math.prod(info.grid))
-    for name, array, expected, dtype in (
-        (shard.ids, ids, shape, info.dtype),
-        (shard.labels, labels, shape[:1], np.dtype(np.int32)),
-    ):
-        require(array.shape == expected, f"{folder / name} has the shape {array.shape}; expected {expected}; {_AGAIN}")
-        require(array.dtype == dtype, f"{folder / name} holds {array.dtype}; expected {dtype}; {_AGAIN}")
-    _check_range(folder / shard.ids, ids, info.vocab_size, "vocab_size")
-    _check_range(folder / shard.labels, labels, info.num_classes, "num_classes")
-    return ids, labels
+    return _open_array(folder / shard.ids, shape, info.dtype, info.vocab_size, "vocab_size")
+
+
+def _open_labels(folder: AnyPath, shard: Shard, info: TokenInfo) -> Array:
+    return _open_array(folder / shard.labels, (shard.num_images,), np.dtype(np.int32), info.num_classes, "num_classes")
+
+
+def _open_array(path: AnyPath, shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, name: str) -> Array:
+    array = read_array(path, advice=_AGAIN)
+    require(array.shape == shape, f"{path} has the shape {array.shape}; expected {shape}; {_AGAIN}")
+    require(array.dtype == dtype, f"{path} holds {array.dtype}; expected {dtype}; {_AGAIN}")
+    _check_range(path, array, limit, name)
+    return array
 
 
 def _open_published(folder: AnyPath, vocab_size: int | None) -> TokenSet:
@@ -342,7 +484,7 @@ def _open_published(folder: AnyPath, vocab_size: int | None) -> TokenSet:
         ids[i] = array
         if (i + 1) % 50_000 == 0:
             _log.info("%s: %d of %d files read", folder, i + 1, len(paths))
-    return TokenSet(info, [ids], labels)
+    return TokenSet(info, LazyShards.of_arrays([ids]), labels)
 
 
 def _load_published(path: AnyPath) -> Array:
@@ -364,15 +506,17 @@ def _check_range(path: AnyPath, array: Array, limit: int, name: str) -> None:
 
 def _open_maps(folder: AnyPath, info: TokenInfo, counts: Sequence[int]) -> MapSet:
     """Open the condition images of a set whose shards have `counts` images."""
-    shards: list[Array] = []
-    for number, count in enumerate(counts):
+
+    def open_(number: int) -> Array:
         path = folder / _control_name(number)
-        expected = (count, info.views, *stored_shape(info.control, info.control_size))
-        shards.append(read_array(path, advice=_AGAIN))
-        valid = shards[-1].shape == expected and shards[-1].dtype == np.uint8
-        found = f"{shards[-1].shape} of {shards[-1].dtype}"
+        expected = (counts[number], info.views, *stored_shape(info.control, info.control_size))
+        array = read_array(path, advice=_AGAIN)
+        valid = array.shape == expected and array.dtype == np.uint8
+        found = f"{array.shape} of {array.dtype}"
         require(valid, f"{path} is {found}; expected {expected} of uint8; {_AGAIN}")
-    return MapSet(info.control, info.control_size, shards)
+        return array
+
+    return MapSet(info.control, info.control_size, LazyShards(counts, open_), info.views)
 
 
 def _captions(folder: AnyPath, number: int, shard: Shard) -> list[str]:
@@ -421,6 +565,11 @@ def unpack_maps(stored: Tensor, kind: str) -> Tensor:
 
 def _shard_names(number: int) -> tuple[str, str]:
     return f"ids-{number:05d}.npy", f"labels-{number:05d}.npy"
+
+
+def _file_names(number: int, info: TokenInfo) -> tuple[str, ...]:
+    captions = [_caption_name(number)] if info.captioned else []
+    return (*_shard_names(number), *captions, *([_control_name(number)] if info.control else []))
 
 
 def _caption_name(number: int) -> str:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,14 +24,17 @@ from torch import Tensor
 
 from arpg.data.images import ImageSet, open_images
 from arpg.errors import InputError, describe_broken, require, require_file
-from arpg.evaluation.inception import Inception
+from arpg.evaluation.inception import Activations, Inception
 from arpg.evaluation.metrics import Moments, RunningGains, Statistics
+from arpg.executor import RayOptions, Report, open_workers
 from arpg.files import hash_file, write_whole
 from arpg.image import Pixels, adm_crop, check_pixels
+from arpg.pipeline import choose_device
 from arpg.storage import AnyPath, as_path, fetch, home, list_files
 
 ARRAY = "arr_0"  # where np.savez puts what it is given, and where ADM's files have their images
 THREADS = 8
+NamedShape = tuple[str, tuple[int, ...]]  # the name and the shape of an image
 CHUNK = 250  # images that go through the networks together
 
 
@@ -41,6 +45,16 @@ class ImageSource:
     where: str
     count: int
     batches: Callable[[int], Iterator[Pixels]]
+    images: ImageSet | None = None  # where they are image files
+    size: int | None = None
+
+    def jobs(self, batch_size: int) -> Iterator[Pixels | ImageSet]:
+        """Yield what another process needs for each batch: the image files to read, or else the pixels."""
+        if self.images is None:
+            yield from self.batches(batch_size)
+            return
+        for start in range(0, self.count, batch_size):
+            yield self.images.only(range(start, min(start + batch_size, self.count)))
 
 
 def open_source(path: str | AnyPath, *, size: int | None = None) -> ImageSource:
@@ -67,27 +81,35 @@ def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
 def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
     """Return a source of image files, read by several threads; with a size, cropped to that square."""
 
+    def batches(batch_size: int) -> Iterator[Pixels]:
+        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+        first: NamedShape | None = None
+        for start in range(0, len(images), batch_size):
+            part = images.only(range(start, min(start + batch_size, len(images))))
+            pixels = _read_batch(part, size=size, first=first)
+            first = (images.names[0], pixels.shape[1:])
+            yield pixels
+
+    return ImageSource(images.where, len(images), batches, images, size)
+
+
+def _read_batch(images: ImageSet, *, size: int | None, first: NamedShape | None) -> Pixels:
+    """Read image files, all of the shape of the set's `first` (here if None): `[B, H, W, 3]`."""
+
     def read(index: int) -> Pixels:
         image = images.read(index)
         return np.asarray(image if size is None else adm_crop(image, size))
 
-    def batches(batch_size: int) -> Iterator[Pixels]:
-        require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-        shape: tuple[int, ...] | None = None
-        with ThreadPoolExecutor(THREADS) as pool:
-            for start in range(0, len(images), batch_size):
-                stop = min(start + batch_size, len(images))
-                arrays = list(pool.map(read, range(start, stop)))
-                for i, array in enumerate(arrays, start):
-                    shape = shape or array.shape
-                    require(
-                        array.shape == shape,
-                        f"{images.where}: {images.names[i]} is {array.shape[1]}x{array.shape[0]} pixels, but "
-                        f"{images.names[0]} is {shape[1]}x{shape[0]}; give a size to crop to",
-                    )
-                yield np.stack(arrays)
-
-    return ImageSource(images.where, len(images), batches)
+    with ThreadPoolExecutor(THREADS) as pool:
+        arrays = list(pool.map(read, range(len(images))))
+    name, shape = first or (images.names[0], arrays[0].shape)
+    for i, array in enumerate(arrays):
+        require(
+            array.shape == shape,
+            f"{images.where}: {images.names[i]} is {array.shape[1]}x{array.shape[0]} pixels, but "
+            f"{name} is {shape[1]}x{shape[0]}; give a size to crop to",
+        )
+    return np.stack(arrays)
 
 
 def npz_names(path: AnyPath) -> set[str]:
@@ -234,8 +256,11 @@ class Collector:
         self.kept: list[Tensor] = []
 
     def add(self, pixels_BHW3: Pixels | Tensor) -> None:
+        """Add the features of a batch of images."""
+        self.add_activations(self.inception.features(pixels_BHW3))
+
+    def add_activations(self, found: Activations) -> None:
         """Add the features of a batch."""
-        found = self.inception.features(pixels_BHW3)
         self.pool.add(found.pool)
         self.spatial.add(found.spatial)
         self.kept.append(found.pool.half().cpu())
@@ -254,15 +279,50 @@ class Collector:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class FeatureExtractor:
+    """Computes the features of a batch of pixels or image files: the work of one worker."""
+
+    inception: Inception
+    size: int | None = None
+    first: NamedShape | None = None  # of the image files
+    to_cpu: bool = False
+
+    def __call__(self, job: Pixels | Tensor | ImageSet, report: Report) -> Activations:
+        """Return the features of a batch."""
+        pixels = _read_batch(job, size=self.size, first=self.first) if isinstance(job, ImageSet) else job
+        found = self.inception.features(pixels)
+        if not self.to_cpu:
+            return found
+        logits = None if found.logits is None else found.logits.cpu()
+        return Activations(found.pool.cpu(), found.spatial.cpu(), logits)
+
+
+def _start_extractor(extractor: FeatureExtractor, device: str) -> FeatureExtractor:
+    """Move the network to a worker's device."""
+    extractor.inception.network.to(choose_device(device))
+    return extractor
+
+
 def collect(
-    inception: Inception, batches: Iterable[Pixels | Tensor], *, progress: Callable[[int], None] | None = None
+    inception: Inception,
+    batches: Iterable[Pixels | Tensor | ImageSet],
+    *,
+    progress: Callable[[int], None] | None = None,
+    start: Callable[[], FeatureExtractor] | None = None,
+    ray: RayOptions | None = None,
 ) -> Features:
-    """Return the features of all batches; `progress(images done)` is called after each."""
+    """Return the features of all batches; `progress(images done)` is called after each.
+
+    `ray`: the workers of a Ray cluster, which `start` makes, compute the features. Sums are made here and in order, so
+    the statistics are the same.
+    """
     collector = Collector(inception)
-    for pixels_BHW3 in batches:
-        collector.add(pixels_BHW3)
-        if progress is not None:
-            progress(collector.pool.n)
+    with open_workers(start or (lambda: FeatureExtractor(inception)), ray) as workers:
+        for found in workers.map(batches):
+            collector.add_activations(found)
+            if progress is not None:
+                progress(collector.pool.n)
     return collector.features()
 
 
@@ -284,6 +344,7 @@ def read_features(
     batch_size: int = 64,
     keep: bool = False,
     progress: Progress | None = None,
+    ray: RayOptions | None = None,
 ) -> Features:
     """Return the features of an npz file, a folder or a zip file; with `keep`, cached in the user's cache folder.
 
@@ -291,7 +352,7 @@ def read_features(
     """
     if has_features(path):
         return Features.load(path)
-    features = _of_images(path, inception, size=size, batch_size=batch_size, keep=keep, progress=progress)
+    features = _of_images(path, inception, size=size, batch_size=batch_size, keep=keep, progress=progress, ray=ray)
     if path.suffix == ".npz" and "mu" in npz_names(path):
         given = Features.load(path)
         features = dataclasses.replace(features, pool=given.pool, spatial=given.spatial)
@@ -299,7 +360,14 @@ def read_features(
 
 
 def _of_images(
-    path: AnyPath, inception: Inception, *, size: int | None, batch_size: int, keep: bool, progress: Progress | None
+    path: AnyPath,
+    inception: Inception,
+    *,
+    size: int | None,
+    batch_size: int,
+    keep: bool,
+    progress: Progress | None,
+    ray: RayOptions | None,
 ) -> Features:
     source = open_source(path, size=size)
     cached = home() / "features" / f"{_key(path, inception, size)}.npz" if keep else None
@@ -309,7 +377,14 @@ def _of_images(
         except InputError as error:
             log.warning("%s; computing the features again", error)
     on_batch = None if progress is None else (lambda done: progress(done, source.count))
-    features = collect(inception, source.batches(batch_size), progress=on_batch)
+    if ray is None:
+        features = collect(inception, source.batches(batch_size), progress=on_batch)
+    else:
+        first = None
+        if source.images is not None and size is None:
+            first = (source.images.names[0], np.asarray(source.images.read(0)).shape)
+        start = partial(_start_extractor, FeatureExtractor(inception, size, first, to_cpu=True), "auto")
+        features = collect(inception, source.jobs(batch_size), progress=on_batch, start=start, ray=ray)
     if cached is not None:
         features.save(cached)
     return features

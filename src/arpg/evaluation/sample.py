@@ -12,7 +12,9 @@ import json
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,21 +25,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg import tasks
+from arpg.classes import ClassNames
 from arpg.config import to_dict
 from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
 from arpg.decode.pipelined import pipelined_decode
-from arpg.errors import InputError, require
+from arpg.errors import InputError, present, require
+from arpg.executor import RayOptions, Report, open_workers
 from arpg.files import hash_tensors, read_array, write_array, write_json, write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import precision_of
 from arpg.settings import SamplingSettings
-from arpg.storage import AnyPath, fetch, remove_folder
+from arpg.storage import AnyPath, Lease, fetch, remove_folder
 
 FORMAT = "arpg-samples-1"
 SETTINGS = "settings.json"
 UNIT = 16  # images whose pixels are made together in a file: convolutions round differently in another batch
+RAY_BATCHES = 4  # batches of a job on Ray: within a job the next batch is planned while one is decoded
 POLL_SECONDS = 0.5  # between two checks for the parts of other processes
 
 Labels = NDArray[np.int64]
@@ -71,11 +76,11 @@ def interleave(counts_C: NDArray[np.int64]) -> Labels:
     return labels[np.lexsort((labels, share))]
 
 
-def count_classes(images: ImageSet, pipe: Pipeline) -> NDArray[np.int64]:
+def count_classes(images: ImageSet, classes: ClassNames) -> NDArray[np.int64]:
     """Count the images of each of the model's classes in a set whose folders are named like the classes."""
     require(bool(images.classes), f"{images.where} has no class folders, so it does not say how often a class occurs")
-    ids = np.array([pipe.classes.find(name) for name in images.classes])
-    return np.bincount(ids[np.asarray(images.labels)], minlength=len(pipe.classes))
+    ids = np.array([classes.find(name) for name in images.classes])
+    return np.bincount(ids[np.asarray(images.labels)], minlength=len(classes))
 
 
 class PixelBatches:
@@ -135,7 +140,7 @@ class Share:
 
 
 def sample_images(
-    pipe: Pipeline,
+    pipe: Pipeline | None,
     out: AnyPath,
     *,
     labels: Labels,
@@ -143,50 +148,96 @@ def sample_images(
     batch_size: int = 32,
     share: Share | None = None,
     progress: Progress | None = None,
+    ray: RayOptions | None = None,
+    load: Callable[[], Pipeline] | None = None,
     **settings: Any,
 ) -> None:
     """Write `out`: an npz with one image per label. Call it again to continue; other settings are refused.
 
     `progress(images done, images to do)` is about this process's share. Process 0 waits for the others' parts (in a
-    folder that all can reach) and puts them together.
+    folder that all can reach) and puts them together. `ray`: sample on a Ray cluster, where every worker calls `load`.
     """
     share = share or Share()
     require(out.suffix == ".npz", f"{out} does not end in .npz; expected the name of an npz file")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     require(len(labels) >= 1, "there are no labels; expected one for each image")
-    resolved = pipe.sampling.settings(**settings)
-    about = _about(pipe, labels, seed, resolved)
-    parts = out.parent / f"{out.name}.parts"
-    if out.exists():
-        _check_same(about, _read_about(out), where=out)
-        return
-    path = parts / SETTINGS
-    if path.exists():
-        _check_same(about, path.read_text(encoding="utf-8"), where=parts)
-    else:
-        write_json(path, about)
-
-    num = len(labels)
-    mine = [(i, min(i + batch_size, num)) for i in range(0, num, batch_size)][share.rank :: share.size]
-    covered = _covered(parts, num)
-    todo = [(first, stop) for first, stop in mine if not covered[first:stop].all()]
-    total = sum(stop - first for first, stop in mine)
-    done = total - sum(stop - first for first, stop in todo)
-    if progress is not None:
-        progress(done, total)
-    index = np.concatenate([np.arange(*bounds) for bounds in todo]) if todo else np.zeros(0, np.int64)
-    seeds = [seed + i for i in index.tolist()]
-    batches = PixelBatches(pipe, labels[index], resolved, seeds=seeds, batch_size=batch_size, unit=UNIT)
-    for (first, stop), pixels_BHW3 in zip(todo, batches if todo else [], strict=True):
-        write_array(parts / f"{first:08d}-{stop:08d}.npy", pixels_BHW3.cpu().numpy())
-        done += stop - first
-        if progress is not None:
-            progress(done, total)
+    parts, num = out.parent / f"{out.name}.parts", len(labels)
+    make = load or (lambda: present(pipe, "there is no pipeline; give one, or a function that loads it"))
+    start = partial(_start_sampler, make, parts, labels, seed, batch_size, settings)
+    with open_workers(start, ray) as workers:
+        (about,) = workers.map([None])
+        if out.exists():
+            _check_same(about, _read_about(out), where=out)
+            return
+        with Lease(parts) if share.rank == 0 else nullcontext():
+            path = parts / SETTINGS
+            if path.exists():
+                _check_same(about, path.read_text(encoding="utf-8"), where=parts)
+            else:
+                write_json(path, about)
+            mine = [(i, min(i + batch_size, num)) for i in range(0, num, batch_size)][share.rank :: share.size]
+            covered = _covered(parts, num)
+            todo = [(first, stop) for first, stop in mine if not covered[first:stop].all()]
+            total = sum(stop - first for first, stop in mine)
+            before = total - sum(stop - first for first, stop in todo)
+            if progress is not None:
+                progress(before, total)
+            each = max(1, len(todo)) if ray is None else RAY_BATCHES
+            jobs = [todo[i : i + each] for i in range(0, len(todo), each)]
+            on_progress = None if progress is None else (lambda done: progress(before + done, total))
+            for _ in workers.map(jobs, on_progress=on_progress):
+                pass
+            if share.rank == 0:
+                while not _covered(parts, num).all():
+                    time.sleep(POLL_SECONDS)
+                _merge(parts, out, labels, about)
     if share.rank == 0:
-        while not _covered(parts, num).all():
-            time.sleep(POLL_SECONDS)
-        _merge(parts, out, labels, about)
         remove_folder(parts)
+
+
+def load_pipeline(model: str, options: dict[str, Any]) -> Pipeline:
+    """Load a pipeline in a worker; unlike a method of a class, this function can be sent there."""
+    return Pipeline.from_pretrained(model, **options)
+
+
+def _start_sampler(
+    load: Callable[[], Pipeline],
+    parts: AnyPath,
+    labels: Labels,
+    seed: int,
+    batch_size: int,
+    settings: dict[str, Any],
+) -> Sampler:
+    pipe = load()
+    return Sampler(pipe, parts, labels, seed, batch_size, pipe.sampling.settings(**settings))
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """Samples batches and writes them as parts: the work of one worker."""
+
+    pipe: Pipeline
+    parts: AnyPath
+    labels: Labels
+    seed: int
+    batch_size: int
+    settings: SamplingSettings
+
+    def __call__(self, job: Sequence[tuple[int, int]] | None, report: Report) -> dict[str, Any] | None:
+        """Write the images of every (first, stop) in `job`; without a job, return all that determines the images."""
+        if job is None:
+            return _about(self.pipe, self.labels, self.seed, self.settings)
+        index = np.concatenate([np.arange(*bounds) for bounds in job])
+        seeds = [self.seed + i for i in index.tolist()]
+        batches = PixelBatches(
+            self.pipe, self.labels[index], self.settings, seeds=seeds, batch_size=self.batch_size, unit=UNIT
+        )
+        done = 0
+        for (first, stop), pixels_BHW3 in zip(job, batches, strict=True):
+            write_array(self.parts / f"{first:08d}-{stop:08d}.npy", pixels_BHW3.cpu().numpy())
+            done += stop - first
+            report(done)
+        return None
 
 
 def _about(pipe: Pipeline, labels: Labels, seed: int, settings: SamplingSettings) -> dict[str, Any]:

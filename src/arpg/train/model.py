@@ -102,6 +102,7 @@ class ModelTraining(Training):
             label_drop=label_drop,
             seed=recipe.seed,
             device=self.world.device,
+            shuffle=recipe.data.shuffle,
         )
 
     def loss(self, batch: Batch) -> Tensor:

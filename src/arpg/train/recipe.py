@@ -75,10 +75,14 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Token folders, as `arpg tokenize` writes them. Several are joined; one that is named twice is used twice."""
+    """Token folders, as `arpg tokenize` writes them. Several are joined; one that is named twice is used twice.
+
+    More than `shuffle` images are shuffled in windows of so many (see `TokenBatches`).
+    """
 
     train: str | tuple[str, ...]
     validation: str | tuple[str, ...] | None = None
+    shuffle: int = 1 << 21
 
 
 @dataclass(frozen=True)
