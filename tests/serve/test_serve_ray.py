@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.http import ask
 from support.paths import ROOT
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -143,6 +144,33 @@ def test_replicas_are_added_by_queue_time():
     assert wanted(2, 20, 1.5, 0.2) == 3.0  # one and a half times as long as wanted
     assert wanted(2, 20, 60.0, 0.0) == 4.0  # at most twice as many at once
     assert policy(SimpleNamespace(aggregated_metrics=None, total_num_requests=0, current_num_replicas=1))[0] == 0
+
+
+def test_the_ingress_refuses_before_it_forwards(monkeypatch):
+    from arpg.serve import ray_serve
+    from arpg.serve.auth import ApiKeys
+    from arpg.serve.server_config import ServeSettings
+
+    forwarded = []
+
+    async def replica(self, scope, body, disconnected):
+        forwarded.append((scope["path"], body))
+        yield {"type": "http.response.start", "status": 200, "headers": []}
+        yield {"type": "http.response.body", "body": b"ok", "more_body": False}
+
+    monkeypatch.setattr(ray_serve.Ingress, "_call_replica", replica)
+    monkeypatch.setattr(ray_serve, "configure_logging", lambda: None)
+    app = ray_serve.ingress_app(ServeSettings(), ApiKeys([KEY]), None)
+    host, key, long = (b"host", b"x"), (b"authorization", f"Bearer {KEY}".encode()), b" " * 300_000
+    for headers, path, status in (
+        ([host], "/v1/arpg/generate", 401),
+        ([host, host, key], "/v1/arpg/generate", 400),
+        ([host, key], "/v1/images/generations", 413),
+        ([host, key], "/v1/nowhere", 200),
+        ([host, key], "/v1/arpg/generate", 200),
+    ):
+        assert ask(app, *headers, method="POST", path=path, body=long)[0] == status
+    assert forwarded == [("/v1/nowhere", b""), ("/v1/arpg/generate", long)]  # the replica answers what it does not know
 
 
 def test_ray_serve_needs_keys(monkeypatch):
