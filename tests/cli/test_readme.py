@@ -5,6 +5,7 @@ run again. `console` and `py` blocks are not run.
 """
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ MADE = {
     "edit.md": ["edited.png", "filled/", "wide.png", "large.png", "outpainting.png"],
     "text.md": ["prompts.png"],
     "python.md": ["kiwis.png", "filled.png", "mine/"],
+    "finetune.md": ["star.png", "mine/"],
     "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
 }
 
@@ -63,8 +65,13 @@ def test_commands_and_snippets_run(path, folder, done, monkeypatch):
         if line.startswith("make ") or line in done:
             continue
         done.add(line)
-        monkeypatch.setattr(sys, "argv", shlex.split(line))
-        assert sys.argv[0] == "arpg", f"{line!r} is not an arpg command; run it here too"
+        words = shlex.split(line)
+        if words[0] == "python":
+            monkeypatch.setattr(sys, "argv", words[1:])
+            runpy.run_path(words[1], run_name="__main__")
+            continue
+        monkeypatch.setattr(sys, "argv", words)
+        assert words[0] == "arpg", f"{line!r} is not an arpg command; run it here too"
         with pytest.raises(SystemExit) as exited:
             cli.main()
         assert not exited.value.code, line

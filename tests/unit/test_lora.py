@@ -8,45 +8,27 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from arpg import ARPG, InputError, Pipeline
-from arpg.checkpoint import MODEL, FolderConfig, write_folder
-from arpg.classes import ClassNames
+from arpg.checkpoint import MODEL
 from arpg.files import hash_file
 from arpg.lora import (
     AdapterConfig,
     LoraLinear,
     add_adapters,
-    grow_embedding,
     merged_weights,
     parse_lora,
     read_adapter,
     target_layers,
     trained_weights,
-    write_adapter,
 )
 from arpg.model import class_condition
-from support.small import SMALL, small_model, small_tokenizer
-
-NAMES = ("apple", "bear, brown bear", "cat", "dog", "egg")
+from support.adapters import NAMES, adapted, save, write_base
+from support.small import SMALL, small_model
 
 
 @pytest.fixture
 def base(tmp_path):
     """A model folder with named classes."""
-    model, tokenizer = small_model(seed=3), small_tokenizer()
-    config = FolderConfig(model=SMALL, tokenizer=tokenizer.config, classes=ClassNames(NAMES))
-    write_folder(tmp_path / "base", config, model=model.state_dict(), tokenizer=tokenizer.state_dict())
-    return tmp_path / "base"
-
-
-def adapted(config, class_ids=(), seed=0, model=None):
-    """A model with an adapter whose weights are random, as if it was trained."""
-    model = add_adapters(model or small_model(seed=3), config, class_ids, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad and "lora_A" not in name:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
-    return model
+    return write_base(tmp_path / "base")
 
 
 def logits(model, class_id=1):
@@ -79,27 +61,9 @@ def test_merged_weights_compute_what_was_trained():
     assert not torch.allclose(logits(plain), logits(small_model(seed=3)), atol=0.1)
 
 
-def grown(names):
-    """The base with rows for more classes, as fine-tuning makes it."""
-    model = small_model(seed=3)
-    table = grow_embedding(model.embedding.weight, SMALL, len(names))
-    made = ARPG(type(SMALL)(**{**SMALL.__dict__, "num_classes": len(names)}))
-    made.load_state_dict({**model.state_dict(), "embedding.weight": table})
-    return made.eval()
-
-
-def save(folder, base, *, classes, seed=0, names=NAMES, **change):
-    """Write an adapter for the base; return its file and the model that was trained."""
-    config = AdapterConfig(**{"rank": 2, "alpha": 4.0, "base": "base", "classes": classes, **change})
-    model = adapted(config, [names.index(name) for name in classes], seed, grown(names))
-    return write_adapter(folder, config, trained_weights(model)), model
-
-
 def test_a_pipeline_loads_and_unloads_adapters(base, tmp_path):
     names = (*NAMES, "zebra")
-    path, trained = save(
-        tmp_path / "mine", base, classes=("cat", "zebra"), names=names, base_hash=hash_file(base / MODEL)
-    )
+    path, trained = save(tmp_path / "mine", classes=("cat", "zebra"), names=names, base_hash=hash_file(base / MODEL))
     pipe = Pipeline.from_pretrained(base, device="cpu")
     before = {key: tensor.clone() for key, tensor in pipe.model.state_dict().items()}
     layers = dict(pipe.model.named_modules())
@@ -126,8 +90,8 @@ def test_a_pipeline_loads_and_unloads_adapters(base, tmp_path):
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_several_adapters_add_up(base, tmp_path, precision):
-    a, _ = save(tmp_path / "a", base, classes=("cat",), seed=1)
-    b, _ = save(tmp_path / "b", base, classes=("cat", "zebra"), names=(*NAMES, "zebra"), seed=2)
+    a, _ = save(tmp_path / "a", classes=("cat",), seed=1)
+    b, _ = save(tmp_path / "b", classes=("cat", "zebra"), names=(*NAMES, "zebra"), seed=2)
     pipe = Pipeline.from_pretrained(base, device="cpu", precision=precision)
     plain, path = pipe.model.state_dict(), "pass1.0.attn.qkv"
     pipe.load_lora(a, 0.5)
@@ -157,7 +121,7 @@ def test_several_adapters_add_up(base, tmp_path, precision):
 
 
 def test_adapters_move_with_the_pipeline(base, tmp_path):
-    path, _ = save(tmp_path / "a", base, classes=("cat", "zebra"), names=(*NAMES, "zebra"))
+    path, _ = save(tmp_path / "a", classes=("cat", "zebra"), names=(*NAMES, "zebra"))
     pipe = Pipeline.from_pretrained(base, device="cpu", precision="bfloat16")
     pipe.load_lora(path)
     moved = Pipeline.from_pretrained(base, device="cpu")
@@ -173,7 +137,7 @@ def test_adapters_move_with_the_pipeline(base, tmp_path):
 
 
 def test_files_have_the_names_of_peft(base, tmp_path):
-    path, _ = save(tmp_path / "mine", base, classes=("cat",))
+    path, _ = save(tmp_path / "mine", classes=("cat",))
     with safe_open(path, "pt") as file:
         keys, metadata = set(file.keys()), file.metadata()
     layers = target_layers(small_model(), AdapterConfig(2, 4.0).targets)
@@ -207,7 +171,7 @@ def test_parse_lora():
 def test_bad_adapters_are_explained(base, tmp_path):
     pipe = Pipeline.from_pretrained(base, device="cpu")
     before = logits(pipe.model)
-    path, _ = save(tmp_path / "mine", base, classes=("cat",), base_hash="0" * 64)
+    path, _ = save(tmp_path / "mine", classes=("cat",), base_hash="0" * 64)
 
     def fails(given, message, **options):
         with pytest.raises(InputError, match=message):
@@ -216,7 +180,7 @@ def test_bad_adapters_are_explained(base, tmp_path):
 
     fails(tmp_path / "none.safetensors", "adapter .*none.safetensors does not exist")
     fails(path, r"was trained for base \(weights 000000000000\.\.\.\), not for this model.*--model base")
-    good, _ = save(tmp_path / "good", base, classes=())
+    good, _ = save(tmp_path / "good", classes=())
     fails(good, "scale is nan", scale=float("nan"))
     fails(base / MODEL, "is no LoRA adapter: it holds")
     (tmp_path / "text.safetensors").write_text("hello")

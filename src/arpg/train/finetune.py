@@ -197,7 +197,7 @@ def _recipe(
         "model": to_dict(model),
         "data": {"train": str(output / "tokens" / "train"), "validation": str(output / "tokens" / "validation")},
         "optim": {
-            "lr": 2e-3 if lora else 1e-4,
+            "lr": 6e-3 if lora else 1e-4,
             "schedule": "constant",  # the end is not known
             "warmup": 0.05,
             "weight_decay": 0.0 if lora else 0.05,

@@ -1,0 +1,75 @@
+"""`arpg finetune`, and `--lora` in the verbs that load a model."""
+
+import pytest
+from typer.main import get_command
+
+from arpg import InputError, cli
+from arpg.checkpoint import MODEL
+from arpg.files import hash_file
+from arpg.serve.auth import ApiKeys
+from arpg.serve.server_config import ServeSettings
+from arpg.serve.service import ImageService
+from support.adapters import NAMES, save, write_base
+from support.command import check_error
+
+# What has a --model and generates nothing, or measures speed, which an adapter does not change.
+WITHOUT = {"info", "classes", "pull", "plan", "evaluate-tokenizer", "bench"}
+
+
+@pytest.fixture
+def base(tmp_path):
+    return write_base(tmp_path / "base")
+
+
+def adapter(folder, base):
+    about = {"base": str(base), "base_hash": hash_file(base / MODEL)}
+    return save(folder, classes=("cat", "zebra"), names=(*NAMES, "zebra"), **about)[0]
+
+
+def test_every_verb_that_loads_a_model_takes_adapters():
+    commands = get_command(cli.app).commands
+    options = {name: {flag for p in command.params for flag in p.opts} for name, command in commands.items()}
+    models = {name for name, flags in options.items() if "--model" in flags}
+    assert {name for name in models - WITHOUT if "--lora" not in options[name]} == set()
+    assert {"generate", "inpaint", "edit", "expand", "score", "classify", "sample", "sweep", "serve"} <= models
+
+
+def test_an_adapter_brings_its_base_and_its_classes(run, base, tmp_path):
+    path = adapter(tmp_path / "mine", base)
+    target = tmp_path / "zebra.png"
+    common = ("--class", "zebra", "--steps", 3, "--device", "cpu", "-o", target)
+    code, _, err = run("generate", "--lora", path, *common)
+    assert code == 0, err
+    whole = target.read_bytes()
+    assert run("generate", "--lora", f"{path}:0.5", *common)[0] == 0
+    assert target.read_bytes() != whole
+    assert run("classify", target, "--model", base, "--lora", path, "--device", "cpu")[0] == 0
+    check_error(run("generate", "--lora", tmp_path / "no.safetensors", *common), "no.safetensors does not exist")
+    check_error(run("generate", "--model", "garden", "--lora", path, *common), "was trained for", "--model")
+
+
+def test_a_server_merges_adapters_into_their_base(base, tmp_path):
+    path = adapter(tmp_path / "mine", base)
+    settings = ServeSettings(device="cpu", lora=(f"{path}:0.5",))
+    service = ImageService.from_pretrained(str(base), "garden", keys=ApiKeys(), settings=settings)
+    assert [model.lora for model in service.models.values()] == [(f"{path}:0.5",), ()]
+    assert service.models["base"]._load().classes.lines == (*NAMES, "zebra")
+    with pytest.raises(InputError, match="was trained for none of garden; add its base with --model"):
+        ImageService.from_pretrained("garden", keys=ApiKeys(), settings=settings)
+
+
+def test_finetune_says_how_to_go_on(run, tmp_path, monkeypatch):
+    from arpg.train import finetune
+
+    seen = {}
+
+    def fake(images, output, **options):
+        seen.update(options, images=images)
+        return finetune.Finetuned(output / "model", 2.5, 30, 4.25, "arpg generate --class x")
+
+    monkeypatch.setattr(finetune, "finetune", fake)
+    code, out, _ = run("finetune", "photos", "-o", tmp_path / "mine", "--lora", 4, "--set", "optim.lr=1e-3")
+    assert code == 0
+    assert "validation loss 4.250 -> 2.500 (step 30)" in out
+    assert "arpg generate --class x" in out
+    assert (seen["images"], seen["lora"], seen["overrides"]) == ("photos", 4, ["optim.lr=1e-3"])
