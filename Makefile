@@ -23,11 +23,7 @@ WORKERS ?= 2
 	@touch $@
 
 demo: .venv/.runtime
-	@$(BIN)/arpg generate --num 1 --seed 0 --output demo-out/garden.png \
-	  --class "Apple Red 1" --class Banana --class Blueberry --class Corn --class "Cherry 1" --class Kiwi --class Lemon \
-	  --class Orange --class "Pepper Green" --class Raspberry --class Strawberry --class daisy --class dandelion \
-	  --class roses --class sunflowers --class tulips
-	@echo "Look at demo-out/garden.png: 16 classes of garden, the bundled model."
+	@$(BIN)/arpg demo
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal

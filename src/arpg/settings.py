@@ -212,8 +212,8 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
     Setting(
         "feather",
         int,
-        0,
-        "Blend this many pixels inside the mask with the original image.",
+        4,
+        "Blend this many pixels inside the mask with the original image; 0 leaves a visible seam.",
         minimum=0,
         maximum=256,
         hint=" pixels",

@@ -133,6 +133,23 @@ def test_feathering_fades_in_from_the_seam():
     assert row[18] == 0
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+def test_feathering_fills_the_middle_of_thin_masks(width):
+    """A brush stroke thinner than the feather must still be replaced."""
+    white, black = Image.new("RGB", (40, 40), "white"), Image.new("RGB", (40, 40), "black")
+    canvas = Canvas.fit(white, box_mask((40, 40), (10, 0, 10 + width, 40)), grid=(4, 4), stride=10)
+    row = np.asarray(canvas.paste(black, feather=6))[20, :, 0].astype(int)
+    assert row[10 + width // 2] == 0
+    assert (np.delete(row, range(10, 10 + width)) == 255).all()
+    assert (row[10 : 10 + width] == row[10 : 10 + width][::-1]).all()
+
+
+def test_feathering_is_only_at_seams_inside_the_image():
+    white, black = Image.new("RGB", (40, 40), "white"), Image.new("RGB", (40, 40), "black")
+    whole = Canvas.fit(white, box_mask((40, 40), (0, 0, 40, 40)), grid=(4, 4), stride=10)
+    assert not np.asarray(whole.paste(black, feather=6)).any()
+
+
 def test_bad_calls(pipeline):
     image = noise(8, 8)
     with pytest.raises(InputError, match="the mask is 9x8 pixels, the image 8x8"):

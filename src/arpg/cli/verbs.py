@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import typer.exceptions
 
-from arpg.cli import analyze, bench, evaluate, generate, models, serve, train
+from arpg.cli import analyze, bench, check, evaluate, generate, models, serve, train
 from arpg.cli.options import Command, Verb, VerbGroup, err, out
 from arpg.errors import InputError
 
@@ -24,6 +24,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         generate.outpaint,
         generate.expand,
         generate.control,
+        check.demo,
     ),
     "Inspect": (
         models.info,
@@ -33,6 +34,7 @@ PANELS: dict[str, tuple[Command, ...]] = {
         analyze.score,
         analyze.classify,
         analyze.attention,
+        check.selftest,
     ),
     "Train": (train.finetune, train.train, train.train_tokenizer, train.tokenize, train.embed, train.train_cost),
     "Evaluate": (evaluate.sample, evaluate.evaluate, evaluate.evaluate_tokenizer, evaluate.sweep),

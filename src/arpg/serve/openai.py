@@ -23,6 +23,7 @@ from arpg.serve.request_body import JsonRoute, read_form
 from arpg.serve.responses import Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
+from arpg.settings import TASK_SETTINGS
 
 QUALITY_FACTORS = {  # of the steps
     "low": 0.5,
@@ -89,7 +90,7 @@ class EditParams(ImagesParams):
     """The fields of the form besides its files."""
 
     model_config = ConfigDict(strict=False)
-    feather: Feather = 0
+    feather: Feather = TASK_SETTINGS["feather"].default
     input_fidelity: Literal["high", "low"] | None = Field(None, description="Not used: kept pixels stay as they are.")
 
 

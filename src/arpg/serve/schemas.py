@@ -115,7 +115,7 @@ class Inpaint(TaskParams):
     model_config = _example({"image": TINY_PNG, "mask": TINY_PNG, "class": 3, "steps": 8})
     image: Base64
     mask: Base64
-    feather: Feather = 0
+    feather: Feather = TASK_SETTINGS["feather"].default
 
 
 class Edit(TaskParams):
@@ -124,7 +124,7 @@ class Edit(TaskParams):
     model_config = _example({"image": TINY_PNG, "box": [4, 4, 12, 12], "class": 3, "steps": 8})
     image: Base64
     box: Annotated[list[int], Field(min_length=4, max_length=4, description="Left, top, right, bottom in pixels.")]
-    feather: Feather = 0
+    feather: Feather = TASK_SETTINGS["feather"].default
 
 
 class Outpaint(TaskParams):

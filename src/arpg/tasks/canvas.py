@@ -66,12 +66,7 @@ class Canvas:
         left, top, right, bottom = self.view
         layer = self.image.copy()
         layer.paste(resize(made, (right - left, bottom - top)), (left, top))
-        alpha = Image.fromarray(self.mask_HW.astype(np.uint8) * 255)
-        if feather > 0:
-            # Blurred, then stretched so that it is 0 at the seam and full `feather` pixels inside.
-            soft = np.asarray(alpha.filter(ImageFilter.BoxBlur(feather))).astype(np.int64)
-            alpha = Image.fromarray((np.clip(2 * soft - 255, 0, 255) * self.mask_HW).astype(np.uint8))
-        return Image.composite(layer, self.image, alpha)
+        return Image.composite(layer, self.image, Image.fromarray(_opacity(self.mask_HW, feather)))
 
     @classmethod
     def extend(cls, image: Image.Image, sides: Box, *, grid: tuple[int, int], stride: int) -> Canvas:
@@ -126,6 +121,32 @@ def _view(size: tuple[int, int], mask_HW: Mask, grid: tuple[int, int]) -> Box:
     left = min(max(0, (int(columns[0]) + int(columns[-1]) + 1 - wide) // 2), width - wide)
     top = min(max(0, (int(rows[0]) + int(rows[-1]) + 1 - high) // 2), height - high)
     return left, top, left + wide, top + high
+
+
+def _opacity(mask_HW: Mask, feather: int) -> NDArray[np.uint8]:
+    """Return the share of each pixel that is new, 0 to 255: none outside the mask, all `feather` pixels inside.
+
+    Where the mask is thinner than that the share grows faster, so that its middle is new.
+    """
+    depth = np.zeros(mask_HW.shape, np.uint16)  # pixels to the seam, at most feather + 1
+    inner = Image.fromarray(mask_HW.astype(np.uint8))
+    for _ in range(feather + 1):
+        depth += np.asarray(inner)
+        inner = inner.filter(ImageFilter.MinFilter(3))
+    deepest = _largest_near(_largest_near(depth, feather).T, feather).T
+    opacity: NDArray[np.uint8] = (255 * (depth - 0.5 * mask_HW) / np.maximum(deepest - 0.5, 0.5)).astype(np.uint8)
+    return opacity
+
+
+def _largest_near(values_HW: NDArray[np.uint16], reach: int) -> NDArray[np.uint16]:
+    """Return the largest value within `reach` columns of each column."""
+    padded = np.pad(values_HW, ((0, 0), (reach, reach)))
+    size = 1  # of the window that each column of `padded` stands for
+    while size < 2 * reach + 1:
+        step = min(size, 2 * reach + 1 - size)
+        padded = np.maximum(padded[:, :-step], padded[:, step:])
+        size += step
+    return padded
 
 
 def _patches(tokens: int, pixels: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -21,7 +21,7 @@ export function makeBody(form) {
   body[takes === "text" ? "prompt" : "class"] = subject;
   if (takes === "text" && subject !== null && form.negative) body.negative = form.negative;
   if (form.control) body.control = { ...form.control };
-  if ((task === "inpaint" || task === "edit") && form.feather) body.feather = form.feather;
+  if (task === "inpaint" || task === "edit") body.feather = form.feather;
   const given = { ...settings };
   if (given.top_k === 0) delete given.top_k;
   return { ...body, ...given, num: form.num, seed: form.seed };

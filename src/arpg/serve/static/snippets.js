@@ -28,7 +28,7 @@ export function commandLine({ task, body, model, names }) {
     add("kind", body.control.kind);
     if (body.control.strength !== 1) add("strength", body.control.strength);
   }
-  if (body.feather) add("feather", body.feather);
+  if (body.feather !== undefined) add("feather", body.feather);
   if (model !== "garden") add("model", model);
   for (const name of names) if (body[name] != null) add(name.replaceAll("_", "-"), body[name]);
   parts.push("--num", body.num, "--seed", body.seed, "--output", shellQuote(target({ task, body }) + (body.num > 1 ? "/" : ".png")));
@@ -47,7 +47,7 @@ export function python({ task, body, model, names }) {
   for (const side of ["left", "top", "right", "bottom"]) if (body[side]) named.push(`${side}=${body[side]}`);
   if (body.size) named.push(`size=${literal(body.size)}`);
   if (body.method) named.push(`method=${literal(body.method)}`);
-  if (body.feather) named.push(`feather=${body.feather}`);
+  if (body.feather !== undefined) named.push(`feather=${body.feather}`);
   if (body.control) {
     const { kind, strength } = body.control;
     named.push(`control=ControlInput(Image.open("condition.png"), ${literal(kind)}, ${strength})`);

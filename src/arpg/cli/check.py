@@ -1,0 +1,86 @@
+"""`arpg demo` and `arpg selftest`: the first images, and whether an installation computes what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Annotated
+
+from arpg.cli.options import DeviceOption, load_pipeline, out, output_option, progress_bar
+from arpg.config import DEFAULT_MODEL
+from arpg.errors import require
+
+DEMO_CLASSES = [
+    *("Apple Red 1", "Banana", "Blueberry", "Corn", "Cherry 1", "Kiwi", "Lemon", "Orange", "Pepper Green"),
+    *("Raspberry", "Strawberry", "daisy", "dandelion", "roses", "sunflowers", "tulips"),
+]
+# A module of each extra that says whether it is installed.
+EXTRAS = {
+    "text": "transformers",
+    "control": "onnxruntime",
+    "train": "matplotlib",
+    "serve": "fastapi",
+    "ray": "ray",
+    "diffusers": "diffusers",
+}
+SELFTEST = {"num_images": 1, "steps": 4, "guidance": 2.0, "seed": 0}
+SELFTEST_CLASS = "Banana"
+# The first 16 tokens of that image. A CPU that adds in another order may change one of them, a defect changes all.
+SELFTEST_IDS = (704, 2439, 6792, 8053, 6610, 6792, 6792, 83, 5497, 6453, 4055, 8053, 8070, 4051, 3237, 2110)
+
+
+def demo(
+    output: Annotated[Path, output_option("The image to write.")] = Path("demo-out/garden.png"),
+    device: DeviceOption = "auto",
+) -> None:
+    """Generate one image of each of 16 classes with the bundled model."""
+    from arpg.image import check_output, save, sheet
+
+    check_output(output, folder=False)
+    pipe = load_pipeline(DEFAULT_MODEL, device=device)
+    task = pipe.generate_task(DEMO_CLASSES, num_images=1, seed=0)
+    done = 0
+    with progress_bar("sampling") as progress:
+
+        def on_step(step: object) -> None:
+            nonlocal done
+            done += 1
+            progress(done, task.spec.settings.steps)
+
+        images = task.run(on_step)
+    save(sheet(images), output)
+    out.print(f"Look at {output}: 16 classes of {DEFAULT_MODEL}, the bundled model.", markup=False)
+
+
+def selftest(device: DeviceOption = "auto") -> None:
+    """Check this installation: list versions and extras, and compare the tokens of an image with recorded ones."""
+    import torch
+
+    import arpg
+    from arpg.device import cpu_name
+
+    pipe = load_pipeline(DEFAULT_MODEL, device=device, dtype="float32", engine="eager")
+    chosen = pipe.model.device
+    hardware = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else cpu_name()
+    extras = [f"{name} {'yes' if importlib.util.find_spec(module) else 'no'}" for name, module in EXTRAS.items()]
+    lines = {
+        "arpg": arpg.__version__,
+        "Python": f"{platform.python_version()} on {platform.platform(terse=True)}",
+        "torch": torch.__version__,
+        "device": f"{chosen}, {hardware}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        "extras": ", ".join(extras),
+    }
+    for name, text in lines.items():
+        out.print(f"{name:<8} {text}", markup=False)
+    steps: list[list[int]] = []
+    task = pipe.generate_task(SELFTEST_CLASS, **SELFTEST)
+    image = task.run(lambda step: steps.append(step.ids_BN[0].tolist()))[0]
+    equal = sum(a == b for a, b in zip(steps[-1], SELFTEST_IDS, strict=False))
+    require(
+        equal >= 0.75 * len(SELFTEST_IDS) and image.size == pipe.image_size,
+        f"{equal} of {len(SELFTEST_IDS)} tokens are as recorded, so something computes wrong numbers here; please "
+        "report it with the lines above",
+    )
+    out.print(f"tokens   {equal} of {len(SELFTEST_IDS)} as recorded: this installation works", markup=False)
