@@ -26,7 +26,7 @@ EDITS = {
 
 
 def seam(image: Image.Image) -> tuple[float, float]:
-    """Return the mean change of colour between neighbouring pixels across the box's border, and 1 to 3 pixels outside."""
+    """Return the mean change of colour between neighbouring pixels: across the border of the box, and outside it."""
     x = np.asarray(image).astype(float)
     left, top, right, bottom = BOX
 
