@@ -19,7 +19,7 @@ from support.paths import ROOT
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", DOCS / "get-started.md", *sorted((DOCS / "guides").glob("*.md"))]
 MADE = {
-    "README.md": ["out.png", "first.png", "sunflowers.png"],
+    "README.md": ["out.png", "sunflowers.png"],
     "get-started.md": ["out.png", "first.png", "preview.png"],
     "generate.md": ["kiwi.png", "images/", "exact.png", "surprise.png", "attention.png", "orders.png"],
     "edit.md": ["edited.png", "filled/", "wide.png", "large.png", "outpainting.png"],
