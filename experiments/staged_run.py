@@ -56,9 +56,11 @@ def train_until(
     *,
     device: str,
     form: str | None = None,
+    train: Callable[..., Path] | None = None,
 ) -> bool:
     """Train or resume training until `deadline`; return whether it is finished.
 
+    `train`: what runs the recipe, where it is not `train_model` or `train_tokenizer`.
     The newest sheet and metrics are copied to `results`, and with `form` the model so far is stored there in that form.
     """
     if (folder / FINISHED).exists():
@@ -69,11 +71,9 @@ def train_until(
     results.mkdir(parents=True, exist_ok=True)
     limited = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_minutes=left / 60))
     resume = (folder / "snapshots").exists()
+    run = train or (train_tokenizer if isinstance(limited, TokenizerRecipe) else train_model)
     try:
-        if isinstance(limited, TokenizerRecipe):
-            train_tokenizer(limited, folder, resume=resume, device=device)
-        else:
-            train_model(limited, folder, resume=resume, device=device)
+        run(limited, folder, resume=resume, device=device)
     except TrainingStoppedError as error:
         log.info("%s", error)
         return False

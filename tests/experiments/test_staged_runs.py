@@ -19,6 +19,7 @@ from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from experiments import staged_run
 from experiments.garden.__main__ import VERBS
 from experiments.meadow.__main__ import VERBS as MEADOW
+from experiments.paper.__main__ import VERBS as PAPER
 from experiments.verbs import module_of
 from support.paths import ROOT
 
@@ -37,7 +38,8 @@ print(*sorted(set(names) & set(sys.modules)))
 
 
 def test_they_need_no_extra():
-    verbs = [(name, where) for name, each in (("garden", VERBS), ("meadow", MEADOW)) for where, _ in each.values()]
+    every = {"garden": VERBS, "meadow": MEADOW, "paper": PAPER}
+    verbs = [(name, where) for name, each in every.items() for where, _ in each.values()]
     modules = sorted({module_of(*each)[0] for each in verbs})
     command = [sys.executable, "-c", BLOCKED, *modules, "benchmarks.text_speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)

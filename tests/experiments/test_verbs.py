@@ -8,10 +8,11 @@ import pytest
 from arpg import cli
 from experiments.garden.__main__ import VERBS
 from experiments.meadow.__main__ import VERBS as MEADOW
+from experiments.paper.__main__ import VERBS as PAPER
 from experiments.verbs import run_verb
 from support.command import check_error
 
-ALL = {"garden": VERBS, "meadow": MEADOW}
+ALL = {"garden": VERBS, "meadow": MEADOW, "paper": PAPER}
 
 
 @pytest.mark.parametrize(("name", "verb"), [(name, verb) for name, verbs in ALL.items() for verb in verbs])

@@ -60,7 +60,7 @@ class ModelTraining(Training):
                 f"{recipe.data.validation} has other classes than {recipe.data.train}; tokenize folders of the same "
                 "classes",
             )
-        model = ARPG(recipe.model).init_weights(seed=recipe.seed)
+        model = self.build_model(recipe.model).init_weights(seed=recipe.seed)
         if recipe.init_from is not None:
             for line in warm_start(model, recipe.init_from, self.dataset.tokens.classes):
                 log.info("%s", line)
@@ -71,7 +71,7 @@ class ModelTraining(Training):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         recipe = fit_to_device(recipe, world.device, trained=trained)
         self.recipe, run = recipe, recipe.run
-        self.model, self.objective = model, Objective(model, self.dataset.tokens.grid)
+        self.model, self.objective = model, self.build_objective(model)
         if run.compile and world.device.type == "cuda":
             model.compile_blocks()
         blocks = [*model.pass1, *model.pass2]
@@ -91,6 +91,14 @@ class ModelTraining(Training):
             run.batch_size,
             run.steps,
         )
+
+    def build_model(self, config: ModelConfig) -> ARPG:
+        """Make the network that is trained; another one with the same interface can take its place."""
+        return ARPG(config)
+
+    def build_objective(self, model: ARPG) -> Objective:
+        """Make the module that computes the loss."""
+        return Objective(model, self.dataset.tokens.grid)
 
     def _batches(self, dataset: Dataset, label_drop: float) -> TokenBatches:
         recipe = self.recipe

@@ -1,0 +1,27 @@
+"""`python -m experiments.paper VERB ...`, from the root of the repository."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from experiments.verbs import run_verb
+
+VERBS = {
+    "designs": ("queue:designs_verb", "Table 5: how layers are divided, what is shared, positions"),
+    "scaling": ("queue:scaling_verb", "Figure 10: losses and FID of three sizes"),
+    "peers": ("queue:peers_verb", "Table 2: raster, interleaved and masked models on equal terms"),
+    "steps": ("queue:steps_verb", "Table 8: speed and memory of L, XL, XXL by steps and attention"),
+    "block-causal": ("queue:block_causal_verb", "block-wise against causal attention, paired"),
+    "few-steps": ("queue:few_steps_verb", "the best settings for 8 to 24 steps"),
+    "report": ("report:main", "tables, figures and verdicts from the lines"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; an error of the user is one line and exit code 2."""
+    return run_verb("paper", VERBS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

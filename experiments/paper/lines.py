@@ -1,0 +1,65 @@
+"""Measurements as JSON lines: a run that is cut off loses the line it was measuring, not the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from arpg.errors import InputError
+from arpg.files import write_text
+
+Line = dict[str, Any]
+
+
+class OutOfTimeError(Exception):
+    """There is no time left for the next measurement; all others are kept."""
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read the lines of a file; a last one that was cut off is left out."""
+    if not path.exists():
+        return []
+    found, texts = [], path.read_text(encoding="utf-8").split("\n")
+    for number, text in enumerate(texts):
+        try:
+            if text:
+                found.append(json.loads(text))
+        except ValueError as error:
+            if number == len(texts) - 1:
+                break
+            raise InputError(f"{path}: line {number + 1} is not valid JSON ({error}); repair or delete it") from None
+    return found
+
+
+def matching(lines: list[Line], **key: Any) -> list[Line]:
+    """Return the lines that have these values."""
+    return [line for line in lines if all(line.get(name) == value for name, value in key.items())]
+
+
+class Queue:
+    """Measures what a file of lines does not have yet, until a deadline."""
+
+    def __init__(self, path: Path, *, deadline: float) -> None:
+        self.path, self.deadline = path, deadline
+        self.lines = read_lines(path)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))  # without a line that was cut off
+
+    def line(self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Line:
+        """Return the line of `key`; where there is none, measure and append it. No measurement begins too late."""
+        wanted = json.loads(json.dumps(key))
+        if found := matching(self.lines, **wanted):
+            return found[0]
+        if time.monotonic() > self.deadline:
+            raise OutOfTimeError
+        began = time.monotonic()
+        line = {**wanted, **measure(), "seconds": round(time.monotonic() - began, 2)}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines.append(json.loads(json.dumps(line)))
+        return self.lines[-1]

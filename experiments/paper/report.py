@@ -1,0 +1,249 @@
+"""Tables, figures and verdicts from measured lines, beside what the paper reports.
+
+    python -m experiments.paper report --lines results/paper/lines.jsonl --out docs/results/paper.md
+
+We agree with a claim where the whole 95 % interval is on its side, contradict it where the whole interval
+is on the other, and otherwise cannot tell. What was not measured says so; every number comes from a line or from
+`quoted.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arpg.figures import new_plot, save_plot
+from arpg.files import write_text
+from arpg.tables import markdown_table
+from experiments.paper.lines import Line, matching, read_lines
+
+QUOTED = json.loads((Path(__file__).parent / "quoted.json").read_text(encoding="utf-8"))
+AGREES, CONTRADICTS, UNSURE, MISSING = "agrees", "contradicts", "cannot tell", "not measured"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def verdict(found: Estimate | None, *, at_least: float | None = None, at_most: float | None = None) -> str:
+    """Compare an interval with a claim: the number is at least, or at most, so much."""
+    assert (at_least is None) != (at_most is None)
+    if found is None:
+        return MISSING
+    if at_least is not None:
+        return AGREES if found.low >= at_least else CONTRADICTS if found.high < at_least else UNSURE
+    assert at_most is not None
+    return AGREES if found.high <= at_most else CONTRADICTS if found.low > at_most else UNSURE
+
+
+def fid_difference(a: Line | None, b: Line | None) -> Estimate | None:
+    """Return FID of `a` less that of `b`, whose samples are independent."""
+    if a is None or b is None:
+        return None
+    half = math.hypot(*((line["fid interval"][1] - line["fid interval"][0]) / 2 for line in (a, b)))
+    value = a["fid"] - b["fid"]
+    return Estimate(value, value - half, value + half)
+
+
+def rate_ratio(a: Line | None, b: Line | None) -> Estimate | None:
+    """Return images per second of `a` over those of `b`, with the range of the timed batches."""
+    if a is None or b is None:
+        return None
+    return Estimate(a["images/s"] / b["images/s"], a["range"][0] / b["range"][1], a["range"][1] / b["range"][0])
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says, and what of our lines answers it."""
+
+    text: str
+    paper: str
+    ours: Callable[[list[Line]], Estimate | None]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def row(self, lines: list[Line]) -> list[str]:
+        """Return the cells of the claim: text, the paper's number, ours, verdict."""
+        found = self.ours(lines)
+        answer = verdict(found, at_least=self.at_least, at_most=self.at_most)
+        return [self.text, self.paper, "" if found is None else str(found), answer]
+
+
+def one(lines: list[Line], **key: Any) -> Line | None:
+    """Return the first line with these values, or None."""
+    return next(iter(matching(lines, **key)), None)
+
+
+def _design(name: str) -> Callable[[list[Line]], Estimate | None]:
+    """FID of a design less that of the even split."""
+
+    def difference(lines: list[Line]) -> Estimate | None:
+        quality = matching(lines, table="designs", measure="quality")
+        return fid_difference(one(quality, row=name), one(quality, row="12+12"))
+
+    return difference
+
+
+def _speedup(other: str, other_steps: int | None) -> Callable[[list[Line]], Estimate | None]:
+    """Images per second of ARPG in 32 steps over those of a peer."""
+
+    def ratio(lines: list[Line]) -> Estimate | None:
+        speed = matching(lines, table="peers", measure="speed", batch=64)
+        theirs = matching(speed, row=other) if other_steps is None else matching(speed, row=other, steps=other_steps)
+        return rate_ratio(one(speed, row="ARPG", steps=32), theirs[0] if theirs else None)
+
+    return ratio
+
+
+def paired(lines: list[Line], steps: int) -> Estimate | None:
+    """Return the mean over sampling seeds of FID block-wise less causal; the interval is that of the mean."""
+    found = matching(lines, table="block-causal", measure="paired", steps=steps)
+    if not found:
+        return None
+    value = float(np.mean([line["difference"] for line in found]))
+    halves = [(line["difference interval"][1] - line["difference interval"][0]) / 2 for line in found]
+    half = math.hypot(*halves) / len(found)
+    return Estimate(value, value - half, value + half)
+
+
+def larger_is_better(lines: list[Line]) -> Estimate | None:
+    """Return the least share of logged steps at which a larger model has the lower loss, over neighbouring sizes."""
+    found = matching(lines, table="scaling", measure="quality")
+    if len(found) < 2:
+        return None
+    curves = [dict(map(tuple, line["losses"]["loss"])) for line in sorted(found, key=lambda line: line["parameters"])]
+    shares = []
+    for small, large in itertools.pairwise(curves):
+        common = sorted(set(small) & set(large))
+        shares.append(float(np.mean([large[step] < small[step] for step in common])))
+    return Estimate(min(shares), min(shares), min(shares))
+
+
+def _block_wise(steps: int, paper: str) -> Claim:
+    text = f"block-wise attention is better at {steps} steps"
+    return Claim(text, paper, lambda lines: paired(lines, steps), at_most=0.0)
+
+
+CLAIMS = [
+    Claim("without Pass 2, random orders fail", "FID > 90 against 3.51", _design("24+0, random orders"), at_least=10.0),
+    Claim("no Pass 1 (0+24) is worse than 12+12", "4.57 against 3.51", _design("0+24"), at_least=0.0),
+    Claim("fewer Pass-2 layers (18+6) are worse than 12+12", "3.82 against 3.51", _design("18+6"), at_least=0.0),
+    Claim("cosine positions are worse than RoPE", "3.61 against 3.51", _design("cosine positions"), at_least=0.0),
+    Claim("30 times as fast as raster AR", "XXL against LlamaGen-XXL", _speedup("raster AR", None), at_least=30.0),
+    Claim("3 times as fast as parallel peers", "Table 2", _speedup("interleaved positions", 64), at_least=3.0),
+    *(
+        Claim(
+            f"block-wise attention is better at {steps} steps",
+            paper,
+            lambda lines, s=steps: paired(lines, s),
+            at_most=0.0,
+        )
+        for steps, paper in ((16, "2.67 against 3.51"), (32, "2.30 against 2.69"), (64, "2.37 against 2.59"))
+    ),
+    Claim("a larger model has a lower loss at every step", "7.50, 7.29, 7.03", larger_is_better, at_least=1.0),
+]
+
+
+def exponent(lines: list[Line]) -> float | None:
+    """Return the exponent of final loss over parameters, fitted through the sizes on logarithmic axes."""
+    found = matching(lines, table="scaling", measure="quality")
+    if len(found) < 2:
+        return None
+    sizes = np.log([line["parameters"] for line in found])
+    losses = np.log([line["losses"]["loss"][-1][1] for line in found])
+    return float(np.polyfit(sizes, losses, 1)[0])
+
+
+def measured_table(lines: list[Line], table: str) -> str:
+    """Return the measured rows of a table as Markdown, or a sentence that there are none."""
+    found = matching(lines, table=table)
+    if not found:
+        return f"Not measured yet (`python -m experiments.paper {table}`).\n"
+    columns = ("row", "steps", "seed", "attention", "batch", "pixels", "fid", "fid block", "fid causal", "difference")
+    columns += ("accuracy", "parameters", "images/s", "GiB", "GiB reserved", "device")
+    shown = [name for name in columns if any(name in line for line in found)]
+    return markdown_table(shown, [[_cell(line, name) for name in shown] for line in found])
+
+
+def _cell(line: Line, name: str) -> str | None:
+    if name not in line:
+        return None
+    value = line[name]
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    if f"{name} interval" in line:
+        low, high = line[f"{name} interval"]
+        text += f" ({low:.4g} to {high:.4g})"
+    return text
+
+
+def quoted_table(name: str) -> str:
+    """Return a quoted table of the paper as Markdown."""
+    rows = QUOTED[name]
+    columns = list(rows[0])
+    return markdown_table(columns, [[None if row[c] is None else str(row[c]) for c in columns] for row in rows])
+
+
+def page(lines: list[Line]) -> str:
+    """Return the page: verdicts, then each table beside the paper's."""
+    claims = markdown_table(["claim", "paper", "ours (95% interval)", "verdict"], [c.row(lines) for c in CLAIMS])
+    text = ["# The paper's tables on photographs", ""]
+    text += [f"Quoted: {QUOTED['source']}; {QUOTED['hardware']}.", "", "## Claims", "", claims]
+    if (fitted := exponent(lines)) is not None:
+        text += ["", f"Final loss falls with the number of parameters to the power {fitted:.3f}.", ""]
+    for title, table, quoted in (
+        ("Designs (Table 5)", "designs", "table 5: designs"),
+        ("Peers (Table 2)", "peers", "table 2: peers"),
+        ("Scaling (Figure 10)", "scaling", None),
+        ("Steps, attention and size (Table 8)", "steps", "table 8: parallel decoding"),
+        ("Block-wise against causal attention", "block-causal", None),
+        ("Few steps", "few-steps", None),
+    ):
+        text += [f"## {title}", "", measured_table(lines, table)]
+        if quoted is not None:
+            text += ["The paper's:", "", quoted_table(quoted)]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def draw_curves(lines: list[Line], path: Path) -> bool:
+    """Plot the training losses of the sizes over samples; return whether there was something to plot."""
+    found = matching(lines, table="scaling", measure="quality")
+    figure = new_plot((7, 4.5), file=path.name) if found else None
+    if figure is None:
+        return False
+    axes = figure.subplots()
+    for line in sorted(found, key=lambda line: line["parameters"]):
+        label = f"{line['row']}, {line['parameters'] / 1e6:.0f} M"
+        axes.plot(*zip(*line["losses"]["loss"], strict=True), label=label, linewidth=1.3)
+    axes.set_xlabel("samples")
+    axes.set_ylabel("training loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_plot(figure, path)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page and the figure of measured lines."""
+    parser = argparse.ArgumentParser(prog="experiments.paper report", description=main.__doc__)
+    parser.add_argument("--lines", type=Path, default=Path("results/paper/lines.jsonl"))
+    parser.add_argument("--out", type=Path, required=True, help="The Markdown page to write.")
+    options = parser.parse_args(arguments)
+    lines = read_lines(options.lines)
+    write_text(options.out, page(lines))
+    draw_curves(lines, options.out.with_suffix(".png"))

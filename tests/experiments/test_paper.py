@@ -1,0 +1,179 @@
+"""The paper's tables: lines that survive a cut, rows that train and decode, verdicts and pages from made-up lines."""
+
+import json
+import time
+import zipfile
+
+import numpy as np
+import pytest
+
+from arpg import InputError
+from arpg.checkpoint import FolderConfig, write_folder
+from arpg.config import ModelConfig
+from arpg.data.tokens import TokenWriter
+from arpg.train import report as training_report
+from experiments import photos, staged_run
+from experiments.paper import queue, report
+from experiments.paper.__main__ import main
+from experiments.paper.lines import OutOfTimeError, Queue, read_lines
+from experiments.paper.report import AGREES, CONTRADICTS, MISSING, UNSURE, Estimate, verdict
+from experiments.paper.rows import designs, peers, sizes
+from support.features import Eye
+from support.small import noise, small_tokenizer
+
+
+def test_a_cut_off_line_is_measured_again(tmp_path):
+    path, asked = tmp_path / "lines.jsonl", []
+
+    def measure(value):
+        return lambda: (asked.append(value), {"value": value})[1]
+
+    lines = Queue(path, deadline=time.monotonic() + 100)
+    for value in range(3):
+        assert lines.line({"row": value}, measure(value))["value"] == value
+    path.write_text(path.read_text()[:-9])  # the last line is cut
+    assert [line["row"] for line in read_lines(path)] == [0, 1]
+    again = Queue(path, deadline=time.monotonic() + 100)
+    for value in range(3):
+        again.line({"row": value}, measure(value))
+    assert asked == [0, 1, 2, 2]
+    assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    late = Queue(path, deadline=time.monotonic() - 1)
+    assert late.line({"row": 1}, measure(9))["value"] == 1
+    with pytest.raises(OutOfTimeError):
+        late.line({"row": 3}, measure(3))
+    path.write_text("{\n" + path.read_text())
+    with pytest.raises(InputError, match="line 1 is not valid JSON"):
+        read_lines(path)
+
+
+def test_rows_are_those_of_the_paper():
+    found = {row.name: row for row in designs()}
+    assert list(found) == [
+        *("12+12", "cosine positions", "unshared KV", "18+6", "6+18", "0+24"),
+        *("24+0, random orders", "24+0, raster order"),
+    ]
+    assert found["0+24"].model.pass1_layers == 0
+    assert found["24+0, raster order"].steps == (256,)
+    assert len({row.trained_as for row in designs()}) == 8
+    assert {row.steps for row in designs()[:6]} == {(64,)}
+    shared = {row.name: row.trained_as for row in peers()}
+    assert shared["masked, confidence"] == shared["masked, Halton"]
+    assert shared["ARPG"] == found["12+12"].trained_as  # trained once for both tables
+    assert shared["raster AR"] == found["24+0, raster order"].trained_as
+    assert [row.model.width for row in sizes()] == [256, 512, 768]
+    table = {row["layers"]: row for row in report.QUOTED["table 5: designs"]}
+    assert table["0+24"]["fid"] == 4.57
+    assert (len(report.QUOTED["table 2: peers"]), len(report.QUOTED["table 8: parallel decoding"])) == (34, 18)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Tokens of 4 x 4, a tokenizer, eight photographs, a stand-in for Inception; tiny models, two training steps."""
+    monkeypatch.setattr(training_report, "plot_losses", lambda folder: None)
+    monkeypatch.setattr(staged_run, "SHORTEST", 0.0)
+    monkeypatch.setattr(queue, "BASE", ModelConfig(32, 1, 2, 2))
+    monkeypatch.setattr(queue.Inception, "load", lambda *_, **__: Eye())
+    monkeypatch.setattr(queue, "SCALES", (1.5, 3.0))
+    tokenizer = small_tokenizer()
+    size = 4 * tokenizer.config.stride
+    tiny = photos.PhotoSet("meadow", ("pets",), "meadow-{domain}.zip/{split}", size)
+    monkeypatch.setitem(photos.PHOTO_SETS, "meadow", tiny)
+    write_folder(tmp_path / "tok", FolderConfig(tokenizer=tokenizer.config), tokenizer=tokenizer.state_dict())
+    with zipfile.ZipFile(tmp_path / "meadow-pets.zip", "w") as archive:
+        for i in range(8):
+            noise(20, 20, seed=i).save(tmp_path / "image.png")
+            archive.write(tmp_path / "image.png", f"train/{'ab'[i % 2]}/{i}.png")
+    writer = TokenWriter(tmp_path / "tokens", grid=(4, 4), vocab_size=24, classes=("a", "b"), views=1)
+    writer.add(np.random.default_rng(0).integers(24, size=(8, 1, 16)), np.arange(8) % 2)
+    writer.close()
+    options = ["--tokens", tmp_path / "tokens", "--tokenizer", tmp_path / "tok", "--data", tmp_path, "--device", "cpu"]
+    options += ["--width", 32, "--layers", 4, "--steps", 2, "--batch-size", 4, "--num", 16, "--sample-batch", 16]
+    options += ["--repeats", 1, "--seeds", 1, "--small", "--work", tmp_path / "work", "--out", tmp_path / "out"]
+    return [str(option) for option in options]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", ["designs", "peers", "scaling", "steps", "block-causal", "few-steps"])
+def test_every_table_runs_and_continues(world, tmp_path, table):
+    path = tmp_path / "out" / "lines.jsonl"
+    assert main([table, *world]) == 0
+    lines = read_lines(path)
+    assert lines
+    assert {line["table"] for line in lines} == {table}
+    for line in lines:
+        if "fid" in line:
+            assert line["fid interval"][0] <= line["fid"] <= line["fid interval"][1]
+    before = path.read_bytes()
+    assert main([table, *world]) == 0  # nothing is measured twice
+    assert path.read_bytes() == before
+    assert main(["report", "--lines", str(path), "--out", str(tmp_path / "page.md")]) == 0
+    assert "Not measured yet" in (tmp_path / "page.md").read_text()
+
+
+def test_a_row_is_trained_once_measured_and_kept(world, tmp_path, monkeypatch):
+    """One peer of a table, end to end; a call without time measures nothing."""
+    monkeypatch.setattr(
+        queue, "peers", lambda base: [row for row in peers(base) if row.name == "interleaved positions"]
+    )
+    assert main(["peers", *world, "--minutes", "0"]) == 0
+    assert read_lines(tmp_path / "out" / "lines.jsonl") == []
+    assert main(["peers", *world]) == 0
+    lines = read_lines(tmp_path / "out" / "lines.jsonl")
+    assert [line["measure"] for line in lines] == ["quality", "speed", "speed"]
+    quality, speed, _ = lines
+    assert quality["steps"] == 16
+    assert [samples for samples, _ in quality["losses"]["loss"]] == [4, 8]
+    assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
+
+
+def test_verdicts_come_from_intervals():
+    for low, high, expected in ((2.0, 3.0, AGREES), (-1.0, 3.0, UNSURE), (-3.0, -1.0, CONTRADICTS)):
+        assert verdict(Estimate(0, low, high), at_least=0.0) == expected
+        assert verdict(Estimate(0, -high, -low), at_most=0.0) == expected
+    assert verdict(None, at_least=1.0) == MISSING
+
+
+def made_up():
+    def quality(table, row, fid, **more):
+        key = {"table": table, "row": row, "measure": "quality", "steps": 64}
+        return {**key, "fid": fid, "fid interval": [fid - 1, fid + 1], **more}
+
+    def speed(row, steps, rate):
+        key = {"table": "peers", "row": row, "measure": "speed", "steps": steps, "batch": 64}
+        return {**key, "images/s": rate, "range": [0.9 * rate, 1.1 * rate]}
+
+    def pair(seed, difference):
+        key = {"table": "block-causal", "row": "12+12", "measure": "paired", "steps": 16, "seed": seed}
+        return {**key, "difference": difference, "difference interval": [difference - 0.3, difference + 0.3]}
+
+    losses = [[[100, 5.0], [200, 4.0]], [[100, 4.9], [200, 3.6]], [[100, 4.95], [200, 3.24]]]
+    lines = [quality("designs", "12+12", 20.0), quality("designs", "0+24", 30.0), quality("designs", "18+6", 20.5)]
+    lines += [speed("ARPG", 32, 400.0), speed("raster AR", 256, 10.0), speed("interleaved positions", 64, 200.0)]
+    lines += [pair(0, -0.5), pair(1, -0.4), pair(2, -0.45)]
+    for i, curve in enumerate(losses):
+        lines.append(quality("scaling", f"width {i}", 10.0, parameters=10**i, losses={"loss": curve}))
+    return lines
+
+
+def test_the_page_of_made_up_lines(tmp_path):
+    rows = {claim.text: claim.row(made_up()) for claim in report.CLAIMS}
+    assert rows["no Pass 1 (0+24) is worse than 12+12"][3] == AGREES
+    assert rows["fewer Pass-2 layers (18+6) are worse than 12+12"][3] == UNSURE
+    assert rows["without Pass 2, random orders fail"][3] == MISSING
+    assert rows["30 times as fast as raster AR"][2:] == ["40 (32.7 to 48.9)", AGREES]
+    assert rows["3 times as fast as parallel peers"][3] == CONTRADICTS
+    assert rows["block-wise attention is better at 16 steps"][2:] == ["-0.45 (-0.623 to -0.277)", AGREES]
+    assert rows["block-wise attention is better at 32 steps"][3] == MISSING
+    assert rows["a larger model has a lower loss at every step"][2:] == ["0.5 (0.5 to 0.5)", CONTRADICTS]
+    assert report.exponent(made_up()) == pytest.approx(np.log(0.9) / np.log(10))
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in made_up()))
+    assert main(["report", "--lines", str(path), "--out", str(tmp_path / "page.md")]) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert "20 (19 to 21)" in text
+    assert "| LlamaGen-XXL | 256 | 1400.0 | 576 | 1.58 |" in text
+    assert "Not measured yet (`python -m experiments.paper few-steps`)" in text
+    empty = report.page([])
+    assert all(f"experiments.paper {table}" in empty for table in queue.TABLES)
+    assert empty.count(MISSING) == len(report.CLAIMS)
