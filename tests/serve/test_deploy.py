@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -165,14 +166,136 @@ def test_the_ray_service_names_what_exists(monkeypatch):
 
 
 def test_the_rest_imports_without_the_server(monkeypatch):
-    """Only the server imports the packages of its extra."""
+    """Only the server imports the packages of its extra; the executor imports Ray where `--ray` is given."""
     package = ROOT / "src" / "arpg"
     settings = package / "serve" / "server_config.py"  # the defaults of the command's options
-    files = [settings, *(path for path in package.rglob("*.py") if "serve" not in path.parts)]
+    files = [
+        settings,
+        *(path for path in package.rglob("*.py") if "serve" not in path.parts and path.name != "executor.py"),
+    ]
     text = "\n".join(path.read_text() for path in files)
     assert not re.search(r"^\s*(import|from) (fastapi|starlette|uvicorn|pydantic|prometheus_client|ray)\b", text, re.M)
+    ray = (package / "executor.py").read_text()
+    assert re.findall(r"^( *)(?:import|from) ray", ray, re.M) == [" " * 8]  # inside a function
     outside = [p for p in (ROOT / "src" / "arpg").rglob("*.py") if "serve" not in p.parts and "cli" not in p.parts]
     assert not any("arpg.serve" in path.read_text() for path in outside)
     lines = (ROOT / "src" / "arpg" / "cli" / "serve.py").read_text().splitlines()
     assert not any(re.match(r"(import|from) arpg\.serve(?!\.server_config)", line) for line in lines)
     assert importlib.import_module("arpg.cli")
+
+
+# The fields of Kubeflow's PyTorchJob and KubeRay's RayJob that the manifests use, with their types.
+TEMPLATE = {"type": "object", "required": ["spec"]}
+PYTORCHJOB = {
+    "nprocPerNode": {"type": "string"},
+    "elasticPolicy": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "rdzvBackend": {"enum": ["c10d", "etcd", "etcd-v2"]},
+            "minReplicas": {"type": "integer"},
+            "maxReplicas": {"type": "integer"},
+            "maxRestarts": {"type": "integer"},
+        },
+    },
+    "pytorchReplicaSpecs": {
+        "type": "object",
+        "propertyNames": {"enum": ["Master", "Worker"]},
+        "additionalProperties": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["template"],
+            "properties": {
+                "replicas": {"type": "integer"},
+                "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+                "template": TEMPLATE,
+            },
+        },
+    },
+}
+RAY_START = {"type": "object", "additionalProperties": {"type": "string"}}
+RAYJOB = {
+    "entrypoint": {"type": "string"},
+    "shutdownAfterJobFinishes": {"type": "boolean"},
+    "backoffLimit": {"type": "integer"},
+    "rayClusterSpec": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["headGroupSpec"],
+        "properties": {
+            "rayVersion": {"type": "string"},
+            "headGroupSpec": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["template"],
+                "properties": {"rayStartParams": RAY_START, "template": TEMPLATE},
+            },
+            "workerGroupSpecs": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["groupName", "template"],
+                    "properties": {
+                        "groupName": {"type": "string"},
+                        "replicas": {"type": "integer"},
+                        "minReplicas": {"type": "integer"},
+                        "maxReplicas": {"type": "integer"},
+                        "rayStartParams": RAY_START,
+                        "template": TEMPLATE,
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def known_options(verb):
+    command = get_command(cli.app).commands[verb]
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize(
+    ("name", "api", "kind", "spec"),
+    [
+        ("pytorchjob.yaml", "kubeflow.org/v1", "PyTorchJob", PYTORCHJOB),
+        ("rayjob.yaml", "ray.io/v1", "RayJob", RAYJOB),
+    ],
+)
+def test_the_jobs_fit_their_schemas_and_commands(name, api, kind, spec):
+    (job,) = documents(name)
+    assert (job["apiVersion"], job["kind"]) == (api, kind)
+    jsonschema.validate(job["spec"], {"type": "object", "additionalProperties": False, "properties": spec})
+    if kind == "PyTorchJob":
+        groups = list(job["spec"]["pytorchReplicaSpecs"].values())
+        (container,) = groups[0]["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # the operator looks for this name
+        words = container["command"][2:] + container["args"]
+        policy = job["spec"]["elasticPolicy"]
+        assert policy["minReplicas"] <= groups[0]["replicas"] <= policy["maxReplicas"]
+        assert job["spec"]["nprocPerNode"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    else:
+        cluster = job["spec"]["rayClusterSpec"]
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        words = shlex.split(job["spec"]["entrypoint"])
+        assert "--ray" in words
+    for group in groups:
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+        kubernetes_validate.validate(template, "1.34", strict=True)
+    assert words[0] == "arpg"
+    assert {word.split("=")[0] for word in words if word.startswith("--")} <= known_options(words[1])
+
+
+def test_the_slurm_script_starts_the_command():
+    text = (DEPLOY / "train.slurm").read_text().replace("\\\n", " ")
+    (line,) = (line for line in text.splitlines() if line.startswith("exec srun torchrun"))
+    words = shlex.split(line.replace('"${@:3}"', "").replace("$", ""))
+    launcher, command = words[: words.index("-m")], words[words.index("-m") :]
+    from torch.distributed.run import get_args_parser
+
+    accepted = {option for action in get_args_parser()._actions for option in action.option_strings}
+    assert {word.split("=")[0] for word in launcher if word.startswith("--")} <= accepted
+    assert command[1:3] == ["arpg", "train"]
+    assert {word for word in command if word.startswith("-") and word != "-m"} <= known_options("train")
+    assert "--resume" in command

@@ -368,6 +368,36 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path):
         assert all(torch.allclose(found[key], expected[key], atol=1e-3) for key in expected)
 
 
+def workers_of(agent):
+    """The processes that a torchrun agent has started."""
+    return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_brings_the_job_back(recipe, tmp_path):
+    """Two agents as two machines, two processes each, sharded within a machine; one process is killed."""
+    options = ["run.steps=40", "run.save_every=5", "run.log_every=1", "run.validate_every=40", "run.sample_every=40"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=3"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "-m", "arpg.cli", "train"]
+    command += [str(recipe), "-o", str(tmp_path / "run"), "--device", "cpu", "--resume"]
+    overrides = [part for option in [*options, "run.parallel=hsdp"] for part in ("--set", option)]
+    agents = [popen(command + overrides) for _ in range(2)]
+    deadline = time.monotonic() + 300
+    while not list((tmp_path / "run").glob("snapshots/step-*5")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(workers_of(agents[1])[0], signal.SIGKILL)
+    for agent in agents:
+        out, _ = agent.communicate(timeout=500)
+        assert agent.returncode == 0, out
+    train(recipe, tmp_path / "one", *options)
+    expected, found = (metrics(tmp_path / name) for name in ("one", "run"))
+    assert list(found) == list(expected)
+    assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-4)
+
+
 @pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(recipe, tmp_path):
     """Sharded snapshots of two processes are continued by one."""

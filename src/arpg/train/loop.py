@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from arpg.device import gpu_spec, training_precision
 from arpg.errors import InputError, require
 from arpg.files import State, read_metadata, read_tensors, write_tensors, write_whole
+from arpg.storage import Lease
 from arpg.train.distributed import World, init_distributed, mean_over_ranks, shutdown_distributed
 from arpg.train.optim import EMA, learning_rate
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe
@@ -139,7 +140,9 @@ def train(start: Callable[[World], Training], *, resume: bool, device: str) -> P
     """Join the process group, run the training that `start` returns to its end, and return the exported folder."""
     world = init_distributed(device)
     try:
-        return run_training(start(world), resume=resume)
+        training = start(world)
+        with Lease(training.folder) if world.main else nullcontext():
+            return run_training(training, resume=resume)
     finally:
         shutdown_distributed()
 
