@@ -368,6 +368,12 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path):
         assert all(torch.allclose(found[key], expected[key], atol=1e-3) for key in expected)
 
 
+def test_resuming_from_nothing_is_starting(recipe, tmp_path):
+    train(recipe, tmp_path / "new")
+    train(recipe, tmp_path / "resumed", resume=True)
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "new")
+
+
 def workers_of(agent):
     """The processes that a torchrun agent has started."""
     return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
@@ -375,15 +381,16 @@ def workers_of(agent):
 
 @pytest.mark.slow
 def test_a_killed_worker_brings_the_job_back(recipe, tmp_path, monkeypatch):
-    """Two agents as two machines with a process each; one process is killed."""
+    """Two agents as two machines, two processes each, sharded within a machine; one process is killed."""
     options = ["run.steps=40", "run.save_every=5", "run.log_every=1", "run.validate_every=40", "run.sample_every=40"]
+    options.append("optim.lr=3e-4")  # large steps would blow up the rounding of sums over processes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=3"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "-m", "arpg.cli", "train"]
     command += [str(recipe), "-o", str(tmp_path / "run"), "--device", "cpu", "--resume"]
-    overrides = [part for option in [*options, "run.parallel=ddp"] for part in ("--set", option)]
+    overrides = [part for option in [*options, "run.parallel=hsdp"] for part in ("--set", option)]
     # With a shared store the workers of the other agent wait under the keys of the first attempt.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     agents = [popen(command + overrides) for _ in range(2)]

@@ -62,7 +62,10 @@ def shutdown_distributed() -> None:
 
 
 def parallelize(model: nn.Module, strategy: str, world: World, blocks: Sequence[nn.Module]) -> nn.Module:
-    """Move `model` to the world's device, and replicate it (ddp) or shard its parameters (fsdp).
+    """Move `model` to the world's device, and replicate it (ddp) or shard its parameters (fsdp, hsdp).
+
+    "fsdp" shards over all processes; "hsdp" over those of a machine, and replicates over machines, so that parameters
+    are gathered on fast links only.
 
     Call only `forward` of the returned module: under "ddp" it starts the averaging of gradients, under "fsdp" it
     gathers the parameters. Under "fsdp" every rank must have the same initial weights; "ddp" copies those of rank 0.
@@ -80,6 +83,14 @@ def parallelize(model: nn.Module, strategy: str, world: World, blocks: Sequence[
             gradient_as_bucket_view=True,
         )
     mesh = init_device_mesh(world.device.type, (world.size,))
+    if strategy == "hsdp":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        require(
+            world.size % local == 0,
+            f"strategy 'hsdp' needs as many processes on every machine; there are {world.size}, here {local}",
+        )
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(world.device.type, (world.size // local, local), mesh_dim_names=names)
     for block in blocks:
         fully_shard(block, mesh=mesh)
     # What is outside the blocks: embedding, memory, head. Resharded after every forward: by default the root stays

@@ -128,6 +128,8 @@ class Training(ABC):
 
     def restore(self) -> int:
         """Load the newest intact snapshot; return the step to continue with (0 without a snapshot)."""
+        if not self.snapshots.exist():  # to ask the optimizer for its state would count as a step of it
+            return 0
         state = self.state()
         step = self.snapshots.load(state)
         if step is None:

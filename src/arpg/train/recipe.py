@@ -16,7 +16,8 @@ from arpg.settings import SamplingDefaults
 
 T = TypeVar("T")
 SCHEDULES = ("cosine", "linear", "constant")
-PARALLEL = ("none", "ddp", "fsdp")
+PARALLEL = ("none", "ddp", "fsdp", "hsdp")
+SHARDED = ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ModelRecipe:
 
     def __post_init__(self) -> None:
         require(
-            self.lora is None or (self.init_from is not None and self.run.parallel != "fsdp"),
+            self.lora is None or (self.init_from is not None and self.run.parallel not in SHARDED),
             "lora is set; expected init_from, the model that it adapts, and run.parallel none or ddp",
         )
         require(0 <= self.label_drop < 1, f"label_drop is {self.label_drop}; expected 0 <= label_drop < 1")

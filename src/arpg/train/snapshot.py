@@ -75,6 +75,10 @@ class Snapshots:
         found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
+    def exist(self) -> bool:
+        """Return whether there are published snapshots; the same on every rank."""
+        return bool(self._on_main(self.steps))
+
     def load(self, state: dict[str, Any]) -> int | None:
         """Load the newest intact snapshot into `state`, in place, and return its step; None where there is none."""
         self.finish()

@@ -44,7 +44,7 @@ from arpg.tokenizer.losses import (
 from arpg.train.distributed import World, parallelize
 from arpg.train.loop import Training, train
 from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
-from arpg.train.recipe import TokenizerRecipe
+from arpg.train.recipe import SHARDED, TokenizerRecipe
 
 
 class Reconstruction(NamedTuple):
@@ -96,7 +96,7 @@ class TokenizerTraining(Training):
     def __init__(self, recipe: TokenizerRecipe, folder: Path, world: World) -> None:
         require(recipe.run.patience == 0, "a tokenizer has no single validation loss; set run.patience to 0")
         require(
-            recipe.run.accumulate == 1 and recipe.run.parallel != "fsdp",
+            recipe.run.accumulate == 1 and recipe.run.parallel not in SHARDED,
             "a tokenizer is trained with run.accumulate = 1 and run.parallel = none or ddp: it is small",
         )
         super().__init__(folder, world)
