@@ -156,11 +156,11 @@ def read_pickle(path: Path) -> Any:
         raise InputError(describe_broken(path, "a published checkpoint (.pt)", error, starts=_STARTS)) from None
 
 
-def read_metadata(path: Path) -> dict[str, str]:
+def read_metadata(path: AnyPath) -> dict[str, str]:
     """Read the metadata of a safetensors file; empty where it has none."""
     require_file(path, "a safetensors file")
     try:
-        with safetensors.safe_open(path, "pt") as file:
+        with safetensors.safe_open(fetch(path), "pt") as file:
             return dict(file.metadata() or {})
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(describe_tensors(path, error)) from None

@@ -31,6 +31,7 @@ from arpg.errors import InputError, require
 from arpg.files import State, read_json, read_metadata, read_tensors, write_json, write_tensors, write_whole
 from arpg.model import ARPG
 from arpg.quantization.packed import QuantizedLinear
+from arpg.storage import AnyPath
 
 FORMAT = "arpg-lora-1"
 WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
@@ -207,7 +208,7 @@ class Adapter:
             )
 
 
-def write_adapter(folder: Path, config: AdapterConfig, trained: Mapping[str, Tensor]) -> Path:
+def write_adapter(folder: AnyPath, config: AdapterConfig, trained: Mapping[str, Tensor]) -> AnyPath:
     """Write an adapter and peft's configuration of it to a folder; return the path of the weights."""
     tensors = {_PREFIX + key: tensor.detach().cpu().contiguous() for key, tensor in trained.items()}
     layers = sorted({key.rpartition(".lora_")[0] for key in trained if ".lora_" in key})

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from arpg.errors import InputError
 from arpg.model.condition import class_condition
+from arpg.storage import RemotePath, as_path, list_files
 from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
-from arpg.train.snapshot import Snapshots
+from arpg.train.snapshot import MANIFEST, RemoteSnapshots, Snapshots
 from support.paths import ROOT
 from support.small import SMALL, small_model
 
@@ -202,12 +203,12 @@ def damage(folder, how):
     if how == "missing":
         path.unlink()
     elif how == "truncated":
-        path.write_bytes(content[:-1])
+        path.write_bytes(bytes(content[:-1]))
     elif how == "changed":
         content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        path.write_bytes(bytes(content))
     elif how == "manifest":
-        (folder / "manifest.json").write_text("[]")
+        (folder / "manifest.json").write_bytes(b"[]")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,60 @@ def test_all_damaged(world, tmp_path):
         damage(tmp_path / f"step-{step:08d}", "truncated")
     with pytest.raises(InputError, match=f"{tmp_path}: none of its 2 snapshots is intact"):
         saved.load(example())
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("missing", "is missing"), ("truncated", "has"), ("changed", "has changed"), ("manifest", "is not a manifest")],
+)
+def test_a_damaged_remote_snapshot_is_passed_over(world, bucket, caplog, how, said):
+    store = as_path(f"{bucket}/snapshots")
+    saved = RemoteSnapshots(store, world, keep=2)
+    for step in (1, 2):
+        saved.save(step, example(step), wait=True)
+    damage(store / "step-00000002", how)
+    state, again = example(), RemoteSnapshots(store, world, keep=1)
+    with caplog.at_level(logging.WARNING, logger="arpg"):
+        assert again.load(state) == 1
+    assert same(state, 1)
+    assert "step 2 is not used" in caplog.text
+    assert said in caplog.text
+    again.save(2, example(5), wait=True)
+    assert again.steps() == [2]
+    assert sorted(list_files(store)) == [f"step-00000002/{name}" for name in (".metadata", "__0_0.distcp", MANIFEST)]
+    assert again.load(state) == 2
+    assert same(state, 5)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", MANIFEST])
+def test_a_store_that_fails_during_an_upload(world, bucket, monkeypatch, faults, file):
+    """The last good snapshot stays the newest, and what was uploaded of the other is removed later."""
+    store = as_path(f"{bucket}/snapshots")
+    saved = RemoteSnapshots(store, world)
+    saved.save(1, example(1), wait=True)
+    upload = RemotePath.upload
+
+    def fails(self, source):
+        if self.name == file:
+            faults.errors = 10**6
+        return upload(self, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "upload", fails)
+        saved.save(2, example(2))
+        with pytest.raises(InputError, match=r"step 2 could not be written: .* cannot be reached .* continue with"):
+            saved._on_main(saved._flight.result)
+    faults.errors = 0
+    saved._flight = None
+    assert saved.steps() == [1]
+    again, state = RemoteSnapshots(store, world), example()
+    assert {name.partition("/")[0] for name in list_files(store)} == {"step-00000001"}
+    assert again.load(state) == 1
+    assert same(state, 1)
+    faults.errors, faults.truncated_uploads, faults.truncated_downloads = 2, 2, 1  # of the kind that passes
+    again.save(2, example(2), wait=True)
+    assert again.load(state) == 2
+    assert same(state, 2)
 
 
 def test_what_a_crash_leaves(world, tmp_path):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from arpg import InputError, Pipeline, load_model
 from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.data.tokens import TokenWriter
+from arpg.storage import as_path, list_files
 from arpg.train import loop, report
 from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.loop import TrainingStoppedError, run_training
@@ -82,12 +84,12 @@ def recipe(tmp_path):
 
 
 def metrics(folder, key="loss"):
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (as_path(folder) / "metrics.jsonl").read_text().splitlines()]
     return {entry["step"]: entry[key] for entry in lines if key in entry}
 
 
 def train(recipe, folder, *overrides, resume=False):
-    return train_model(read_recipe(recipe, ModelRecipe, overrides), Path(folder), resume=resume, device="cpu")
+    return train_model(read_recipe(recipe, ModelRecipe, overrides), as_path(folder), resume=resume, device="cpu")
 
 
 def torchrun(count):
@@ -201,9 +203,21 @@ def test_accumulation_changes_nothing(recipe, tmp_path):
     assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-4)
 
 
-def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch):
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """The folder of temporary files of this process and of those it starts."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["disk", "object store"])
+def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch, place, scratch, request):
     """Killed between two saves (nothing is flushed, no handler runs), then resumed: loss for loss the same."""
     train(recipe, tmp_path / "whole")
+    run = tmp_path / "run" if place == "disk" else as_path(f"{request.getfixturevalue('bucket')}/run")
 
     class Killed(BaseException):
         pass
@@ -216,17 +230,35 @@ def test_an_interrupted_run_continues_exactly(recipe, tmp_path, monkeypatch):
             raise Killed
         return step(self, number)
 
-    monkeypatch.setattr(ModelTraining, "step", dies)
-    with pytest.raises(Killed):
-        train(recipe, tmp_path / "run")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelTraining, "step", dies)
+        with pytest.raises(Killed):
+            train(recipe, run)
     with pytest.raises(InputError, match="continue it with --resume"):
-        train(recipe, tmp_path / "run")
-    train(recipe, tmp_path / "run", resume=True)
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert metrics(tmp_path / "run", "validation loss") == metrics(tmp_path / "whole", "validation loss")
-    a, b = (load_model(tmp_path / name / "model").state_dict() for name in ("run", "whole"))
+        train(recipe, run)
+    train(recipe, run, resume=True)
+    assert metrics(run) == metrics(tmp_path / "whole")
+    assert metrics(run, "validation loss") == metrics(tmp_path / "whole", "validation loss")
+    a, b = (load_model(folder / "model").state_dict() for folder in (run, tmp_path / "whole"))
     assert all(torch.equal(a[key], b[key]) for key in a)
+    assert sorted(list_files(run)) == sorted(list_files(tmp_path / "whole"))
+    assert not list(scratch.glob("arpg-*"))
+
+
+@pytest.mark.slow
+def test_two_processes_save_to_an_object_store_and_one_goes_on(recipe, tmp_path, bucket, scratch, faults):
+    """Each process uploads its own shards, some of them more than once; all are fetched by the one that continues."""
+    options = ("run.validate_every=12", "optim.lr=3e-4")
+    faults.errors, faults.truncated_uploads = 2, 2
+    finish(process(recipe, f"{bucket}/run", *options, "run.parallel=fsdp", "run.steps=8", count=2))
+    shards = [name for name in list_files(as_path(f"{bucket}/run")) if name.startswith("snapshots/step-00000008/__")]
+    assert [name.rpartition("/")[2] for name in sorted(shards)] == ["__0_0.distcp", "__1_0.distcp"]
+    train(recipe, f"{bucket}/run", *options, resume=True)
+    train(recipe, tmp_path / "whole", *options)
+    a, b = metrics(f"{bucket}/run"), metrics(tmp_path / "whole")
+    assert list(a) == list(b)
+    assert [a[step] for step in range(9, 13)] == pytest.approx([b[step] for step in range(9, 13)], abs=5e-2)
+    assert not list(scratch.glob("arpg-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])

@@ -25,7 +25,7 @@ from arpg.cli.options import (
 )
 from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
-from arpg.storage import as_path
+from arpg.storage import AnyPath, as_path
 
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a value: --set optim.lr=3e-4.")]
 
@@ -35,18 +35,18 @@ class TrainingOptions:
     """The arguments and options that both training verbs take."""
 
     recipe: Annotated[Path, typer.Argument(help="A TOML file, see recipes/.")]
-    folder: Annotated[Path, output_option("The run's folder: logs, sheets, snapshots, the model.")]
+    folder: Annotated[str, output_option("The run's folder: logs, sheets, snapshots, the model.")]
     set_: SetOption = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest good snapshot.")] = False
     device: DeviceOption = "auto"
 
-    def run(self, train: Callable[..., Path], recipe: type[Any]) -> None:
+    def run(self, train: Callable[..., AnyPath], recipe: type[Any]) -> None:
         """Read the recipe as the dataclass `recipe`, train with it, and print the folder of the result."""
         from arpg.train.recipe import read_recipe
 
         logging.getLogger("arpg").setLevel(logging.INFO)  # the reports of training
         read = read_recipe(self.recipe, recipe, self.set_ or [])
-        out.print(f"wrote {train(read, self.folder, resume=self.resume, device=self.device)}")
+        out.print(f"wrote {train(read, as_path(self.folder), resume=self.resume, device=self.device)}")
 
 
 def with_training_options(command: Command) -> Command:

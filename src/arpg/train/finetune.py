@@ -58,7 +58,7 @@ class Finetuning(ModelTraining):
 class Finetuned:
     """The result of a fine-tune."""
 
-    path: Path  # the model folder, or the file of the adapter
+    path: AnyPath  # the model folder, or the file of the adapter
     loss: float  # the lowest validation loss
     step: int  # after which it was measured
     base_loss: float  # validation loss before the first step
@@ -250,7 +250,7 @@ def _base_loss(output: Path) -> float:
     return float(next(entry["validation loss"] for entry in map(json.loads, lines) if entry["step"] == 0))
 
 
-def _command(path: Path, images: ImageSet, *, lora: int | None) -> str:
+def _command(path: AnyPath, images: ImageSet, *, lora: int | None) -> str:
     """Return the command that generates images with the result."""
     model = ["--model", str(path)] if lora is None else ["--lora", str(path)]
     subject = ["--prompt", images.captions[0]] if images.captions else ["--class", images.classes[images.labels[0]]]

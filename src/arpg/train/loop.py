@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.state_dict import (
 from arpg.device import gpu_spec, training_precision
 from arpg.errors import InputError, require
 from arpg.files import State, read_metadata, read_tensors, write_tensors, write_whole
-from arpg.storage import Lease
+from arpg.storage import AnyPath, Lease
 from arpg.train.distributed import World, init_distributed, mean_over_ranks, shutdown_distributed
 from arpg.train.optim import EMA, learning_rate
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe
 from arpg.train.report import Report
-from arpg.train.snapshot import Snapshots
+from arpg.train.snapshot import RemoteSnapshots, Snapshots
 
 _NEVER = 2**62
 _LOSS = "validation loss"  # the metric that ends a run early
@@ -58,7 +58,7 @@ class Training(ABC):
     ema: EMA
     resume_with = "continue with --resume"  # what to do after an interruption, for messages
 
-    def __init__(self, folder: Path, world: World) -> None:
+    def __init__(self, folder: AnyPath, world: World) -> None:
         self.folder, self.world, self.began = folder, world, time.monotonic()
         self.can_interrupt = False
 
@@ -77,7 +77,8 @@ class Training(ABC):
     @cached_property
     def snapshots(self) -> Snapshots:
         """The snapshots of this run; the first access is a collective call."""
-        return Snapshots(self.folder / "snapshots", self.world, keep=self.recipe.run.keep)
+        kind = Snapshots if isinstance(self.folder, Path) else RemoteSnapshots
+        return kind(self.folder / "snapshots", self.world, keep=self.recipe.run.keep)
 
     @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class Training(ABC):
         """Return a sheet of samples, or None."""
 
     @abstractmethod
-    def export(self) -> Path:
+    def export(self) -> AnyPath:
         """Write the result as a model folder."""
 
     @abstractmethod
@@ -138,7 +139,7 @@ class Training(ABC):
         return step
 
 
-def train(start: Callable[[World], Training], *, resume: bool, device: str) -> Path:
+def train(start: Callable[[World], Training], *, resume: bool, device: str) -> AnyPath:
     """Join the process group, run the training that `start` returns to its end, and return the exported folder."""
     world = init_distributed(device)
     try:
@@ -149,7 +150,7 @@ def train(start: Callable[[World], Training], *, resume: bool, device: str) -> P
         shutdown_distributed()
 
 
-def run_training(training: Training, *, resume: bool) -> Path:
+def run_training(training: Training, *, resume: bool) -> AnyPath:
     """Train to the last step of the recipe; return the folder of the exported model.
 
     A signal, or `run.max_minutes` since the training was set up, ends the run: its snapshot and its model are written,
@@ -189,6 +190,7 @@ def run_training(training: Training, *, resume: bool) -> Path:
                         report.plot()
                     if now % run.save_every == 0 or last or stopping:
                         losses.check_finite(training)
+                        report.upload()  # before the snapshot: a run that continues from it has these metrics
                         training.snapshots.save(now, training.state(), wait=last or bool(stopping))
                 if stopping and not last:
                     raise _stopped(training, now, stopping)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from arpg.hub import resolve
 from arpg.image import sheet, to_pil
 from arpg.lora import WEIGHTS, add_adapters, merged_weights, trained_weights, write_adapter
 from arpg.model import ARPG, text_condition
+from arpg.storage import AnyPath
 from arpg.train.cost import forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
 from arpg.train.loop import BestWeights, Training, train
@@ -49,7 +49,7 @@ class ModelTraining(Training):
 
     recipe: ModelRecipe
 
-    def __init__(self, recipe: ModelRecipe, folder: Path, world: World) -> None:
+    def __init__(self, recipe: ModelRecipe, folder: AnyPath, world: World) -> None:
         super().__init__(folder, world)
         self.dataset = open_dataset(recipe.data.train, recipe.model, world.device)
         self.validation: Dataset | None = None
@@ -176,7 +176,7 @@ class ModelTraining(Training):
             # Copies, and before the swap back: on a CPU these are the live parameters themselves.
             return {key.removeprefix("model."): t.clone() for key, t in state.items() if isinstance(t, Tensor)}
 
-    def export(self) -> Path:
+    def export(self) -> AnyPath:
         """Write `folder/model`: the averaged weights as a model folder, with the tokenizer where one is named.
 
         An adapter is a file, `folder/adapter_model.safetensors`.
@@ -237,7 +237,7 @@ class ModelTraining(Training):
         return 3 * forward_flops(self.recipe.model, self.dataset.tokens.grid) * self.recipe.run.batch_size
 
 
-def train_model(recipe: ModelRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
+def train_model(recipe: ModelRecipe, folder: AnyPath, *, resume: bool = False, device: str = "auto") -> AnyPath:
     """Run a recipe to its end; return the folder of the finished model."""
     return train(lambda world: ModelTraining(recipe, folder, world), resume=resume, device=device)
 

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from arpg.errors import InputError
 from arpg.figures import new_plot, save_plot
 from arpg.files import write_text, write_whole
+from arpg.storage import AnyPath, RemotePath, list_files
 
 log = logging.getLogger(__name__)
 
 
 class Report:
-    """`metrics.jsonl`, `tensorboard/` and `loss.png` in the run's folder. Only the main process writes."""
+    """`metrics.jsonl`, `tensorboard/` and `loss.png` in the run's folder. Only the main process writes.
 
-    def __init__(self, folder: Path, *, num_steps: int, start: int, active: bool) -> None:
-        self.folder, self.num_steps, self.active = folder, num_steps, active
+    Of a remote folder `self.folder` is a local copy, whose new and changed files `upload` uploads.
+    """
+
+    def __init__(self, folder: AnyPath, *, num_steps: int, start: int, active: bool) -> None:
+        self.store = folder if active and isinstance(folder, RemotePath) else None
+        self.folder = Path(tempfile.mkdtemp(prefix="arpg-report-") if self.store is not None else str(folder))
+        self.uploaded: dict[str, tuple[int, int]] = {}  # sizes and times of change
+        self.num_steps, self.active = num_steps, active
         self.since, self.since_step = time.perf_counter(), start
         self.last_line = self.since
-        self.board = _tensorboard(folder / "tensorboard") if active else None
+        self.board = _tensorboard(self.folder / "tensorboard") if active else None
         if active:
-            folder.mkdir(parents=True, exist_ok=True)
-            _drop_after(folder / "metrics.jsonl", start)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            metrics = self.folder / "metrics.jsonl"
+            if self.store is not None and (self.store / metrics.name).exists():
+                metrics.write_bytes((self.store / metrics.name).read_bytes())
+            _drop_after(metrics, start)
 
     def rate(self, step: int) -> float:
         """Return the steps per second since the last call."""
@@ -82,11 +96,30 @@ class Report:
         if self.active:
             plot_losses(self.folder)
 
+    def upload(self) -> None:
+        """Upload what has changed to a remote folder. A failure is logged; the next call tries again."""
+        if self.store is None:
+            return
+        if self.board is not None:
+            self.board.flush()
+        try:
+            for name in list_files(self.folder):
+                path = self.folder / name
+                version = path.stat().st_size, path.stat().st_mtime_ns
+                if self.uploaded.get(name) != version:
+                    write_whole(self.store / name, partial(shutil.copyfile, path))
+                    self.uploaded[name] = version
+        except InputError as error:
+            log.warning("the reports are not uploaded: %s", error)
+
     def close(self) -> None:
-        """Write the last plot and close the TensorBoard files."""
+        """Write the last plot, close the TensorBoard files and upload all."""
         self.plot()
         if self.board is not None:
             self.board.close()
+        self.upload()
+        if self.store is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def plot_losses(folder: Path) -> None:

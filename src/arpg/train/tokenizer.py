@@ -31,6 +31,7 @@ from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.files import State
 from arpg.hub import resolve
 from arpg.image import sheet, to_images, to_pil
+from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import (
     LPIPS,
@@ -93,7 +94,7 @@ class TokenizerTraining(Training):
 
     recipe: TokenizerRecipe
 
-    def __init__(self, recipe: TokenizerRecipe, folder: Path, world: World) -> None:
+    def __init__(self, recipe: TokenizerRecipe, folder: AnyPath, world: World) -> None:
         require(recipe.run.patience == 0, "a tokenizer has no single validation loss; set run.patience to 0")
         require(
             recipe.run.accumulate == 1 and recipe.run.parallel not in SHARDED,
@@ -259,7 +260,7 @@ class TokenizerTraining(Training):
         set_model_state_dict(self.discriminator, state["discriminator"])
         set_optimizer_state_dict(self.discriminator, self.discriminator_optimizer, state["discriminator_optimizer"])
 
-    def export(self) -> Path:
+    def export(self) -> AnyPath:
         """Write `folder/model`: the averaged weights as a model folder that holds the tokenizer alone."""
         target = self.folder / "model"
         if self.world.main:
@@ -284,6 +285,6 @@ def _source_name(path: str) -> str:
     return parts[-1].removesuffix(".zip")
 
 
-def train_tokenizer(recipe: TokenizerRecipe, folder: Path, *, resume: bool = False, device: str = "auto") -> Path:
+def train_tokenizer(recipe: TokenizerRecipe, folder: AnyPath, *, resume: bool = False, device: str = "auto") -> AnyPath:
     """Run a recipe to its end; return the folder of the finished tokenizer."""
     return train(lambda world: TokenizerTraining(recipe, folder, world), resume=resume, device=device)
