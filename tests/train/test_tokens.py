@@ -143,6 +143,11 @@ def edit_tokens(folder, change):
         (lambda f: np.save(f / "ids-00001.npy", np.zeros((10, 3, 6), np.int64)), "holds int64; expected uint16"),
         (lambda f: np.save(f / "ids-00001.npy", np.full((10, 3, 6), 50, np.uint16)), "has 50; expected 0 to 49"),
         (lambda f: np.save(f / "labels-00001.npy", np.full(10, 3, np.int32)), "has 3; expected 0 to 2"),
+        (
+            lambda f: np.save(f / "ids-00001.npy", np.load(f / "ids-00002.npy")),
+            r"ids-00001\.npy is not the shard of this set: its checksum differs from that in tokens\.json",
+        ),
+        (lambda f: np.save(f / "labels-00001.npy", np.load(f / "labels-00002.npy")), "is not the shard of this set"),
         (lambda f: (f / "tokens.json").write_text("{"), "not valid JSON"),
         (lambda f: (f / "tokens.json").write_text("[]"), "expected an object"),
         (lambda f: edit_tokens(f, lambda d: d.update(format="x")), "format"),
@@ -160,6 +165,19 @@ def test_token_sets_that_are_wrong_are_named(tmp_path, change, message):
     change(tmp_path / "set")
     with pytest.raises(InputError, match=message):
         open_tokens(tmp_path / "set")
+
+
+def test_sets_without_checksums_open(tmp_path):
+    ids, labels = random_tokens(38)
+    write_tokens(tmp_path / "set", ids, labels)
+
+    def forget(data):
+        for shard in data["shards"]:
+            del shard["ids_crc32"], shard["labels_crc32"]
+
+    edit_tokens(tmp_path / "set", forget)
+    found, index = open_tokens(tmp_path / "set"), np.arange(38)
+    np.testing.assert_array_equal(found.gather(index, index * 0), ids[:, 0])
 
 
 def test_tokens_must_fit_the_model(tmp_path):

@@ -22,6 +22,7 @@ import logging
 import math
 import re
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,11 +89,18 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard of a token set: file names and number of images."""
+    """One shard of a token set: file names, number of images, and CRC-32 of both arrays (none in older sets)."""
 
     ids: str
     labels: str
     num_images: int
+    ids_crc32: int | None = None
+    labels_crc32: int | None = None
+
+    @classmethod
+    def of(cls, number: int, ids: Array, labels: Array) -> Shard:
+        """Describe the arrays of shard `number`."""
+        return cls(*_shard_names(number), len(labels), _crc32(ids), _crc32(labels))
 
 
 class LazyShards:
@@ -347,8 +355,8 @@ def begin_tokens(folder: AnyPath, info: TokenInfo) -> dict[int, Shard]:
     for number in sorted(int(name[7:12]) for name in found if re.fullmatch(r"labels-\d{5}\.npy", name)):
         if found.issuperset(_file_names(number, info)):
             ids, labels = _shard_names(number)
-            shards[number] = Shard(ids, labels, len(read_array(folder / labels, advice=_AGAIN)))
-            _open_shard(folder, shards[number], info)
+            begun = Shard(ids, labels, len(read_array(folder / labels, advice=_AGAIN)))
+            shards[number] = Shard.of(number, _open_ids(folder, begun, info), _open_labels(folder, begun, info))
     if shards and UNFINISHED in found:
         require(
             from_dict(TokenInfo, _read_object(unfinished), where=str(unfinished)) == info,
@@ -370,14 +378,15 @@ def write_shard(
     maps: Array | None = None,
 ) -> Shard:
     """Write one shard; `maps` are condition images as `pack_maps` returns them."""
-    names = _shard_names(number)
+    ids, labels = ids.astype(info.dtype, copy=False), labels.astype(np.int32, copy=False)
+    shard = Shard.of(number, ids, labels)
     if info.captioned:  # the labels are written last: they make the shard complete
         write_json(folder / _caption_name(number), list(captions))
     if maps is not None:
         write_array(folder / _control_name(number), maps)
-    write_array(folder / names[0], ids.astype(info.dtype, copy=False))
-    write_array(folder / names[1], labels.astype(np.int32, copy=False))
-    return Shard(*names, len(labels))
+    write_array(folder / shard.ids, ids)
+    write_array(folder / shard.labels, labels)
+    return shard
 
 
 def finish_tokens(folder: AnyPath, info: TokenInfo, shards: Sequence[Shard]) -> None:
@@ -437,18 +446,29 @@ def _open_shards(folder: AnyPath) -> TokenSet:
     return tokens
 
 
-def _open_shard(folder: AnyPath, shard: Shard, info: TokenInfo) -> tuple[Array, Array]:
-    """Open the ids and labels of a shard, and check them against tokens.json."""
-    return _open_ids(folder, shard, info), _open_labels(folder, shard, info)
-
-
 def _open_ids(folder: AnyPath, shard: Shard, info: TokenInfo) -> Array:
     shape = (shard.num_images, info.views, math.prod(info.grid))
-    return _open_array(folder / shard.ids, shape, info.dtype, info.vocab_size, "vocab_size")
+    array = _open_array(folder / shard.ids, shape, info.dtype, info.vocab_size, "vocab_size")
+    return _check_crc32(folder / shard.ids, array, shard.ids_crc32)
 
 
 def _open_labels(folder: AnyPath, shard: Shard, info: TokenInfo) -> Array:
-    return _open_array(folder / shard.labels, (shard.num_images,), np.dtype(np.int32), info.num_classes, "num_classes")
+    path, shape = folder / shard.labels, (shard.num_images,)
+    array = _open_array(path, shape, np.dtype(np.int32), info.num_classes, "num_classes")
+    return _check_crc32(path, array, shard.labels_crc32)
+
+
+def _check_crc32(path: AnyPath, array: Array, expected: int | None) -> Array:
+    """Return the array if it is the one that tokens.json was written for, not one of another set of the same shape."""
+    require(
+        expected is None or _crc32(array) == expected,
+        f"{path} is not the shard of this set: its checksum differs from that in {TOKENS}; {_AGAIN}",
+    )
+    return array
+
+
+def _crc32(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def _open_array(path: AnyPath, shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, name: str) -> Array:
