@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from arpg.errors import InputError
 from arpg.model.condition import class_condition
-from arpg.storage import RemotePath, as_path, list_files
+from arpg.storage import RemotePath, as_path, fetch, list_files
 from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
 from arpg.train.snapshot import MANIFEST, RemoteSnapshots, Snapshots
 from support.paths import ROOT
@@ -297,6 +297,28 @@ def test_a_store_that_fails_during_an_upload(world, bucket, monkeypatch, faults,
     assert same(state, 1)
     faults.errors, faults.truncated_uploads, faults.truncated_downloads = 2, 2, 1  # of the kind that passes
     again.save(2, example(2), wait=True)
+    assert again.load(state) == 2
+    assert same(state, 2)
+
+
+def test_a_store_that_fails_during_a_download(world, bucket, monkeypatch, faults):
+    """A snapshot that cannot be reached is not a damaged one: an older one must not take its place."""
+    store = as_path(f"{bucket}/snapshots")
+    saved = RemoteSnapshots(store, world)
+    for step in (1, 2):
+        saved.save(step, example(step), wait=True)
+
+    def fails(path):
+        if path.suffix == ".distcp":
+            faults.errors = 10**6
+        return fetch(path)
+
+    again, state = RemoteSnapshots(store, world), example()
+    with monkeypatch.context() as patch:
+        patch.setattr("arpg.train.snapshot.fetch", fails)
+        with pytest.raises(InputError, match=r"step-00000002/__0_0\.distcp cannot be reached"):
+            again.load(state)
+    faults.errors = 0
     assert again.load(state) == 2
     assert same(state, 2)
 

@@ -317,12 +317,14 @@ class _FetchedFiles(FileSystem):
         try:
             size, checksum = self.files[suffix]
             fetched = fetch(where)
+        except InputError:  # the store cannot be reached, which says nothing about the snapshot
+            raise
         except FileNotFoundError:
             raise _DamagedError(f"{where} is missing") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise _DamagedError(f"{self.snapshot / MANIFEST} is not a manifest of {suffix}") from None
         if damage := _file_damage(fetched, size, checksum, where):
-            fetched.unlink()
+            fetched.unlink(missing_ok=True)  # other processes share the cache
             raise _DamagedError(damage)
         return fetched
 
