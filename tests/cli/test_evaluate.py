@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from PIL import Image
 
 from arpg.errors import InputError
 from arpg.evaluation.features import Features, collect, from_array, has_features, open_source, read_features
-from arpg.evaluation.metrics import frechet_distance
+from arpg.evaluation.metrics import RunningGains, frechet_distance
 from arpg.evaluation.reconstruction import reconstruction_report, ssim
 from support.command import check_error
 from support.features import Tiny
@@ -187,6 +188,41 @@ def test_features_are_kept_and_statistics_are_taken(tmp_path):
     (tmp_path / "bad.npz").write_bytes((tmp_path / "features.npz").read_bytes()[:-500])
     with pytest.raises(InputError, match="is cut short or damaged"):
         Features.load(tmp_path / "bad.npz")
+
+
+def test_an_interrupted_collection_continues(tmp_path, tiny, monkeypatch, caplog):
+    """The sums go on where they were saved, so the statistics are the same bits."""
+    monkeypatch.setattr("arpg.evaluation.features.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("arpg.evaluation.features.RunningGains", partial(RunningGains, split=5))
+    np.savez(tmp_path / "x.npz", pixels())
+    whole = collect(Tiny(), open_source(tmp_path / "x.npz").batches(4))
+
+    class KilledError(Exception):
+        pass
+
+    def killed(done, count):
+        if done == 12:
+            raise KilledError
+
+    features = tmp_path / "home" / "features"
+    for expected in (4, 12):  # from the third batch on, and from the start
+        with pytest.raises(KilledError):
+            read_features(tmp_path / "x.npz", tiny, batch_size=4, keep=True, progress=killed)
+        if expected == 12:
+            for path in features.iterdir():
+                path.write_bytes(path.read_bytes()[:100])
+        before = tiny.seen
+        found = read_features(tmp_path / "x.npz", tiny, batch_size=4, keep=True)
+        assert tiny.seen - before == expected
+        for ours, theirs in ((found.pool, whole.pool), (found.spatial, whole.spatial)):
+            assert torch.equal(ours.mean_F, theirs.mean_F)
+            assert torch.equal(ours.cov_FF, theirs.cov_FF)
+        assert torch.equal(found.pool_MF, whole.pool_MF)
+        assert torch.equal(found.gain_M, whole.gain_M)
+        (kept,) = features.iterdir()
+        assert kept.suffix == ".npz"
+        kept.unlink()
+    assert "computing the features from the start" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["npz", "folder", "zip"])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +29,7 @@ from arpg.errors import InputError, describe_broken, require, require_file
 from arpg.evaluation.inception import Activations, Inception
 from arpg.evaluation.metrics import Moments, RunningGains, Statistics
 from arpg.executor import RayOptions, Report, open_workers
-from arpg.files import hash_file, write_whole
+from arpg.files import hash_file, read_pickle, write_whole
 from arpg.image import Pixels, adm_crop, check_pixels
 from arpg.pipeline import choose_device
 from arpg.storage import AnyPath, as_path, fetch, home, list_files
@@ -35,6 +37,7 @@ from arpg.storage import AnyPath, as_path, fetch, home, list_files
 ARRAY = "arr_0"  # where np.savez puts what it is given, and where ADM's files have their images
 THREADS = 8
 NamedShape = tuple[str, tuple[int, ...]]  # the name and the shape of an image
+SAVE_SECONDS = 60.0  # between two saves of the sums of a long collection
 CHUNK = 250  # images that go through the networks together
 
 
@@ -267,6 +270,21 @@ class Collector:
         if self.gains is not None and found.logits is not None:
             self.gains.add(found.logits)
 
+    def state(self) -> dict[str, Any]:
+        """Return the sums and features so far, for `load_state`."""
+        sums = [(moments.n, moments.sum_F, moments.products_FF) for moments in (self.pool, self.spatial)]
+        gains = None if self.gains is None else (self.gains.waiting, self.gains.done)
+        return {"sums": sums, "kept": self.kept, "gains": gains}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        for moments, (n, sum_F, products_FF) in zip((self.pool, self.spatial), state["sums"], strict=True):
+            moments.n = n
+            moments.sum_F, moments.products_FF = sum_F.to(moments.device), products_FF.to(moments.device)
+        self.kept = list(state["kept"])
+        if self.gains is not None:
+            self.gains.waiting, self.gains.done = map(list, state["gains"])
+
     def features(self) -> Features:
         """Return the features of all batches so far."""
         require(self.pool.n >= 2, f"there are {self.pool.n} images; a covariance needs 2 or more")
@@ -311,18 +329,33 @@ def collect(
     progress: Callable[[int], None] | None = None,
     start: Callable[[], FeatureExtractor] | None = None,
     ray: RayOptions | None = None,
+    resume: Path | None = None,
 ) -> Features:
     """Return the features of all batches; `progress(images done)` is called after each.
 
     `ray`: the workers of a Ray cluster, which `start` makes, compute the features. Sums are made here and in order, so
-    the statistics are the same.
+    the statistics are the same. `resume`: a file with the sums so far, from which an interrupted call with the same
+    batches continues.
     """
-    collector = Collector(inception)
+    collector, done, saved = Collector(inception), 0, time.monotonic()
+    if resume is not None and resume.is_file():
+        try:
+            state = read_pickle(resume)
+            collector.load_state(state)
+            done = state["batches"]
+        except InputError as error:
+            log.warning("%s; computing the features from the start", error)
     with open_workers(start or (lambda: FeatureExtractor(inception)), ray) as workers:
-        for found in workers.map(batches):
+        for found in workers.map(itertools.islice(batches, done, None)):
             collector.add_activations(found)
+            done += 1
             if progress is not None:
                 progress(collector.pool.n)
+            if resume is not None and time.monotonic() - saved >= SAVE_SECONDS:
+                write_whole(resume, partial(torch.save, {"batches": done, **collector.state()}))
+                saved = time.monotonic()
+    if resume is not None:
+        resume.unlink(missing_ok=True)
     return collector.features()
 
 
@@ -348,6 +381,8 @@ def read_features(
 ) -> Features:
     """Return the features of an npz file, a folder or a zip file; with `keep`, cached in the user's cache folder.
 
+    With `keep` or `ray`, an interrupted call continues.
+
     ADM's reference files hold images and the statistics of many more: distances then use those, as ADM does.
     """
     if has_features(path):
@@ -370,7 +405,9 @@ def _of_images(
     ray: RayOptions | None,
 ) -> Features:
     source = open_source(path, size=size)
-    cached = home() / "features" / f"{_key(path, inception, size)}.npz" if keep else None
+    key = _key(path, inception, size) if keep or ray is not None else None
+    cached = home() / "features" / f"{key}.npz" if keep else None
+    resume = None if key is None else home() / "features" / f"{key}-{batch_size}.partial"
     if cached is not None and cached.is_file():
         try:
             return Features.load(cached)
@@ -378,13 +415,14 @@ def _of_images(
             log.warning("%s; computing the features again", error)
     on_batch = None if progress is None else (lambda done: progress(done, source.count))
     if ray is None:
-        features = collect(inception, source.batches(batch_size), progress=on_batch)
+        features = collect(inception, source.batches(batch_size), progress=on_batch, resume=resume)
     else:
         first = None
         if source.images is not None and size is None:
             first = (source.images.names[0], np.asarray(source.images.read(0)).shape)
         start = partial(_start_extractor, FeatureExtractor(inception, size, first, to_cpu=True), "auto")
-        features = collect(inception, source.jobs(batch_size), progress=on_batch, start=start, ray=ray)
+        jobs = source.jobs(batch_size)
+        features = collect(inception, jobs, progress=on_batch, start=start, ray=ray, resume=resume)
     if cached is not None:
         features.save(cached)
     return features

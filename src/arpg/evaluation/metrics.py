@@ -211,7 +211,8 @@ class RunningGains:
         return torch.cat(self.done)
 
     def _close(self) -> None:
-        self.done.append(gains(torch.cat(self.waiting)).cpu())
+        device = self.waiting[-1].device  # those that an earlier process saved are on the CPU
+        self.done.append(gains(torch.cat([logits.to(device) for logits in self.waiting])).cpu())
         self.waiting = []
 
 
