@@ -1,7 +1,7 @@
 """Throughput and latency of the server under load: clients that request one image after the other.
 
-python -m benchmarks.serve --clients 1 4 16 64 --mixed --seconds 40 --out benchmarks/results/serve-mixed-cpu.json
-python -m benchmarks.serve --clients 1 16 --seconds 12 --repeats 3 --out benchmarks/results/serve-cpu.json
+python -m benchmarks.serve --clients 1 4 16 64 --mixed --seconds 25 --out benchmarks/results/serve-mixed-cpu.json
+python -m benchmarks.serve --clients 1 16 --seconds 12 --repeats 3
 
 Starts `arpg serve` as its own process on a free port and calls it over HTTP. Every client has classes and seeds of its
 own. Without `--mixed` all requests generate; with it, they are those of `MIX`. Fairness is Jain's index over the work
@@ -64,6 +64,7 @@ class Load:
             "told to wait (429)": self.statuses[429],
             "errors": sum(count for status, count in self.statuses.items() if status != 429),
             "fairness": round(sum(work) ** 2 / (len(work) * sum(value**2 for value in work)), 3),
+            "p50 s by kind": {kind: round(statistics.median(values), 3) for kind, values in self.latencies.items()},
         }
 
 

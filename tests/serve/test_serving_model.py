@@ -3,7 +3,8 @@
 import pytest
 
 pytest.importorskip("simpy", reason="needs the extra dev")
-from benchmarks.serving_model import ServiceTimes, gpu_times, replicas_needed, simulate
+from arpg.tables import fill_page
+from benchmarks.serving_model import ServiceTimes, gpu_times, page_tables, replicas_needed, simulate
 from support.paths import ROOT
 
 TIMES = ServiceTimes(steps=((0.0, 0.010), (100.0, 0.030)), pixels=0.005, request=0.002)
@@ -59,3 +60,8 @@ def test_gpu_times_are_those_of_the_record():
         ROOT / "benchmarks/results/scaling-arpg-l-h200.json", steps=32, tokens=256, pixels_per_second=1000
     )
     assert 32 * times.step(64 * 256 / 32) == pytest.approx(64 / 1035, rel=0.01)
+
+
+def test_the_page_has_the_tables_of_the_records():
+    page = (ROOT / "docs/performance/serving-cost.md").read_text()
+    assert fill_page(page, page_tables(ROOT / "benchmarks/results")) == page
