@@ -206,6 +206,7 @@ class Faults:
 class Soak:
     def __init__(self, address: str, service: ImageService, *, seed: int) -> None:
         self.address, self.service, self.random = address, service, random.Random(seed)
+        self.kinds = random.Random(f"{seed} kinds")  # apart: what is sent must not depend on timing
         self.good, self.expected = good_bodies(), {}
         self.done: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -233,7 +234,7 @@ class Soak:
         good = {"good": 50, "stream": 20, "openai": 5, "slow": 3, "health": 2}
         faults = dict.fromkeys((*FAULTS, "silent"), 0.8) | {"drop": 8}
         kinds = good | faults
-        kind = self.random.choices(list(kinds), list(kinds.values()))[0]
+        kind = self.kinds.choices(list(kinds), list(kinds.values()))[0]
         try:
             await (self._fault(kind) if kind in FAULTS else getattr(self, f"_{kind}")(client))
         except Exception as error:

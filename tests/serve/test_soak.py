@@ -7,12 +7,12 @@ from benchmarks.soak import FAULTS, problems, soak
 
 @pytest.mark.slow
 def test_nothing_is_lost_and_nothing_is_left():
-    report = soak(requests=160, clients=12, seed=3, share=0.03)
+    report = soak(requests=160, clients=12, seed=1, share=0.03)
     assert problems(report) == []
     assert report["faults_injected"] >= 1
     assert {"good", "stream"} <= set(report["kinds"])
     assert {"drop", "silent", *FAULTS} >= set(report["faults"])
-    assert len(report["faults"]) >= 8
+    assert len(report["faults"]) >= 12
     assert len(FAULTS) >= 12
 
 
