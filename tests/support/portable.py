@@ -1,9 +1,11 @@
 """A pytest plugin that takes away what only Linux has: `PYTHONPATH=tests pytest -p support.portable tests/unit`.
 
 The unit tests then run as on macOS and Windows: without `os.sched_getaffinity`, `os.pread`, `os.fork`, the modules
-`resource` and `fcntl`, /proc and /sys, signals beyond those of C, and folders that can be opened.
+`resource` and `fcntl` (for this package: others import them where `sys.platform` is linux), /proc and /sys, signals
+beyond those of C, and folders that can be opened.
 """
 
+import builtins
 import io
 import multiprocessing
 import os
@@ -19,7 +21,7 @@ REMOVED = {
 MODULES = ("resource", "fcntl", "pwd", "grp")
 LINUX = ("/proc", "/sys")
 
-_open, _io_open, _get_context = os.open, io.open, multiprocessing.get_context
+_open, _io_open, _get_context, _import = os.open, io.open, multiprocessing.get_context, builtins.__import__
 
 
 def open_no_folder(path, flags, *arguments, **options):
@@ -36,6 +38,13 @@ def open_no_linux(file, *arguments, **options):
     return _io_open(file, *arguments, **options)
 
 
+def import_portable(name, globals=None, *arguments, **options):
+    """Refuse the package the modules that are not everywhere."""
+    if name in MODULES and str((globals or {}).get("__name__")).partition(".")[0] in ("arpg", "experiments"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return _import(name, globals, *arguments, **options)
+
+
 def get_context(method=None):
     """Processes are spawned."""
     if method in ("fork", "forkserver"):
@@ -50,8 +59,7 @@ def take_away():
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
-    for name in MODULES:
-        sys.modules[name] = None  # importing it is an ImportError
+    builtins.__import__ = import_portable
     os.open, io.open, multiprocessing.get_context = open_no_folder, open_no_linux, get_context
 
 

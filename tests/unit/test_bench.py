@@ -29,6 +29,7 @@ from arpg.bench.throughput import (
     time_pipelined,
 )
 from arpg.cli import app
+from arpg.device import peak_bytes
 from arpg.settings import SamplingDefaults
 from support.small import SMALL, small_model, small_tokenizer
 
@@ -114,7 +115,7 @@ def test_a_row_fits_together(pipe, monkeypatch):
     assert row["latency ms"] == {"p50": 1000.0, "p95": 1000.0, "p99": 1000.0}
     floor = token_floor(SMALL, case(batch=2), torch.float32, limits)
     assert row["roofline share"] == pytest.approx(floor / 0.25, rel=1e-2)
-    assert row["peak GiB"] > 0
+    assert (row["peak GiB"] > 0) == (peak_bytes(torch.device("cpu")) > 0)  # 0: the platform does not say
     assert row["settings"]["model"] == "small"
     assert row["settings"]["engine"] == "eager"
     assert "split ms" not in row
