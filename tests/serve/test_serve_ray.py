@@ -1,7 +1,10 @@
 """Ray Serve: replicas are added, removed, killed and replaced under load, and every admitted request is answered."""
 
+import base64
+import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from support.http import ask
 from support.paths import ROOT
@@ -189,17 +193,26 @@ def test_ray_serve_needs_keys(monkeypatch):
 
 @pytest.mark.slow
 def test_a_local_cluster_requires_the_token_of_ray(folder, tmp_path):
-    """`arpg serve --ray`: without the token nobody gets into the cluster; a signal ends it."""
+    """`arpg serve --ray` with two models: without the token nobody gets into the cluster; a signal ends it."""
+    second = shutil.copytree(folder, tmp_path / "second")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path), "ARPG_API_KEYS": KEY}
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "arpg.cli", "serve", "--ray", "--model", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "arpg.cli", "serve", "--ray", "--port", str(port)]
+    command += ["--model", str(folder), "--model", str(second)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
             assert (tmp_path / ".ray" / "auth_token").is_file()
+            address, body = f"http://127.0.0.1:{port}", {"class": 1, "seed": 5}
+            found = [call(address, {**body, "model": name})["images"][0]["png"] for name in (folder.name, "second")]
+            images = [Image.open(io.BytesIO(base64.b64decode(png))) for png in found]
+            assert [json.loads(image.text["arpg"])["model"] for image in images] == [folder.name, "second"]
+            assert images[0].tobytes() == images[1].tobytes()  # the same weights
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                call(address, {**body, "model": "third"})
             intruder = "import ray; ray.init('auto', log_to_driver=False, configure_logging=False)"
             without = {**environment, "HOME": str(tmp_path / "elsewhere")}
             denied = subprocess.run([sys.executable, "-c", intruder], env=without, capture_output=True, text=True)
