@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
 from arpg.config import ModelConfig, TokenizerConfig, from_dict, to_dict
+from arpg.device import meta_device
 from arpg.errors import present, require
 from arpg.files import State, read_json, read_tensors, write_tensors, write_together
 from arpg.installed import CONFIG, installed_folder
@@ -162,7 +163,7 @@ def load_model(
     """
     config = config or read_folder(folder)
     model_config = present(config.model, f"{folder / CONFIG} describes no model; `arpg convert model` adds one")
-    with torch.device("meta"):
+    with meta_device():
         model = ARPG(model_config)
     base = None
     if config.base is not None:
@@ -185,7 +186,7 @@ def load_tokenizer(
     tokenizer_config = present(
         config.tokenizer, f"{folder / CONFIG} describes no tokenizer; `arpg convert tokenizer` adds one"
     )
-    with torch.device("meta"):
+    with meta_device():
         tokenizer = VQTokenizer(tokenizer_config)
     return _load(tokenizer, folder / TOKENIZER, device, dtype)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from arpg.checkpoint import check_keys, check_state
 from arpg.config import MODELS, ModelConfig, TokenizerConfig
+from arpg.device import meta_device
 from arpg.errors import present, require
 from arpg.files import State, read_pickle, read_tensors, write_whole
 from arpg.model import ARPG
@@ -111,7 +112,7 @@ def model_from_published(
     keys = key_map(config)
     check_keys(set(state), {key for parts in keys.values() for key in parts}, where=where)
     ours = {key: torch.cat([state[part] for part in parts]) for key, parts in keys.items()}
-    with torch.device("meta"):
+    with meta_device():
         check_state(ours, ARPG(config), where=where)
     return config, ours
 
@@ -147,7 +148,7 @@ def tokenizer_from_published(state: State, *, where: str) -> tuple[TokenizerConf
         codebook_size=codebook_size,
         codebook_dim=codebook_dim,
     )
-    with torch.device("meta"):
+    with meta_device():
         check_state(ours, VQTokenizer(config), where=where)
     return config, ours
 

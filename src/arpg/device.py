@@ -9,11 +9,14 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from arpg.config import PRECISIONS
 from arpg.errors import InputError, require
@@ -46,6 +49,25 @@ GPU_SPECS = {
 def gpu_spec(device_name: str) -> GpuSpec | None:
     """Return the peaks of a GPU by the name that CUDA reports; None where they are not known."""
     return next((spec for name, spec in GPU_SPECS.items() if name in device_name), None)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Let the functions of `torch.nn.init` return their tensor as it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def meta_device() -> Iterator[None]:
+    """Make modules on the meta device, without initial values: for those, torch would import its compiler (seconds)."""
+    with torch.device("meta"), _SkipInit():
+        yield
 
 
 def choose_device(device: str | torch.device) -> torch.device:

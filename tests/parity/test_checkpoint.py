@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -153,3 +155,13 @@ def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"config\.json cannot be written: No space left"):
         write_folder(tmp_path / "a" / "new", FolderConfig(model=SMALL), model=small_model().state_dict())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_loading_needs_no_compiler(folder):
+    """Initial values on the meta device would import torch's compiler, which takes seconds."""
+    code = (
+        "import sys; from arpg import Pipeline; "
+        f"Pipeline.from_pretrained({str(folder)!r}, device='cpu').generate(0, steps=2); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

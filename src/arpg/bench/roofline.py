@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from arpg.bench.case import Case
 from arpg.config import ModelConfig, TokenizerConfig
 from arpg.decode.plan import plan_sample
-from arpg.device import gpu_spec
+from arpg.device import gpu_spec, meta_device
 from arpg.quantization.packed import pack_linears
 from arpg.tokenizer import VQTokenizer
 
@@ -121,7 +121,7 @@ def token_floor(
 @cache
 def pixel_work(config: TokenizerConfig, grid: tuple[int, int], batch: int, size: int) -> Work:
     """Return the work of decoding a batch to pixels, with `size` bytes per number; counted on a meta device."""
-    with torch.device("meta"):
+    with meta_device():
         tokenizer = VQTokenizer(config).eval()
         codes = torch.empty(1, config.codebook_dim, *grid)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

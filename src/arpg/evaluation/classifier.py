@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from arpg.checkpoint import check_state
 from arpg.config import from_dict, to_dict
+from arpg.device import meta_device
 from arpg.errors import InputError, require
 from arpg.files import read_json, read_tensors, write_json, write_tensors, write_whole
 
@@ -37,7 +38,7 @@ def load_scorer(
     """Load a network that `build` makes from its configuration; `hint` says in errors where one comes from."""
     path, weights = folder / f"{name}.json", folder / f"{name}.safetensors"
     require(path.is_file(), f"{folder} holds no {name}: it has no {path.name}{hint}")
-    with torch.device("meta"):
+    with meta_device():
         network = build(from_dict(config, read_json(path), where=str(path)))
     state = read_tensors(weights)
     check_state(state, network, where=str(weights))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.checkpoint import check_state
+from arpg.device import meta_device
 from arpg.errors import InputError, require, require_file
 from arpg.files import State, hash_file, hash_tensors, read_pickle, read_tensors, write_whole
 from arpg.image import Pixels
@@ -247,7 +248,7 @@ class Inception:
         path = installed() if path is None else Path(path)
         require_file(path, f"Inception weights: {WITH_LOGITS}, or a copy of ours")
         state, source, identity = _read_copy(path) if path.suffix == ".safetensors" else _read_known(path)
-        with torch.device("meta"):
+        with meta_device():
             network = InceptionNetwork(logits="output.weight" in state)
         check_state(state, network, where=str(path))
         # Channels last: two thirds of the time on a CPU.

@@ -18,9 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from arpg.config import ModelConfig
+from arpg.device import meta_device
 from arpg.errors import require
 from arpg.model import ARPG
 from arpg.tables import markdown_table, significant
@@ -178,7 +177,7 @@ def forward_flops(config: ModelConfig, grid: tuple[int, int]) -> float:
 
 def num_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of a model."""
-    with torch.device("meta"):
+    with meta_device():
         return sum(parameter.numel() for parameter in ARPG(config).parameters())
 
 
