@@ -141,7 +141,7 @@ def has_bfloat16() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="arpg-l", help="a preset (random weights), garden or a folder")
+    parser.add_argument("--model", default="arpg-l", help="a preset (random weights), an installed name or a folder")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=3)

@@ -195,7 +195,9 @@ def keep(path: Path | None, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", default="vq-16", help="vq-16, vq-8 (random weights), garden or a folder.")
+    parser.add_argument(
+        "--tokenizer", default="vq-16", help="vq-16, vq-8 (random weights), an installed name or a folder."
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--grid", type=int, default=16, help="Tokens per side.")
     parser.add_argument("--device", default="auto")

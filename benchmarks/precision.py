@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment, error_line
-from arpg.config import MODELS
+from arpg.config import DEFAULT_MODEL, MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
 from arpg.errors import InputError
@@ -177,7 +177,9 @@ def time_products(model: str, batch: int, steps: int | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="garden", help="garden, a folder, or a preset (random weights).")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="an installed name, a folder, or a preset (random weights)."
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precisions", nargs="+", default=[*KINDS[1:], "fp8, head in full", "int8, head in full"])
     parser.add_argument("--engines", nargs="*", help="Engines to compare with eager; default on a GPU: all.")

@@ -34,6 +34,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from arpg.config import DEFAULT_MODEL
 from arpg.device import cpu_name
 
 MIX = {"generate": 60, "stream": 15, "inpaint": 10, "outpaint": 5, "openai": 5, "expand": 5}  # percent
@@ -215,7 +216,7 @@ def _base64(image: Image.Image) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="garden")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--mixed", action="store_true", help="all kinds of requests instead of generate alone")
     parser.add_argument("--seconds", type=float, default=30.0)

@@ -36,6 +36,7 @@ import simpy
 import torch
 
 from arpg import Pipeline
+from arpg.config import DEFAULT_MODEL
 from arpg.decode import make_plan
 from arpg.decode.continuous import ContinuousBatch, should_merge
 from arpg.device import cpu_name
@@ -320,7 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
     one = verbs.add_parser("compare", help="predicted beside measured latency on this machine")
-    one.add_argument("--model", default="garden")
+    one.add_argument("--model", default=DEFAULT_MODEL)
     one.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     one.add_argument("--seconds", type=float, default=40.0)
     one.set_defaults(run=compare)

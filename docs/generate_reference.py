@@ -127,6 +127,7 @@ def http() -> Iterator[str]:
 
 
 def _schema() -> dict[str, Any]:
+    from arpg.config import DEFAULT_MODEL
     from arpg.serve.app import create_app
     from arpg.serve.served_model import ServedModel
     from arpg.serve.service import ImageService
@@ -134,7 +135,7 @@ def _schema() -> dict[str, Any]:
     def load() -> Any:
         raise AssertionError("the reference needs no model")
 
-    schema: dict[str, Any] = create_app(ImageService([ServedModel("garden", load)])).openapi()
+    schema: dict[str, Any] = create_app(ImageService([ServedModel(DEFAULT_MODEL, load)])).openapi()
     return schema
 
 

@@ -14,7 +14,7 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import ComfyAPISync, ComfyExtension, io
 
 from arpg import ControlInput, ImageTask, Pipeline
-from arpg.config import PRECISIONS
+from arpg.config import DEFAULT_MODEL, PRECISIONS
 from arpg.settings import SETTINGS, TASK_SETTINGS, Setting
 
 ArpgPipeline = io.Custom("ARPG_PIPELINE")
@@ -115,8 +115,8 @@ class Loader(io.ComfyNode):
             [
                 io.String.Input(
                     "model",
-                    default="garden",
-                    tooltip="For example garden, or the path of a folder.",
+                    default=DEFAULT_MODEL,
+                    tooltip="An installed name, or the path of a folder.",
                 ),
                 io.Combo.Input("device", options=["auto", "cuda", "cpu"], default="auto"),
                 io.Combo.Input("precision", options=list(PRECISIONS), default="auto"),

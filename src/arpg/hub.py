@@ -20,7 +20,7 @@ from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConf
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
 from arpg.errors import InputError, first_line, require
 from arpg.files import hash_file, read_json, write_json
-from arpg.installed import CONFIG, installed_folder, installed_models
+from arpg.installed import CONFIG, DISTRIBUTIONS, installed_folder, installed_models
 from arpg.settings import SamplingDefaults
 from arpg.storage import AnyPath, as_path, home
 
@@ -79,6 +79,8 @@ def resolve(name: str | AnyPath) -> AnyPath:
         return installed_folder(text)
     if folder.is_dir():
         return folder
+    if text in DISTRIBUTIONS:
+        return installed_folder(text)  # says how to install it
     require(
         not folder.is_file(),
         f"model {text} is a file; expected a model folder, which `arpg convert model {text} FOLDER` makes",

@@ -20,6 +20,8 @@ from arpg.errors import present, require
 
 GROUP = "arpg.models"
 CONFIG = "config.json"  # what makes a folder a model folder
+# Models of this project in distributions of their own (packages/), to be named where one is missing.
+DISTRIBUTIONS = {"garden": "arpg-garden", "garden-text": "arpg-garden", "garden-control": "arpg-garden"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,11 @@ def installed_models() -> dict[str, InstalledModel]:
 def installed_folder(name: str, *, what: str = "model") -> Path:
     """Return the folder of an installed model; an `InputError` says what (`what` `name`) is not installed."""
     models = installed_models()
-    require(name in models, f"{what} is {name!r}, which is not installed; installed are {', '.join(models)}")
+    require(
+        name in models,
+        f"{what} is {name!r}, which is not installed; "
+        + (f"pip install {DISTRIBUTIONS[name]}" if name in DISTRIBUTIONS else f"installed are {', '.join(models)}"),
+    )
     return present(models[name].folder, f"{what} is {name!r}, which cannot be used: {models[name].problem}")
 
 

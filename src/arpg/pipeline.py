@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpg.checkpoint import MODEL, FolderConfig, load_model, load_tokenizer, prepare, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
-from arpg.config import PRECISIONS
+from arpg.config import DEFAULT_TEXT_MODEL, PRECISIONS
 from arpg.decode import Engine, Step
 from arpg.decode.likelihood import image_bits
 from arpg.device import choose_device as choose_device
@@ -570,7 +570,7 @@ class Pipeline:
                 require(
                     value is None,
                     f"{name} is {value!r}, but the model takes classes; give one of them (see `arpg classes`), or "
-                    "choose a model that takes prompts, such as garden-text",
+                    f"choose a model that takes prompts, such as {DEFAULT_TEXT_MODEL}",
                 )
             return self.model.config.num_classes if class_ is None else self.classes.find(class_)
         require(class_ is None, f"class is {class_!r}, but the model takes prompts; give a prompt instead")

@@ -5,6 +5,7 @@ from typer.main import get_command
 
 from arpg import InputError, cli
 from arpg.checkpoint import MODEL
+from arpg.config import DEFAULT_MODEL
 from arpg.files import hash_file
 from arpg.serve.auth import ApiKeys
 from arpg.serve.server_config import ServeSettings
@@ -45,17 +46,17 @@ def test_an_adapter_brings_its_base_and_its_classes(run, base, tmp_path):
     assert target.read_bytes() != whole
     assert run("classify", target, "--model", base, "--lora", path, "--device", "cpu")[0] == 0
     check_error(run("generate", "--lora", tmp_path / "no.safetensors", *common), "no.safetensors does not exist")
-    check_error(run("generate", "--model", "garden", "--lora", path, *common), "was trained for", "--model")
+    check_error(run("generate", "--model", DEFAULT_MODEL, "--lora", path, *common), "was trained for", "--model")
 
 
 def test_a_server_merges_adapters_into_their_base(base, tmp_path):
     path = adapter(tmp_path / "mine", base)
     settings = ServeSettings(device="cpu", lora=(f"{path}:0.5",))
-    service = ImageService.from_pretrained(str(base), "garden", keys=ApiKeys(), settings=settings)
+    service = ImageService.from_pretrained(str(base), DEFAULT_MODEL, keys=ApiKeys(), settings=settings)
     assert [model.lora for model in service.models.values()] == [(f"{path}:0.5",), ()]
     assert service.models["base"]._load().classes.lines == (*NAMES, "zebra")
-    with pytest.raises(InputError, match="was trained for none of garden; add its base with --model"):
-        ImageService.from_pretrained("garden", keys=ApiKeys(), settings=settings)
+    with pytest.raises(InputError, match=f"was trained for none of {DEFAULT_MODEL}; add its base with --model"):
+        ImageService.from_pretrained(DEFAULT_MODEL, keys=ApiKeys(), settings=settings)
 
 
 def test_finetune_says_how_to_go_on(run, tmp_path, monkeypatch):

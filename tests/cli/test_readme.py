@@ -14,6 +14,8 @@ import pytest
 import typer.main
 
 from arpg import cli
+from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL
+from support.distribution import require_model
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -28,6 +30,10 @@ MADE = {
     "finetune.md": ["star.png", "mine/"],
     "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
 }
+
+
+# The models that the pages need besides the default one.
+NEEDS = {"text.md": DEFAULT_TEXT_MODEL, "control.md": DEFAULT_CONTROL_MODEL}
 
 
 def blocks(path, language):
@@ -60,6 +66,7 @@ def slow_guide(path):
 @pytest.mark.parametrize("path", [slow_guide(path) for path in PAGES if path.name in MADE])
 def test_commands_and_snippets_run(path, folder, done, monkeypatch):
     """In this process: starting Python and torch anew for each would take longer than all of them together."""
+    require_model(NEEDS.get(path.name, DEFAULT_MODEL))
     monkeypatch.chdir(folder)
     for line in commands(path):
         if line.startswith("make ") or line in done:

@@ -8,7 +8,7 @@ import torch
 
 from arpg import InputError, Pipeline, Request, SamplingSettings, checkpoint, decode, make_plan
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
-from arpg.config import ControlConfig, ModelConfig, from_dict, to_dict
+from arpg.config import DEFAULT_MODEL, ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
 from arpg.decode.likelihood import fill_bits
 from arpg.installed import installed_folder
@@ -256,19 +256,18 @@ def test_a_vit_of_transformers(family, tmp_path, monkeypatch):
 
 def test_a_tokenizer_is_shared(tmp_path):
     """A folder may name an installed model instead of holding a tokenizer; its own takes its place."""
-    garden = installed_folder("garden")
-    write_folder(tmp_path, FolderConfig(model=SMALL, tokenizer_of="garden"), model=small_model().state_dict())
+    write_folder(tmp_path, FolderConfig(model=SMALL, tokenizer_of=DEFAULT_MODEL), model=small_model().state_dict())
     assert not (tmp_path / "tokenizer.safetensors").exists()
-    ours, theirs = load_tokenizer(tmp_path).state_dict(), load_tokenizer(garden).state_dict()
+    ours, theirs = load_tokenizer(tmp_path).state_dict(), load_tokenizer(installed_folder(DEFAULT_MODEL)).state_dict()
     assert all(torch.equal(t, theirs[k]) for k, t in ours.items())
     write_folder(tmp_path, FolderConfig(license="MIT"))  # what is not given stays
-    assert read_folder(tmp_path).tokenizer_of == "garden"
+    assert read_folder(tmp_path).tokenizer_of == DEFAULT_MODEL
     own = small_tokenizer()
     write_folder(tmp_path, FolderConfig(tokenizer=own.config), tokenizer=own.state_dict())
     assert read_folder(tmp_path).tokenizer_of is None
     assert load_tokenizer(tmp_path).config == own.config
     data = json.loads((tmp_path / "config.json").read_text())
-    for change, message in (({"tokenizer_of": "garden"}, "take one of them out"), ({"base": 3}, "base is 3; expected")):
+    for change, message in (({"tokenizer_of": "other"}, "take one of them out"), ({"base": 3}, "base is 3; expected")):
         (tmp_path / "config.json").write_text(json.dumps(data | change))
         with pytest.raises(InputError, match=message):
             read_folder(tmp_path)
@@ -311,9 +310,9 @@ def test_differences_from_an_installed_model(tmp_path, monkeypatch):
         model=tuned.state_dict(),
         tokenizer=tokenizer.state_dict(),
     )
-    checkpoint.write_difference(whole, tmp_path / "small", base="garden", form="int6")
+    checkpoint.write_difference(whole, tmp_path / "small", base="box", form="int6")
     described = read_folder(tmp_path / "small")
-    assert (described.base, described.tokenizer_of, described.license) == ("garden", "garden", "MIT")
+    assert (described.base, described.tokenizer_of, described.license) == ("box", "box", "MIT")
     again = load_model(tmp_path / "small").state_dict()
     for key, tensor in tuned.state_dict().items():
         close = 0.05 if key.startswith("control.") else 0.002  # a 31st of a difference, a 127th of a weight
@@ -324,8 +323,8 @@ def test_differences_from_an_installed_model(tmp_path, monkeypatch):
     other = small_model(dataclasses.replace(SMALL, width=64))
     write_folder(tmp_path / "other", FolderConfig(model=other.config), model=other.state_dict())
     with pytest.raises(InputError, match="has another shape"):
-        checkpoint.write_difference(tmp_path / "other", tmp_path / "no", base="garden", form="int6")
+        checkpoint.write_difference(tmp_path / "other", tmp_path / "no", base="box", form="int6")
     foreign = {key: t + 1 for key, t in tokenizer.state_dict().items()}
     write_folder(whole, FolderConfig(tokenizer=tokenizer.config), tokenizer=foreign)
-    with pytest.raises(InputError, match="is not that of garden"):
-        checkpoint.write_difference(whole, tmp_path / "no", base="garden", form="int6")
+    with pytest.raises(InputError, match="is not that of box"):
+        checkpoint.write_difference(whole, tmp_path / "no", base="box", form="int6")

@@ -7,7 +7,7 @@ from PIL import Image
 
 import arpg.pipeline as pipelines
 from arpg import ControlInput, InputError, Pipeline, SamplingDefaults, checkpoint
-from arpg.config import SAMPLING
+from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, SAMPLING
 from arpg.settings import TASK_SETTINGS
 from support.distribution import require_model
 from support.small import noise, small_tokenizer
@@ -97,7 +97,7 @@ def test_options_have_the_defaults_of_the_table(pipeline):
     assert (control.kind, control.strength) == (TASK_SETTINGS["kind"].default, TASK_SETTINGS["strength"].default)
 
 
-@pytest.mark.parametrize("name", ["garden", "garden-control"])
+@pytest.mark.parametrize("name", [DEFAULT_MODEL, DEFAULT_CONTROL_MODEL])
 def test_the_configuration_is_read_once(name, monkeypatch):
     require_model(name)
     opened = []

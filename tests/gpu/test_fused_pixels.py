@@ -7,6 +7,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from arpg import TokenizerConfig, VQTokenizer
+from arpg.config import DEFAULT_MODEL
 from arpg.kernels import group_norm as groupnorm
 from arpg.tokenizer.fused import FusedDecoder, small_weights
 from support.small import small_tokenizer
@@ -119,7 +120,7 @@ def test_pixels_in_bfloat16_on_a_gpu():
     """As close to float32 as the plain layers in bfloat16 are."""
     from arpg import Pipeline
 
-    tokenizer = Pipeline.from_pretrained("garden", precision="float32").tokenizer
+    tokenizer = Pipeline.from_pretrained(DEFAULT_MODEL, precision="float32").tokenizer
     ids = torch.randint(8192, (5, 144), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with torch.no_grad():
         exact = tokenizer.decode(ids, (12, 12))

@@ -11,6 +11,7 @@ from arpg import InputError, Pipeline
 from arpg.checkpoint import DIFFUSERS_INDEX
 from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.installed import installed_folder
+from support.distribution import require_model
 from support.paths import ROOT
 from support.small import noise
 
@@ -77,4 +78,5 @@ def test_the_class_loads_by_name(folder, pipeline):
 
 @pytest.mark.parametrize("name", [DEFAULT_MODEL, DEFAULT_TEXT_MODEL, DEFAULT_CONTROL_MODEL])
 def test_bundled_folders_have_an_index(name):
+    require_model(name)
     assert json.loads((installed_folder(name) / "model_index.json").read_text()) == DIFFUSERS_INDEX

@@ -20,7 +20,7 @@ from support.small import controlled_model, noise, small_tokenizer
 
 @pytest.fixture
 def page(fake, visit):
-    fake.info = info_of("garden-control")
+    fake.info = info_of("fruits-control")
     return visit(fake.url)
 
 
@@ -52,7 +52,7 @@ def test_the_field_is_hidden_for_models_without_control(fake, visit):
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_sketch_is_open_where_the_model_takes_it(fake, visit, width):
-    fake.info = info_of("garden-control")
+    fake.info = info_of("fruits-control")
     page = visit(fake.url, viewport={"width": width, "height": 844})
     assert page.inner_text("#control-field > summary") == "Sketch"
     assert page.is_visible("#sketch")

@@ -12,8 +12,9 @@ from PIL import Image
 
 from arpg import cli
 from arpg.image import open_image
+from support.distribution import install
 from support.page_browser import choose, drag, encoded, on_board, submit, task, upload
-from support.page_server import info_of
+from support.page_server import fruits_pipeline, info_of
 
 IMAGES = {
     "generate": "orange.png",
@@ -32,6 +33,15 @@ def snippet(page, kind):
 @pytest.fixture
 def page(visit, fake):
     return visit(fake.url)  # never a real server: the fake server records the requests
+
+
+@pytest.fixture(scope="module")
+def provided(tmp_path_factory):
+    """A distribution that provides the model of the fake server, with random weights."""
+    site = tmp_path_factory.mktemp("site")
+    fruits_pipeline().save_pretrained(site / "fruit_models" / "fruits")
+    (site / "fruit_models" / "__init__.py").touch()
+    return install(site, "fruit-models", {"fruits": "fruit_models"})
 
 
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("edit", "outpaint", "expand")]
@@ -66,7 +76,8 @@ def commands():
     return {command.name or command.callback.__name__ for command in cli.app.registered_commands}
 
 
-def test_the_command_line_and_the_python_make_the_same_image(prepared, page, tmp_path, monkeypatch):
+def test_the_command_line_and_the_python_make_the_same_image(prepared, page, provided, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(provided)
     if prepared not in commands():
         pytest.skip(f"this command line has no {prepared} yet")
     line = snippet(page, "cli")
@@ -95,7 +106,7 @@ def test_curl_sends_what_the_page_sends(prepared, page, fake, tmp_path):
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
 def test_quotes_and_dollars_survive_the_shell(fake, visit, tmp_path):
-    fake.info = info_of("garden-text")
+    fake.info = info_of("fruits-text")
     page = visit(fake.url)
     prompt = """it's "5 $HOME" `date` \\ 100% <b>"""
     page.fill("#prompt", prompt)

@@ -4,10 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from support.page_browser import choose, on_board, opened, submit, switch, task
-from support.page_server import NAMES, SPRITE, STATIC, info_of
+from support.page_server import MODELS, STATIC, info_of
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
@@ -147,7 +146,7 @@ SMALL_TARGETS = """(targets) => [...document.querySelectorAll(targets)].flatMap(
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
 def test_touch_targets_are_at_least_24_pixels(visit, fake, options):
-    fake.models = {name: info_of(name) for name in ("garden", "garden-text", "garden-control")}
+    fake.models = {name: info_of(name) for name in MODELS}
     page = visit(fake.url, **options)
     page.fill("#num", "2")
     submit(page)
@@ -160,7 +159,7 @@ def test_touch_targets_are_at_least_24_pixels(visit, fake, options):
             task(page, chosen)
             page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
             small += page.evaluate(SMALL_TARGETS, TARGETS)
-    switch(page, "garden")
+    switch(page, "fruits")
     page.fill("#class-input", "app")
     small += page.evaluate(SMALL_TARGETS, TARGETS)
     assert small == []
@@ -240,11 +239,3 @@ def test_modules_have_a_header_and_nothing_is_inline():
         assert not re.search(r"\beval\(|new Function|innerHTML", text), path.name
     html = (STATIC / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html)
-
-
-def test_the_sprite_has_a_cell_for_each_class():
-    with Image.open(SPRITE) as sprite:
-        assert sprite.size == (17 * 48, -(-len(NAMES) // 17) * 48)
-        cells = np.asarray(sprite.convert("L")).reshape(-1, 48, 17, 48).swapaxes(1, 2).reshape(-1, 48 * 48)
-    assert (cells[: len(NAMES)].std(1) > 5).all()  # none is empty
-    assert SPRITE.stat().st_size < 150_000

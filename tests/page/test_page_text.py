@@ -22,7 +22,7 @@ PROMPT, NEGATIVE = 'two "red" apples on a 🍓', "it's a gray\nbackground"
 
 @pytest.fixture
 def page(fake, visit):
-    fake.info = info_of("garden-text")
+    fake.info = info_of("fruits-text")
     return visit(fake.url)
 
 

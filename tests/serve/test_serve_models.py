@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from arpg import Pipeline
 from arpg.checkpoint import FolderConfig, read_folder, write_folder
+from arpg.config import DEFAULT_MODEL
 from arpg.errors import InputError
 from arpg.installed import installed_models
 from arpg.serve.app import create_app
@@ -173,7 +174,7 @@ def test_a_folder_says_what_its_model_knows(served, folder, pipeline):
 
 def test_all_installed_models_are_served_unless_something_is_missing(monkeypatch, tmp_path):
     assets = installed_models()
-    assert next(iter(default_models())) == "garden"
+    assert next(iter(default_models())) == DEFAULT_MODEL
     assert default_models().keys() == assets.keys()
     monkeypatch.setattr("arpg.text_encoder.MINILM_PACKAGE", "no_such_package")
     text = [name for name, model in assets.items() if read_folder(model.folder).model.text is not None]

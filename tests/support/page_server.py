@@ -10,43 +10,82 @@ import random
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageDraw, ImageOps, PngImagePlugin
 
-from arpg.checkpoint import read_folder
-from arpg.installed import installed_folder
+from arpg import Pipeline, VQTokenizer
+from arpg.classes import ClassNames
+from arpg.config import ControlConfig, ModelConfig, TextConfig, TokenizerConfig
 from arpg.serve.schemas import Info, model_info
 from arpg.serve.server_config import Limits
 from arpg.settings import SamplingDefaults
-from support.distribution import require_model
 from support.paths import ROOT
+from support.small import small_model
 
-PACKAGE = ROOT / "src" / "arpg"
-STATIC = PACKAGE / "serve" / "static"
-SPRITE = PACKAGE / "assets" / "garden" / "thumbnails.webp"
-NAMES = (PACKAGE / "assets" / "garden" / "classes.txt").read_text().splitlines()
+STATIC = ROOT / "src" / "arpg" / "serve" / "static"
+NAMES = (ROOT / "tests" / "support" / "page_classes.txt").read_text().splitlines()
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 CSP = (
     "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
 SIDE, GRID, STRIDE = 96, 12, 8
+CELL, COLUMNS = 48, 17  # of the sprite
 
+
+def draw_sprite():
+    """A cell for each class: a disc of its own colour on grey."""
+    sprite = Image.new("RGB", (COLUMNS * CELL, -(-len(NAMES) // COLUMNS) * CELL), "white")
+    for i in range(len(NAMES)):
+        row, column = divmod(i, COLUMNS)
+        cell = Image.new("RGB", (CELL, CELL), (200, 200, 210))
+        colour = f"hsl({37 * i % 360}, 80%, {35 + i % 3 * 12}%)"
+        ImageDraw.Draw(cell).ellipse((4 + i % 5, 6, 40, 42 - i % 7), fill=colour)
+        sprite.paste(cell, (column * CELL, row * CELL))
+    return sprite
+
+
+SPRITE = draw_sprite()
+
+# Small networks that take classes, prompts, and classes with condition images.
+TOKENIZER = TokenizerConfig(
+    channels=32, multipliers=(1, 1, 1, 1), res_blocks=1, z_channels=32, codebook_size=64, codebook_dim=4
+)
+CLASSES = ModelConfig(
+    width=32, num_heads=2, pass1_layers=1, pass2_layers=1, vocab_size=64, num_classes=len(NAMES), grid=(GRID, GRID)
+)
+MODELS = {
+    "fruits": CLASSES,
+    "fruits-text": replace(CLASSES, num_classes=0, text=TextConfig("minilm", width=384, max_tokens=32)),
+    "fruits-control": replace(CLASSES, control=ControlConfig(patch=STRIDE, width=16, num_heads=2, layers=1)),
+}
+ABOUT = {False: "Fruits on white, at 96 x 96 pixels.", True: "Objects such as a banana, a penguin or a rocket."}
+EXAMPLES = {
+    False: ("Banana", "Strawberry", "daisy", "Pineapple", "sunflowers", "Kiwi"),
+    True: ("two bananas above a lemon", "a strawberry to the left of a green apple", "a rocket above a house"),
+}
 
 DEFAULTS = SamplingDefaults(steps=24, guidance_by_steps=((12, 4.0), (24, 3.0)))  # two entries, to interpolate between
 
 
 def info_of(name):
-    """The /info of the real server for a bundled model, with our defaults; its edges can be extracted, but no depth."""
-    require_model(name)
-    folder = read_folder(installed_folder(name))
-    tokenizer = folder.tokenizer or read_folder(installed_folder(folder.tokenizer_of)).tokenizer
-    info = model_info(name, folder.model, tokenizer, DEFAULTS, Limits(), about=folder.about, examples=folder.examples)
+    """The /info of the real server for one of `MODELS`; its edges can be extracted, but no depth."""
+    config = MODELS[name]
+    text = config.text is not None
+    info = model_info(name, config, TOKENIZER, DEFAULTS, Limits(), about=ABOUT[text], examples=EXAMPLES[text])
     if info["control"]:
         info["control"]["extracts"] = ["canny"]
     return json.loads(Info(**info).model_dump_json())
+
+
+def fruits_pipeline():
+    """A pipeline with random weights for "fruits"."""
+    return Pipeline(
+        small_model(CLASSES), VQTokenizer(TOKENIZER).eval(), classes=ClassNames(tuple(NAMES)), sampling=DEFAULTS
+    )
 
 
 def entry_of(info):
@@ -56,11 +95,11 @@ def entry_of(info):
         "name": info["model"],
         "takes": takes,
         "control": bool(info["control"]),
-        "default": info["model"] == "garden",
+        "default": info["model"] == "fruits",
     }
 
 
-INFO = info_of("garden")
+INFO = info_of("fruits")
 
 
 class Fake:
@@ -135,11 +174,11 @@ class Handler(BaseHTTPRequestHandler):
             info = models[name] if name else next(iter(models.values()), self.fake.info)
             return self.send(200, {**info, "models": [entry_of(each) for each in models.values()]})
         if path == "/v1/arpg/classes":
-            thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": 48, "columns": 17}
+            thumbnails = {"url": "/v1/arpg/thumbnails.webp", "size": CELL, "columns": COLUMNS}
             classes = [{"id": i, "name": name} for i, name in enumerate(NAMES)]
             return self.send(200, {"classes": classes, "thumbnails": thumbnails})
         if path == "/v1/arpg/thumbnails.webp":
-            return self.send(200, SPRITE.read_bytes(), "image/webp")
+            return self.send(200, sprite_file(), "image/webp")
         return self.send(404, {"error": {"message": f"There is no {path}.", "type": "invalid_request_error"}})
 
     def do_POST(self):
@@ -224,7 +263,7 @@ class Handler(BaseHTTPRequestHandler):
         for i, image in enumerate(finished):
             given_label = {name: body[name] for name in ("class", "prompt", "negative") if name in body}
             text = json.dumps(
-                {"model": body.get("model", "garden"), "task": task, **given_label, "seed": seed + i, **settings}
+                {"model": body.get("model", "fruits"), "task": task, **given_label, "seed": seed + i, **settings}
             )
             images.append({"png": png(image, text), "seed": seed + i, "width": image.width, "height": image.height})
         seconds = time.perf_counter() - began
@@ -266,10 +305,19 @@ def compose(task, body, seed):
 
 
 def thumbnail(label, seed):
-    row, column = divmod(label, 17)
-    with Image.open(SPRITE) as sprite:
-        cut = sprite.convert("RGB").crop((column * 48, row * 48, column * 48 + 48, row * 48 + 48))
-    return cut.resize((SIDE, SIDE), Image.Resampling.BICUBIC).rotate(seed % 4 * 90)
+    return cell(label).resize((SIDE, SIDE), Image.Resampling.BICUBIC).rotate(seed % 4 * 90)
+
+
+def cell(label):
+    """The sprite's cell of a class."""
+    row, column = divmod(label, COLUMNS)
+    return SPRITE.crop((column * CELL, row * CELL, column * CELL + CELL, row * CELL + CELL))
+
+
+def sprite_file():
+    buffer = io.BytesIO()
+    SPRITE.save(buffer, "webp", quality=90)
+    return buffer.getvalue()
 
 
 def png(image, text=""):
@@ -284,6 +332,6 @@ def png(image, text=""):
 if __name__ == "__main__":
     served = Fake()
     served.pause = 0.06
-    served.models = {name: info_of(name) for name in ("garden", "garden-text", "garden-control")}
+    served.models = {name: info_of(name) for name in MODELS}
     sys.stderr.write(served.start(int(sys.argv[1]) if len(sys.argv) > 1 else 8000) + "\n")
     threading.Event().wait()

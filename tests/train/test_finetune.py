@@ -18,7 +18,7 @@ from arpg.train import report
 from arpg.train.finetune import choose_batch, choose_steps, finetune, hold_out
 from arpg.train.model import ModelTraining
 from support.paths import ROOT
-from support.small import FakeEncoder
+from support.small import FakeEncoder, controlled_model, small_tokenizer
 
 sys.path.insert(0, str(ROOT / "examples"))
 from shapes import write_shapes
@@ -218,8 +218,9 @@ def test_choices_follow_images_and_device(monkeypatch):
 
 
 def test_bases_that_cannot_be_used(images, tmp_path):
+    Pipeline(controlled_model(), small_tokenizer()).save_pretrained(tmp_path / "controlled")
     with pytest.raises(InputError, match="takes condition images"):
-        finetune(images, tmp_path / "mine", base="garden-control", device="cpu")
+        finetune(images, tmp_path / "mine", base=str(tmp_path / "controlled"), device="cpu")
     with pytest.raises(InputError, match="'nothing' is neither"):
         finetune(images, tmp_path / "mine", base="nothing", device="cpu")
     assert not (tmp_path / "mine").exists()

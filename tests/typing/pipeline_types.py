@@ -15,7 +15,7 @@ from arpg import ControlInput, ImageTask, Pipeline
 
 
 def results(pipe: Pipeline) -> None:
-    assert_type(Pipeline.from_pretrained("garden", torch_dtype=torch.bfloat16), Pipeline)
+    assert_type(Pipeline.from_pretrained("model", torch_dtype=torch.bfloat16), Pipeline)
     assert_type(pipe("Kiwi").images, list[Image.Image])
     assert_type(pipe("Kiwi", output_type="np").images, NDArray[np.float32])
     assert_type(pipe("Kiwi", output_type="pt").images, torch.Tensor)

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import close_session, constants
 
 from arpg import InputError, Pipeline, hub
+from arpg.config import DEFAULT_MODEL
 from arpg.convert import model_to_published
 from arpg.storage import home
 from support.small import SMALL, small_model, small_tokenizer
@@ -215,7 +216,7 @@ def test_hub_ids(stand_in, folder):
 
 
 def test_unknown_names():
-    with pytest.raises(InputError, match=r"neither installed .garden.*., a folder, a published name"):
+    with pytest.raises(InputError, match=rf"neither installed .*{DEFAULT_MODEL}.*, a folder, a published name"):
         Pipeline.from_pretrained("arpg-m")
     with pytest.raises(InputError, match="neither installed"):
         Pipeline.from_pretrained("./nowhere/model")

@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+import tomllib
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from arpg import InputError, Pipeline
 from arpg.checkpoint import FolderConfig, read_folder, write_difference, write_folder
 from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.hub import resolve
-from arpg.installed import installed_folder, installed_models
+from arpg.installed import DISTRIBUTIONS, installed_folder, installed_models
 from support.distribution import install
+from support.paths import ROOT
 from support.small import small_model
 
 
@@ -94,3 +96,24 @@ def test_the_defaults_take_what_they_are_for():
     for name, section in takes.items():
         if name in models:
             assert getattr(read_folder(models[name].folder).model, section)
+
+
+def test_a_missing_model_of_this_project_names_its_distribution(monkeypatch):
+    only = {DEFAULT_MODEL: installed_models()[DEFAULT_MODEL]}
+    for module in ("arpg.hub", "arpg.installed"):
+        monkeypatch.setattr(f"{module}.installed_models", lambda: only)
+    for name, distribution in DISTRIBUTIONS.items():
+        if name != DEFAULT_MODEL:
+            with pytest.raises(InputError, match=f"'{name}', which is not installed; pip install {distribution}"):
+                resolve(name)
+
+
+def test_the_distributions_of_this_repository_provide_what_they_should():
+    for distribution in set(DISTRIBUTIONS.values()):
+        folder = ROOT / "packages" / distribution
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        provided = project["entry-points"]["arpg.models"]
+        assert project["name"] == distribution
+        assert set(provided) == {name for name, where in DISTRIBUTIONS.items() if where == distribution}
+        for package in provided.values():
+            assert (folder / "src" / package / "__init__.py").is_file()

@@ -12,6 +12,7 @@ from arpg.config import MODELS, TextConfig
 from arpg.installed import installed_folder
 from arpg.quantization.storage import pack_difference
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
+from support.distribution import require_model
 from support.paths import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -78,6 +79,7 @@ def test_the_papers_control_fine_tune():
 
 def test_garden_control_fits_its_size():
     """`garden` with an encoder of two to three million parameters; under 25 MB as 6-bit differences."""
+    require_model("garden")
     recipe = read_recipe(next(p for p in RECIPES if p.stem == "garden-control"), ModelRecipe)
     assert dataclasses.replace(recipe.model, control=None) == read_folder(installed_folder("garden")).model
     assert (recipe.init_from, recipe.optim.schedule, recipe.label_drop) == ("garden", "constant", 0.1)

@@ -42,7 +42,9 @@ def score(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="A folder, a published name, a hub id; none: garden, or garden-text for a prompt."
+            "--model",
+            "-m",
+            help=f"A folder, a published name, a hub id; none: {DEFAULT_MODEL}, or {DEFAULT_TEXT_MODEL} for a prompt.",
         ),
     ] = None,
     lora: LoraOption = None,

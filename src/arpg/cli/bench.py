@@ -25,7 +25,8 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 def bench(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="garden, a folder, a published name or a hub id; one or more.")
+        str,
+        typer.Option("--model", "-m", help="An installed name, a folder, a published name or a hub id; one or more."),
     ] = configs.DEFAULT_MODEL,
     random: Annotated[bool, typer.Option("--random", help="Random weights; presets are not downloaded then.")] = False,
     batch: Annotated[str, typer.Option(help="Batch size. One or more, like 1,8,64.")] = "",

@@ -105,7 +105,7 @@ def output_option(help: str) -> Any:
 
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="An installed name like garden, a folder, a published name or a hub id.")
+    str, typer.Option("--model", "-m", help="An installed name, a folder, a published name or a hub id.")
 ]
 SeedOption = Annotated[int, setting_option("seed")]
 BatchSizeOption = Annotated[int, setting_option("batch_size")]
@@ -307,8 +307,8 @@ def _read_sampling(
         typer.Option(
             "--model",
             "-m",
-            help="A folder, a published name or a hub id; none: garden, garden-text for prompts, garden-control for "
-            "condition images.",
+            help=f"A folder, a published name or a hub id; none: {DEFAULT_MODEL}, {DEFAULT_TEXT_MODEL} for prompts, "
+            f"{DEFAULT_CONTROL_MODEL} for condition images.",
         ),
     ] = None,
     lora: LoraOption = None,

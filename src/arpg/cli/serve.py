@@ -24,7 +24,7 @@ def serve(
         typer.Option(
             "--model",
             "-m",
-            help="garden, a folder, a published name or a hub id; repeat it for several. By default all installed.",
+            help="An installed name, a folder, a published name or a hub id; repeatable. By default all installed.",
         ),
     ] = None,
     lora: LoraOption = None,

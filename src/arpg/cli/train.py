@@ -23,6 +23,7 @@ from arpg.cli.options import (
     progress_bar,
     ray_options,
 )
+from arpg.config import DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.errors import present
 from arpg.settings import CONTROL_KINDS
 from arpg.storage import AnyPath, as_path
@@ -77,7 +78,7 @@ def finetune(
     output: Annotated[Path, output_option("The run's folder: tokens, logs, sheets, snapshots, the result.")],
     base: Annotated[
         str | None,
-        typer.Option(help="The model to start from; none: garden, or garden-text for images with captions."),
+        typer.Option(help=f"The model to start from; none: {DEFAULT_MODEL}, or {DEFAULT_TEXT_MODEL} for captions."),
     ] = None,
     lora: Annotated[int | None, typer.Option(metavar="RANK", help="Train a LoRA adapter of this rank alone.")] = None,
     set_: SetOption = None,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from arpg.config import DEFAULT_CONTROL_MODEL
 from arpg.device import send
 from arpg.errors import present, require
 from arpg.model.rope import identity_positions, no_positions
@@ -143,9 +144,7 @@ def control_condition(
     A strength of 1 is what was trained, one of 0 is plain [MASK]. The null condition has neither class, prompt nor
     image.
     """
-    control = present(
-        model.control, "the model takes no condition images; choose one that does, such as garden-control"
-    )
+    control = present(model.control, f"the model takes no condition images; one that does is {DEFAULT_CONTROL_MODEL}")
     assert len(images) == len(kinds) == len(strengths) == len(condition)
     for strength in strengths:
         require(

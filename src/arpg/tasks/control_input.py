@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageOps
 
-from arpg.config import ControlConfig
+from arpg.config import DEFAULT_CONTROL_MODEL, ControlConfig
 from arpg.errors import present
 from arpg.extractors import extract, to_condition
 from arpg.image import ImageInput, adm_crop, resize, to_image, to_rgb
@@ -82,7 +82,7 @@ def check_controls(control: Controls, config: ControlConfig | None) -> tuple[Con
     """Return the condition images as a tuple; raise an `InputError` if the model does not take their kinds."""
     if control is None:
         return ()
-    takes = present(config, "the model takes no condition images; choose one that does, such as garden-control")
+    takes = present(config, f"the model takes no condition images; one that does is {DEFAULT_CONTROL_MODEL}")
     controls = (control,) if isinstance(control, ControlInput) else tuple(control)
     for each in controls:
         takes.kind_id(each.kind)

@@ -29,7 +29,7 @@ export function commandLine({ task, body, model, names }) {
     if (body.control.strength !== 1) add("strength", body.control.strength);
   }
   if (body.feather !== undefined) add("feather", body.feather);
-  if (model !== "garden") add("model", model);
+  add("model", model);
   for (const name of names) if (body[name] != null) add(name.replaceAll("_", "-"), body[name]);
   parts.push("--num", body.num, "--seed", body.seed, "--output", shellQuote(target({ task, body }) + (body.num > 1 ? "/" : ".png")));
   return parts.join(" ");
