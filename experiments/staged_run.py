@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from arpg.checkpoint import store_folder
@@ -86,11 +86,16 @@ def train_until(
     return True
 
 
-def write_pieces(results: Path, folder: Path, piece: int = PIECE) -> list[Path]:
-    """Write all results as one zip, cut into pieces, and return them; `join_pieces` is the inverse."""
+def write_pieces(results: Path, folder: Path, piece: int = PIECE, *, leave_out: Collection[Path] = ()) -> list[Path]:
+    """Write all results as one zip, cut into pieces, and return them; `join_pieces` is the inverse.
+
+    `leave_out`: files, and folders with all that is in them.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(p for p in results.rglob("*") if p.is_file()):
+            if not {path, *path.parents}.isdisjoint(leave_out):
+                continue
             archive.write(path, path.relative_to(results).as_posix())
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("results.zip.*"):  # an earlier call may have written more

@@ -1,4 +1,8 @@
-"""Measurements as JSON lines: a run that is cut off loses the line it was measuring, not the rest."""
+"""Measurements as JSON lines: a run that is cut off loses the line it was measuring, not the rest.
+
+A folder holds one file for each call that measured something, so that what comes back from several machines is
+collected by copying files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from arpg.errors import InputError
-from arpg.files import write_text
 
 Line = dict[str, Any]
 
@@ -19,10 +22,12 @@ class OutOfTimeError(Exception):
     """There is no time left for the next measurement; all others are kept."""
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Read the lines of a file; a last one that was cut off is left out."""
-    if not path.exists():
-        return []
+def read_lines(folder: Path) -> list[Line]:
+    """Read the lines of all files of a folder; a last line that was cut off is left out."""
+    return [line for path in sorted(folder.glob("*.jsonl")) for line in _read_file(path)]
+
+
+def _read_file(path: Path) -> list[Line]:
     found, texts = [], path.read_text(encoding="utf-8").split("\n")
     for number, text in enumerate(texts):
         try:
@@ -41,12 +46,16 @@ def matching(lines: list[Line], **key: Any) -> list[Line]:
 
 
 class Queue:
-    """Measures what a file of lines does not have yet, until a deadline."""
+    """Measures what a folder of lines does not have yet, until a deadline."""
 
-    def __init__(self, path: Path, *, deadline: float) -> None:
-        self.path, self.deadline = path, deadline
-        self.lines = read_lines(path)
-        write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))  # without a line that was cut off
+    def __init__(self, folder: Path, *, deadline: float) -> None:
+        self.deadline = deadline
+        self.lines = read_lines(folder)
+        self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.jsonl"
+
+    def has(self, key: Mapping[str, Any]) -> bool:
+        """Whether there is a line of `key`."""
+        return bool(matching(self.lines, **json.loads(json.dumps(key))))
 
     def line(self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Line:
         """Return the line of `key`; where there is none, measure and append it. No measurement begins too late."""
@@ -57,6 +66,7 @@ class Queue:
             raise OutOfTimeError
         began = time.monotonic()
         line = {**wanted, **measure(), "seconds": round(time.monotonic() - began, 2)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()

@@ -1,6 +1,6 @@
 """Tables, figures and verdicts from measured lines, beside what the paper reports.
 
-    python -m experiments.paper report --lines results/paper/lines.jsonl --out docs/results/paper.md
+    python -m experiments.paper report --lines runs/paper/results/lines --out docs/results/paper.md
 
 We agree with a claim where the whole 95 % interval is on its side, contradict it where the whole interval
 is on the other, and otherwise cannot tell. What was not measured says so; every number comes from a line or from
@@ -241,7 +241,7 @@ def draw_curves(lines: list[Line], path: Path) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and the figure of measured lines."""
     parser = argparse.ArgumentParser(prog="experiments.paper report", description=main.__doc__)
-    parser.add_argument("--lines", type=Path, default=Path("results/paper/lines.jsonl"))
+    parser.add_argument("--lines", type=Path, default=Path("runs/paper/results/lines"), help="A folder.")
     parser.add_argument("--out", type=Path, required=True, help="The Markdown page to write.")
     options = parser.parse_args(arguments)
     lines = read_lines(options.lines)

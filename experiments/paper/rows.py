@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from arpg.checkpoint import check_state, load_model, store_folder
 from arpg.config import ModelConfig
 from arpg.files import read_tensors, write_tensors, write_whole
 from arpg.model import ARPG
+from arpg.quantization.storage import pack, unpack
 from arpg.train.loop import train
 from arpg.train.model import ModelTraining
 from arpg.train.objective import Objective
@@ -28,7 +30,7 @@ class Row:
     model: ModelConfig
     peer: str | None = None  # None: ARPG itself
     order: str = "random"
-    confidence: float | None = None  # of a masked peer
+    confidence: float | None = None  # tokens are accepted by their probability, see `RemainingSteps`
     steps: tuple[int, ...] = (64,)
 
     @property
@@ -40,10 +42,7 @@ class Row:
 
     def build(self, config: ModelConfig | None = None) -> ARPG | Peer:
         """Make the network, with the weights uninitialised."""
-        made = (ARPG if self.peer is None else PEERS[self.peer])(config or self.model)
-        if self.confidence is not None:
-            made.confidence = self.confidence
-        return made
+        return (ARPG if self.peer is None else PEERS[self.peer])(config or self.model)
 
 
 def designs(base: ModelConfig = BASE) -> list[Row]:
@@ -118,13 +117,21 @@ def train_row(row: Row, recipe: ModelRecipe, folder: Path, *, resume: bool, devi
     return train(lambda world: kind(recipe, folder, world), resume=resume, device=device)
 
 
-def load_row(row: Row, folder: Path, *, device: torch.device, dtype: torch.dtype) -> ARPG | Peer:
-    """Load what `train_row` wrote, in eval mode."""
-    from arpg.checkpoint import check_state, load_model
+def store_row(row: Row, folder: Path, target: Path, *, form: str = "int8") -> None:
+    """Store what `train_row` wrote, in 8 bits: what comes back from a machine, and what is measured."""
+    if row.peer is None:
+        store_folder(folder, target, form=form)
+    else:
+        packed = pack(read_tensors(folder / WEIGHTS), form)
+        write_whole(target / WEIGHTS, lambda path: write_tensors(packed, path))
 
+
+def load_row(row: Row, folder: Path, *, device: torch.device, dtype: torch.dtype) -> ARPG | Peer:
+    """Load what `store_row` or `train_row` wrote, in eval mode."""
     if row.peer is None:
         return load_model(folder, device=device, dtype=dtype)
-    network, state = row.build(), read_tensors(folder / WEIGHTS)
-    check_state(state, network, where=str(folder / WEIGHTS))
+    path = folder / WEIGHTS
+    network, state = row.build(), unpack(read_tensors(path), where=str(path))
+    check_state(state, network, where=str(path))
     network.load_state_dict(state)
     return network.to(device=device, dtype=dtype).eval()

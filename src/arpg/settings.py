@@ -98,6 +98,7 @@ SETTINGS: Mapping[str, Setting] = _table(
         {
             "linear": "Grows from 1 to the full scale with the share of tokens that are known.",
             "constant": "The full scale from the first step.",
+            "cutoff": "The full scale, but none in the last quarter of the steps.",
             "none": "No guidance.",
         },
     ),

@@ -1,6 +1,7 @@
 """The paper's tables: lines that survive a cut, rows that train and decode, verdicts and pages from made-up lines."""
 
 import json
+import shutil
 import time
 import zipfile
 
@@ -13,7 +14,7 @@ from arpg.config import ModelConfig
 from arpg.data.tokens import TokenWriter
 from arpg.train import report as training_report
 from experiments import photos, staged_run
-from experiments.paper import queue, report
+from experiments.paper import bench, queue, report
 from experiments.paper.__main__ import main
 from experiments.paper.lines import OutOfTimeError, Queue, read_lines
 from experiments.paper.report import AGREES, CONTRADICTS, MISSING, UNSURE, Estimate, verdict
@@ -23,28 +24,30 @@ from support.small import noise, small_tokenizer
 
 
 def test_a_cut_off_line_is_measured_again(tmp_path):
-    path, asked = tmp_path / "lines.jsonl", []
+    asked = []
 
     def measure(value):
         return lambda: (asked.append(value), {"value": value})[1]
 
-    lines = Queue(path, deadline=time.monotonic() + 100)
+    lines = Queue(tmp_path, deadline=time.monotonic() + 100)
     for value in range(3):
         assert lines.line({"row": value}, measure(value))["value"] == value
+    (path,) = tmp_path.iterdir()
+    path = path.rename(tmp_path / "earlier.jsonl")  # what came back from another machine
     path.write_text(path.read_text()[:-9])  # the last line is cut
-    assert [line["row"] for line in read_lines(path)] == [0, 1]
-    again = Queue(path, deadline=time.monotonic() + 100)
+    assert [line["row"] for line in read_lines(tmp_path)] == [0, 1]
+    again = Queue(tmp_path, deadline=time.monotonic() + 100)
     for value in range(3):
         again.line({"row": value}, measure(value))
     assert asked == [0, 1, 2, 2]
-    assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == [0, 1, 2]
-    late = Queue(path, deadline=time.monotonic() - 1)
+    assert sorted(line["row"] for line in read_lines(tmp_path)) == [0, 1, 2]
+    late = Queue(tmp_path, deadline=time.monotonic() - 1)
     assert late.line({"row": 1}, measure(9))["value"] == 1
     with pytest.raises(OutOfTimeError):
         late.line({"row": 3}, measure(3))
     path.write_text("{\n" + path.read_text())
     with pytest.raises(InputError, match="line 1 is not valid JSON"):
-        read_lines(path)
+        read_lines(tmp_path)
 
 
 def test_rows_are_those_of_the_paper():
@@ -72,9 +75,11 @@ def world(tmp_path, monkeypatch):
     """Tokens of 4 x 4, a tokenizer, eight photographs, a stand-in for Inception; tiny models, two training steps."""
     monkeypatch.setattr(training_report, "plot_losses", lambda folder: None)
     monkeypatch.setattr(staged_run, "SHORTEST", 0.0)
-    monkeypatch.setattr(queue, "BASE", ModelConfig(32, 1, 2, 2))
-    monkeypatch.setattr(queue.Inception, "load", lambda *_, **__: Eye())
+    monkeypatch.setattr(bench, "BASE", ModelConfig(32, 1, 2, 2))
+    monkeypatch.setattr(bench.Inception, "load", lambda *_, **__: Eye())
+    monkeypatch.setattr(bench, "SCALES", (1.5, 3.0))
     monkeypatch.setattr(queue, "SCALES", (1.5, 3.0))
+    monkeypatch.setattr(queue, "ORDERS", ("random", "raster"))
     tokenizer = small_tokenizer()
     size = 4 * tokenizer.config.stride
     tiny = photos.PhotoSet("meadow", ("pets",), "meadow-{domain}.zip/{split}", size)
@@ -87,43 +92,76 @@ def world(tmp_path, monkeypatch):
     writer = TokenWriter(tmp_path / "tokens", grid=(4, 4), vocab_size=24, classes=("a", "b"), views=1)
     writer.add(np.random.default_rng(0).integers(24, size=(8, 1, 16)), np.arange(8) % 2)
     writer.close()
-    options = ["--tokens", tmp_path / "tokens", "--tokenizer", tmp_path / "tok", "--data", tmp_path, "--device", "cpu"]
+    options = [
+        "--tokens",
+        tmp_path / "tokens",
+        "--validation",
+        tmp_path / "tokens",
+        "--tokenizer",
+        tmp_path / "tok",
+        "--data",
+        tmp_path,
+        "--device",
+        "cpu",
+    ]
     options += ["--width", 32, "--layers", 4, "--steps", 2, "--batch-size", 4, "--num", 16, "--sample-batch", 16]
     options += ["--repeats", 1, "--seeds", 1, "--small", "--work", tmp_path / "work", "--out", tmp_path / "out"]
     return [str(option) for option in options]
 
 
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("table", ["designs", "peers", "scaling", "steps", "block-causal", "few-steps"])
+@pytest.mark.parametrize("table", queue.TABLES)
 def test_every_table_runs_and_continues(world, tmp_path, table):
-    path = tmp_path / "out" / "lines.jsonl"
+    out = tmp_path / "out"
     assert main([table, *world]) == 0
-    lines = read_lines(path)
-    assert lines
-    assert {line["table"] for line in lines} == {table}
+    lines = read_lines(out / "lines")
+    assert bool(lines) == (table != "reference")
+    assert {line["table"] for line in lines} <= {table}
     for line in lines:
         if "fid" in line:
             assert line["fid interval"][0] <= line["fid"] <= line["fid interval"][1]
-    before = path.read_bytes()
+    before = files(out)
     assert main([table, *world]) == 0  # nothing is measured twice
-    assert path.read_bytes() == before
-    assert main(["report", "--lines", str(path), "--out", str(tmp_path / "page.md")]) == 0
+    assert files(out) == before
+    assert main(["report", "--lines", str(out / "lines"), "--out", str(tmp_path / "page.md")]) == 0
     assert "Not measured yet" in (tmp_path / "page.md").read_text()
 
 
-def test_a_row_is_trained_once_measured_and_kept(world, tmp_path, monkeypatch):
-    """One peer of a table, end to end; a call without time measures nothing."""
-    monkeypatch.setattr(
-        queue, "peers", lambda base: [row for row in peers(base) if row.name == "interleaved positions"]
-    )
+def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, tmp_path, monkeypatch):
+    """Two machines that forget: the first trains, the second has nothing but what came back."""
+    monkeypatch.setattr(queue, "peers", lambda base: [row for row in peers(base) if row.peer in (None, "interleaved")])
     assert main(["peers", *world, "--minutes", "0"]) == 0
-    assert read_lines(tmp_path / "out" / "lines.jsonl") == []
-    assert main(["peers", *world]) == 0
-    lines = read_lines(tmp_path / "out" / "lines.jsonl")
-    assert [line["measure"] for line in lines] == ["quality", "speed", "speed"]
-    quality, speed, _ = lines
+    assert read_lines(tmp_path / "out" / "lines") == []
+    pieces, home, sizes = tmp_path / "pieces", tmp_path / "home", []
+    for _ in range(3):
+        assert main(["peers", *world, "--train-only", "--pieces", str(pieces)]) == 0
+        staged_run.join_pieces(pieces, home)
+        sizes.append(len(list((home / "weights").iterdir())))
+    assert sizes == [1, 2, 2]
+    assert not (home / "lines").exists()
+    assert main(["reference", *world, "--pieces", str(pieces)]) == 0
+    staged_run.join_pieces(pieces, home)
+    for folder in ("work", "out"):
+        shutil.rmtree(tmp_path / folder)
+    (tmp_path / "meadow-pets.zip").unlink()
+    moved = home.rename(tmp_path / "out")
+    weights = (moved / "weights").rename(tmp_path / "sent")
+    assert main(["peers", *world, "--weights", str(weights), "--pieces", str(pieces)]) == 0
+    staged_run.join_pieces(pieces, home)
+    assert not (home / "weights").exists()  # nothing was trained
+    assert not list(home.glob("*.npz"))
+    lines = read_lines(home / "lines")
+    assert {(line["row"], line["measure"]) for line in lines} == {
+        (name, measure) for name in ("ARPG", "interleaved positions") for measure in ("quality", "speed")
+    }
+    quality = next(line for line in lines if line["measure"] == "quality")
     assert quality["steps"] == 16
     assert [samples for samples, _ in quality["losses"]["loss"]] == [4, 8]
+    speed = next(line for line in lines if line["measure"] == "speed")
     assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
 
 
@@ -167,13 +205,14 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert rows["block-wise attention is better at 32 steps"][3] == MISSING
     assert rows["a larger model has a lower loss at every step"][2:] == ["0.5 (0.5 to 0.5)", CONTRADICTS]
     assert report.exponent(made_up()) == pytest.approx(np.log(0.9) / np.log(10))
-    path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in made_up()))
+    path = tmp_path / "lines"
+    path.mkdir()
+    (path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made_up()))
     assert main(["report", "--lines", str(path), "--out", str(tmp_path / "page.md")]) == 0
     text = (tmp_path / "page.md").read_text()
     assert "20 (19 to 21)" in text
     assert "| LlamaGen-XXL | 256 | 1400.0 | 576 | 1.58 |" in text
     assert "Not measured yet (`python -m experiments.paper few-steps`)" in text
     empty = report.page([])
-    assert all(f"experiments.paper {table}" in empty for table in queue.TABLES)
+    assert all(f"experiments.paper {table}" in empty for table in queue.TABLES if table != "reference")
     assert empty.count(MISSING) == len(report.CLAIMS)

@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from arpg import InputError, SamplingSettings
+from arpg import ARPG, InputError, SamplingSettings
 from arpg.config import ModelConfig
 from arpg.data.dataset import Batch
 from arpg.decode import make_plan
 from arpg.decode.sampling import sample
 from arpg.model.condition import class_condition
 from arpg.noise import Stream, gumbel, seed_keys
+from experiments.paper.engine import RowEngine
 from experiments.paper.peers import PEERS, Masked, NextToken, PeerObjective, known_tokens, num_known
+from support.small import small_model
 
 CONFIG = ModelConfig(32, 2, 1, 2, vocab_size=12, num_classes=3, grid=(3, 4), dropout=0.1)
 NUM = 12
@@ -61,10 +63,10 @@ def test_next_token_models_decode_as_without_a_cache(kind, order):
         out = peer.run(torch.cat((prefix, tokens), 1), pos, "causal")[:, -1:]
         here = order_BN[:, k : k + 1]
         ids.scatter_(1, here, sampled(peer, peer.head(out), here, settings))
-    assert torch.equal(peer.decode(LABELS, SEEDS, settings), ids)
+    assert torch.equal(RowEngine(peer).generate(LABELS, SEEDS, settings), ids)
     assert len(ids.unique()) > 4
-    with pytest.raises(InputError, match="4 steps are asked for; a next-token model takes one per token, 12"):
-        peer.decode(LABELS, SEEDS, GUIDED)
+    with pytest.raises(InputError, match="a step has 2 tokens; a next-token model predicts one"):
+        RowEngine(peer).generate(LABELS, SEEDS, GUIDED)
 
 
 @torch.no_grad()
@@ -87,12 +89,12 @@ def test_interleaved_positions_decode_as_without_a_cache(steps):
         ids.scatter_(1, here, sampled(peer, logits, here, settings))
         x = torch.cat((x, peer.embedding(ids.gather(1, here)).repeat(2, 1, 1)), 1)
         pos = torch.cat((pos, here_pos), 1)
-    assert torch.equal(peer.decode(LABELS, SEEDS, settings), ids)
+    assert torch.equal(RowEngine(peer).generate(LABELS, SEEDS, settings), ids)
     if steps == NUM:  # one token per step is the sequence of training
         condition = class_condition(peer, torch.tensor(LABELS))
         teacher = peer(ids, order_BN, condition)
         unguided = dataclasses.replace(settings, guidance=1.0)
-        made = peer.decode(LABELS, SEEDS, unguided)
+        made = RowEngine(peer).generate(LABELS, SEEDS, unguided)
         logits = peer(made, order_BN, condition)
         again = sample(logits, unguided, seed_keys(SEEDS), order_BN)
         assert torch.equal(torch.zeros_like(made).scatter(1, order_BN, again), made)
@@ -105,10 +107,9 @@ def test_interleaved_positions_decode_as_without_a_cache(steps):
 def test_masked_models_decode_as_one_sample_at_a_time(confidence, order):
     """Each sample alone, with plain loops over positions."""
     peer = make("masked")
-    peer.confidence = confidence
     settings = dataclasses.replace(GUIDED, order=order)
     order_BN, sizes = plan_of(settings)
-    found = peer.decode(LABELS, SEEDS, settings)
+    found = RowEngine(peer, confidence=confidence).generate(LABELS, SEEDS, settings)
     for row, (label, seed) in enumerate(zip(LABELS, SEEDS, strict=True)):
         condition = class_condition(peer, torch.tensor([label]))
         key, ids, known, first = seed_keys([seed]), [0] * NUM, [False] * NUM, 0
@@ -125,13 +126,52 @@ def test_masked_models_decode_as_one_sample_at_a_time(confidence, order):
             chosen = order_BN[row, first : first + size].tolist()
             first += size
             if confidence is not None:
-                noise = gumbel(key, Stream.TRAIN_ORDER, every, 1)[0, :, 0] * confidence * (1 - (k + 1) / len(sizes))
+                noise = gumbel(key, Stream.ORDER, every, 1)[0, :, 0] * confidence * (1 - (k + 1) / len(sizes))
                 sure = {i: logits.log_softmax(-1)[0, i, codes[i]] + noise[i] for i in range(NUM) if not known[i]}
                 chosen = sorted(sure, key=lambda i: -float(sure[i]))[:size]
             for i in chosen:
                 assert not known[i]
                 ids[i], known[i] = codes[i], True
         assert found[row].tolist() == ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["random", "raster"])
+def test_predicting_all_that_is_left_in_planned_order_is_planned_decoding(order, monkeypatch):
+    """The queries of Pass 2 do not see each other: ARPG samples the same tokens, whatever else is predicted."""
+    model, settings = small_model(), dataclasses.replace(GUIDED, order=order, schedule=(1, 6, 2, 7))
+    engine = RowEngine(model, confidence=1.0)
+    confident = engine.generate(LABELS, SEEDS, settings)
+    planned = RowEngine(model).generate(LABELS, SEEDS, settings)
+    assert not torch.equal(confident, planned)
+    engine.confidence = None
+    monkeypatch.setattr("experiments.paper.engine.Masked", type(model))  # in the plan's order
+    assert torch.equal(engine.generate(LABELS, SEEDS, settings), planned)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("kind", "order", "confidence"),
+    [
+        *(("raster", "raster", None), ("random", "random", None), ("interleaved", "random", None)),
+        *(("masked", "halton", None), ("masked", "random", 3.0), (None, "random", None), (None, "random", 2.0)),
+    ],
+)
+def test_captured_graphs_sample_the_tokens_of_the_loop(kind, order, confidence):
+    config = ModelConfig(128, 2, 2, 2, vocab_size=64, num_classes=3, grid=(4, 4))
+    peer = (ARPG if kind is None else PEERS[kind])(config).init_weights(seed=1, std=0.1)
+    with torch.no_grad():
+        peer.head.weight.normal_(generator=torch.Generator().manual_seed(2))
+    peer = peer.to("cuda", torch.bfloat16).eval()
+    steps = 16 if kind in ("raster", "random") else 5
+    settings = SamplingSettings(steps=steps, order=order, guidance=2.5)
+    eager, graph = (RowEngine(peer, mode, confidence=confidence) for mode in ("eager", "graph"))
+    for first in (0, 100):  # the second time replayed with other seeds
+        seeds = range(first, first + 4)
+        expected = eager.generate([0, 2, 1, 1], seeds, settings)
+        assert torch.equal(graph.generate([0, 2, 1, 1], seeds, settings), expected)
+    assert len(graph.graphs.captured) == 1
 
 
 def batch():

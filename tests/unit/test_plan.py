@@ -43,6 +43,9 @@ def test_explicit_steps():
 def test_guidance():
     assert guidance_scales("linear", 5.0, (4, 4, 8)) == (2.0, 3.0, 5.0)
     assert guidance_scales("constant", 5.0, (4, 12)) == (5.0, 5.0)
+    assert guidance_scales("cutoff", 5.0, (4, 4, 4, 2, 2)) == (5.0, 5.0, 5.0, 1.0, 1.0)
+    assert guidance_scales("cutoff", 5.0, (16,)) == (1.0,)
+    assert guidance_scales("cutoff", 5.0, ()) == ()
     assert guidance_scales("none", 5.0, (4, 12)) == (1.0, 1.0)
     # It ramps over the tokens to be filled, however many are known.
     plan = plan_sample((4, 4), [True] * 12 + [False] * 4, 0, SamplingSettings(steps=2, schedule="linear", guidance=3.0))

@@ -26,7 +26,7 @@ from arpg.decode.speculative import Speculative
 from arpg.decode.state import DecodeState, known_positions, prefill, to_device
 from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, RowProgress, StepPlan
 from arpg.errors import one_of, require
-from arpg.model import ARPG
+from arpg.model import TokenDecoder
 from arpg.settings import SamplingSettings
 
 # Called after Pass 2 with the state, the step, the logits [R, S, V] and the sampled ids [B, S]; the ids it returns are
@@ -57,21 +57,27 @@ class Step:
 
 
 def decode(
-    model: ARPG, request: Request, plan: Plan, settings: SamplingSettings, *, hook: Hook | None = None
+    model: TokenDecoder,
+    request: Request,
+    plan: Plan,
+    settings: SamplingSettings,
+    *,
+    hook: Hook | None = None,
+    strategy: DecodeStrategy | None = None,
 ) -> Iterator[Step]:
-    """Fill the request as planned; yield after every step.
+    """Fill the request as planned; yield after every step. `strategy`: None for the one that the settings name.
 
     A request in which everything is known yields one step that is the request itself.
     """
     check(model, request, plan)
-    strategy = make_strategy(request, plan, settings, model.device)
+    strategy = strategy or make_strategy(request, plan, settings, model.device)
     state = to_device(model, request, guided=plan.guided, ragged=strategy.ragged)
     return loop(model, state, strategy, settings, hook=hook)
 
 
 @torch.no_grad()
 def loop(
-    model: ARPG,
+    model: TokenDecoder,
     state: DecodeState,
     strategy: DecodeStrategy,
     settings: SamplingSettings,
@@ -91,7 +97,12 @@ def loop(
 
 @torch.no_grad()
 def run_step(
-    model: ARPG, state: DecodeState, strategy: DecodeStrategy, settings: SamplingSettings, *, hook: Hook | None = None
+    model: TokenDecoder,
+    state: DecodeState,
+    strategy: DecodeStrategy,
+    settings: SamplingSettings,
+    *,
+    hook: Hook | None = None,
 ) -> bool:
     """Run one step of the loop; False if there is none left."""
     step = strategy.next_step(state)
@@ -128,7 +139,7 @@ def make_strategy(
     return PlannedSteps(PlanCursor(rows, num_tokens=request.num_tokens, device=device, guided=plan.guided))
 
 
-def check(model: ARPG, request: Request, plan: Plan) -> None:
+def check(model: TokenDecoder, request: Request, plan: Plan) -> None:
     """Raise an `InputError` unless plan, request and model fit each other."""
     require(
         len(plan.samples) == len(request.seeds),
@@ -165,7 +176,7 @@ class Engine:
     6, 8, 12, ... samples. Exact and speculative decoding, whose steps depend on what is sampled, run eagerly.
     """
 
-    def __init__(self, model: ARPG, mode: str = "auto", *, graph_memory: int | None = None) -> None:
+    def __init__(self, model: TokenDecoder, mode: str = "auto", *, graph_memory: int | None = None) -> None:
         """`graph_memory`: bytes that captured graphs may hold; None: a quarter of the GPU's memory."""
         self.model, self.mode = model, choose_mode(mode, model.device)
         self._arguments = (mode, graph_memory)
@@ -183,12 +194,16 @@ class Engine:
         mode, graph_memory = self._arguments
         return Engine(self.model, mode, graph_memory=graph_memory)
 
+    def make_strategy(self, request: Request, plan: Plan, settings: SamplingSettings) -> DecodeStrategy:
+        """Return the strategy that the settings name; where graphs are captured, planned steps or a kind of them."""
+        return make_strategy(request, plan, settings, self.model.device)
+
     def decode(
         self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool = True
     ) -> Iterator[Step]:
         """Decode as the function `decode` does. Not `every_step`: steps before the last may be left out."""
         if self.mode != "graph" or settings.decode != "steps" or plan.num_steps == 0:
-            return decode(self.model, request, plan, settings)
+            return decode(self.model, request, plan, settings, strategy=self.make_strategy(request, plan, settings))
         check(self.model, request, plan)
         return self._decode_graph(request, plan, settings, every_step=every_step)
 
@@ -209,9 +224,8 @@ class Engine:
         if graphs is not None:
             steps = self._replay(graphs, state, strategy.cursor, every_step=every_step)
         else:  # without padding
-            state, strategy = (
-                (state, strategy) if batch == len(padded[0].seeds) else self._start(request, plan, settings)
-            )
+            if batch != len(padded[0].seeds):
+                state, strategy = self._start(request, plan, settings)
             steps = loop(self.model, state, strategy, settings)
         try:
             for step in steps:
@@ -222,7 +236,7 @@ class Engine:
                 graphs.busy.release()
 
     def _start(self, request: Request, plan: Plan, settings: SamplingSettings) -> tuple[DecodeState, PlannedSteps]:
-        strategy = make_strategy(request, plan, settings, self.model.device)
+        strategy = self.make_strategy(request, plan, settings)
         assert isinstance(strategy, PlannedSteps)
         return to_device(self.model, request, guided=plan.guided, ragged=strategy.ragged), strategy
 

@@ -18,7 +18,7 @@ from arpg.decode.order import make_order, order_words, resolve_order
 from arpg.decode.request import Request
 from arpg.errors import require
 from arpg.image import ImageInput, adm_crop, to_image, to_images, to_rgb
-from arpg.model import ARPG, Condition
+from arpg.model import Condition, TokenDecoder
 from arpg.settings import Order
 from arpg.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def make_orders(order: Order, grid: tuple[int, int], seeds: range) -> Tensor:
 
 @torch.no_grad()
 def token_bits(
-    model: ARPG,
+    model: TokenDecoder,
     ids_BN: Tensor,
     condition: Condition,
     order_BN: Tensor,
@@ -51,7 +51,7 @@ def token_bits(
     return torch.zeros_like(bits).scatter_(1, order_BN, bits)
 
 
-def fill_bits(model: ARPG, request: Request, ids_BN: Tensor) -> Tensor:
+def fill_bits(model: TokenDecoder, request: Request, ids_BN: Tensor) -> Tensor:
     """`[B]`: the bits of what fills a request, given its condition and known tokens, under one fixed order."""
     order_N = make_orders("random", request.grid, range(1))[0]
     open_BN = ~request.known_BN
@@ -69,7 +69,7 @@ def fill_bits(model: ARPG, request: Request, ids_BN: Tensor) -> Tensor:
 
 @torch.no_grad()
 def image_bits(
-    model: ARPG,
+    model: TokenDecoder,
     tokenizer: Tokenizer,
     image: ImageInput,
     condition: Condition,

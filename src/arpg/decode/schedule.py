@@ -41,12 +41,16 @@ def step_sizes(schedule: str | tuple[int, ...], num_tokens: int, steps: int) -> 
 def guidance_scales(kind: str, guidance: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
     """The scale s of each step in uncond + s (cond - uncond); 1 leaves the conditional logits as they are.
 
-    `linear` ramps from 1 to `guidance` with the share of tokens filled after the step.
+    `linear` ramps from 1 to `guidance` with the share of tokens filled after the step. `cutoff` leaves the last quarter
+    of the steps (rounded up) without guidance.
     """
     if kind == "none":
         return (1.0,) * len(sizes)
     if kind == "constant":
         return (guidance,) * len(sizes)
+    if kind == "cutoff":
+        last = -(-len(sizes) // 4)
+        return (guidance,) * (len(sizes) - last) + (1.0,) * last
     total, done, scales = sum(sizes), 0, []
     for size in sizes:
         done += size

@@ -18,7 +18,7 @@ from arpg.decode.request import Request
 from arpg.decode.steps import EncodeArgs, PredictArgs
 from arpg.device import send
 from arpg.kernels import ops
-from arpg.model import ARPG, Cache, Condition
+from arpg.model import Cache, Condition, TokenDecoder
 from arpg.model.rope import BASE
 from arpg.noise import seed_keys
 
@@ -58,7 +58,7 @@ class DecodeState:
         assert self.cache is not None
         return self.cache
 
-    def encode(self, model: ARPG, args: EncodeArgs, *, causal: bool) -> None:
+    def encode(self, model: TokenDecoder, args: EncodeArgs, *, causal: bool) -> None:
         """Pass 1: write the tokens at these positions to the cache."""
         config = model.config
         x_RSD, pos = ops.embed_at(
@@ -75,10 +75,10 @@ class DecodeState:
         end = None if args.longest is None else self.num_prefix + args.longest
         model.encode(x_RSD, pos, self.filled_cache, causal=causal, count_B=count_R, end=end)
 
-    def predict(self, model: ARPG, args: PredictArgs) -> Tensor:
+    def predict(self, model: TokenDecoder, args: PredictArgs) -> Tensor:
         """Pass 2: logits `[R, S, V]` of the positions."""
         position_BS, num_predicted = args.position_BS, args.position_BS.shape[1]
-        if self._same_logits(model, args):
+        if self.query_RND is None and args.visible_BS is None and model.same_logits(self.filled_cache):
             position_BS = position_BS[:, :1]
         query_RSD = visible_RS = None
         if self.query_RND is not None:
@@ -97,12 +97,6 @@ class DecodeState:
         )
         logits_RSV = model.predict(pos, query_RSD, self.filled_cache, visible_RS)
         return logits_RSV.expand(-1, num_predicted, -1)
-
-    def _same_logits(self, model: ARPG, args: PredictArgs) -> bool:
-        """Whether all positions have the same logits: a query that sees one slot gets its value, wherever it is."""
-        cache = self.filled_cache
-        single = cache.end == 1 and cache.length_B is None and args.visible_BS is None
-        return single and self.query_RND is None and model.config.positions == "rope"
 
     def scatter(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
         """Set the tokens at these positions; they are known where they are kept (None: all)."""
@@ -174,7 +168,7 @@ class DecodeState:
         )
 
 
-def to_device(model: ARPG, request: Request, *, guided: bool, ragged: bool) -> DecodeState:
+def to_device(model: TokenDecoder, request: Request, *, guided: bool, ragged: bool) -> DecodeState:
     """Put a request on the model's device. `ragged`: rows may come to differ in length."""
     device, batch = model.device, len(request.seeds)
     condition = request.condition
@@ -201,7 +195,7 @@ def to_device(model: ARPG, request: Request, *, guided: bool, ragged: bool) -> D
     )
 
 
-def prefill(model: ARPG, state: DecodeState, *, causal: bool, num_slots: int, ragged: bool) -> DecodeState:
+def prefill(model: TokenDecoder, state: DecodeState, *, causal: bool, num_slots: int, ragged: bool) -> DecodeState:
     """Return the state with a cache that holds the condition and the known tokens.
 
     `num_slots`: image tokens that the cache must hold, padding included.
@@ -221,7 +215,7 @@ def known_positions(request: Request) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in request.known_BN.numpy()]
 
 
-def _queries(model: ARPG, condition: Condition, *, guided: bool) -> Tensor | None:
+def _queries(model: TokenDecoder, condition: Condition, *, guided: bool) -> Tensor | None:
     """`[R, N + 1, D]`: the condition's queries; plain [MASK] for the unconditional rows and for padding."""
     query_BND = condition.query_BND
     if query_BND is None:

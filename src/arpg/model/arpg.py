@@ -9,7 +9,6 @@ K head channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +20,18 @@ from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheSlots, CacheWriter, KeyValue
 from arpg.model.condition import Condition
 from arpg.model.control import ControlQueries, PatchEncoder
-from arpg.model.layers import Block, CrossAttention, Dropout, ResidualNorm, SelfAttention
-from arpg.model.rope import grid_positions, make_rope, sinusoids
+from arpg.model.decoder import DropoutKeys, TokenDecoder
+from arpg.model.layers import Block, CrossAttention, ResidualNorm
+from arpg.model.rope import grid_positions
 from arpg.model.text import TextPrefix
 
 
-class DropoutKeys(NamedTuple):
-    """Keys that fix the dropout masks of each sample; None: torch's global generator does."""
-
-    tokens: Tensor | None
-    layers: Sequence[Tensor | None]  # blocks of Pass 1, memory_norm, blocks of Pass 2, norm
-
-
-class ARPG(nn.Module):
+class ARPG(TokenDecoder):
     """The two-pass decoder of the paper."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, config.pass1_layers)
         width = config.width
-        self.embedding = nn.Embedding(config.num_embeddings, width)
-        self.token_dropout = Dropout(config.dropout, 0)
-        self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(config.pass1_layers))
         self.memory_norm = ResidualNorm(width, dropout=config.dropout)
         num_memories = 1 if config.shared_kv else config.pass2_layers
         self.memory_kv = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(num_memories))
@@ -53,25 +42,13 @@ class ARPG(nn.Module):
         self.control = None if config.control is None else ControlQueries(config.control, width)
 
     @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.embedding.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights that are not quantized."""
-        return self.embedding.weight.dtype
+    def num_cached_layers(self) -> int:
+        """Layers of Pass 1, and the memories that Pass 2 reads."""
+        return len(self.pass1) + len(self.memory_kv)
 
     def init_weights(self, *, seed: int, std: float = 0.02) -> ARPG:
         """Initialise as published: normal weights, a head of zeros. The same for a seed on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() >= 2:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-                else:
-                    parameter.fill_(1.0)
-            self.head.weight.zero_()
+        generator = self._init_parameters(seed, std)
         if self.text is not None:
             self.text.init_null(generator)
         if self.control is not None:
@@ -80,29 +57,9 @@ class ARPG(nn.Module):
 
     def compile_blocks(self, *, dynamic: bool | None = None) -> None:
         """Compile the parts that repeat, each on its own; `dynamic` as in `ops.compile_each`."""
-        parts = [self.token_dropout, self.norm, *self.pass1, *self.pass2]
+        super().compile_blocks(dynamic=dynamic)
         if self.control is not None and isinstance(self.control.encoder, PatchEncoder):
-            parts += self.control.encoder.blocks
-        ops.compile_each(parts, dynamic=dynamic)
-
-    def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
-        """Allocate a key-value cache for `rows` of at most `slots`; `ragged`: rows may differ in length."""
-        config = self.config
-        return Cache(
-            config.pass1_layers + len(self.memory_kv),
-            rows,
-            slots,
-            config.num_heads,
-            config.head_dim,
-            ragged=ragged,
-            device=self.device,
-            dtype=self.dtype,
-        )
-
-    def embed(self, ids_BS: Tensor) -> Tensor:
-        """`[B, S, D]`: the embeddings of codes, classes or `[MASK]`."""
-        out: Tensor = self.embedding(ids_BS)
-        return out
+            ops.compile_each(list(self.control.encoder.blocks), dynamic=dynamic)
 
     def encode(
         self,
@@ -114,11 +71,7 @@ class ARPG(nn.Module):
         count_B: Tensor | None = None,
         end: int | None = None,
     ) -> None:
-        """Pass 1: write the keys and values of known tokens to the cache; they see each other, or strictly causally.
-
-        `pos_BS2`: grid positions, or already their rotation. In a ragged cache only the first `count_B` slots of each
-        row count; `end` as in `Cache.commit`.
-        """
+        """Pass 1: write the keys and values of known tokens to the cache; they see each other, or strictly causally."""
         writer = cache.reserve(x_BSD.shape[1])
         self._pass1(x_BSD, pos_BS2, writer.limit(causal=causal, count_B=count_B), writer)
         cache.commit(writer.num_new, count_B=count_B, end=end)
@@ -126,10 +79,7 @@ class ARPG(nn.Module):
     def predict(
         self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
     ) -> Tensor:
-        """Pass 2: logits `[B, S, V]` of the tokens at the positions, queried with `[MASK]` or the given queries.
-
-        `visible_BS`: how many slots of the cache each query sees; None: all that its row has.
-        """
+        """Pass 2: logits `[B, S, V]` of the tokens at the positions, queried with `[MASK]` or the given queries."""
         if visible_BS is None and cache.length_B is not None:
             visible_BS = cache.length_B[:, None]
         first = self.config.pass1_layers
@@ -137,21 +87,9 @@ class ARPG(nn.Module):
         stream, key_B = self._pass2(query_BSD, pos_BS2, visible_BS, memories)
         return self.norm.linear(stream, [self.head], key_B)[1][0]
 
-    def forward(
-        self,
-        ids_BN: Tensor,
-        order_BN: Tensor,
-        condition: Condition,
-        *,
-        grid: tuple[int, int] | None = None,
-        pos_N2: Tensor | None = None,
-    ) -> Tensor:
-        """Teacher forcing: logits `[B, N, V]` of the tokens in `order_BN`, each from those before it.
-
-        Causal in both passes, in train and eval mode alike. Tokens are on the grid, unless positions are given.
-        """
-        logits: Tensor = self.head(self.hidden(ids_BN, order_BN, condition, grid=grid, pos_N2=pos_N2))
-        return logits
+    def same_logits(self, cache: Cache) -> bool:
+        """Whether the cache has one slot only: a query that sees one slot gets its value, wherever it is."""
+        return cache.end == 1 and cache.length_B is None and self.config.positions == "rope"
 
     def hidden(
         self,
@@ -169,7 +107,7 @@ class ARPG(nn.Module):
         pos_BN2 = pos_N2.to(ids_BN.device)[order_BN]
         shuffled_BN = ids_BN.gather(1, order_BN)
         x_BTD, pos_BT2 = self._prefix_and_tokens(shuffled_BN[:, :-1], pos_BN2[:, :-1], condition)
-        keys = self._dropout_keys(dropout_key_B)
+        keys = self._keys(dropout_key_B)
         memories = self._pass1(x_BTD, pos_BT2, "causal", None, keys)
         if len(memories) == 1 and torch.is_grad_enabled():  # all layers read it: their gradients are summed at once
             copies = [ops.grad_fanout(part, len(self.pass2)) for part in (memories[0].key_BTHK, memories[0].value_BTHK)]
@@ -212,17 +150,12 @@ class ARPG(nn.Module):
         keys: DropoutKeys | None = None,
     ) -> list[KeyValue]:
         """Return the keys and values for Pass 2: all that the cache has then, or without one those of these slots."""
-        rope = self._rope(pos_BS2)
-        keys = self._dropout_keys(None) if keys is None else keys
-        x = self.token_dropout(ops.to_autocast(self._add_positions(x_BSD, pos_BS2)), keys.tokens)
-        mask = ops.attention_mask(limit, x.shape[1] if writer is None else writer.stop, x)
+        keys = self._keys(None) if keys is None else keys
+        stream, rope = self._self_attention(x_BSD, pos_BS2, limit, writer, keys)
         num_layers = len(self.pass1)
-        slots = [None if writer is None else writer.slots(i) for i in range(num_layers + len(self.memory_kv))]
-        stream = Stream(x)
-        for i, block in enumerate(self.pass1):
-            stream = block(stream, rope, mask, slots[i], keys.layers[i])
         _, projected = self.memory_norm.linear(stream, list(self.memory_kv), keys.layers[num_layers])
-        return [self._memory(kv, rope, part) for kv, part in zip(projected, slots[num_layers:], strict=True)]
+        slots = [None if writer is None else writer.slots(num_layers + i) for i in range(len(self.memory_kv))]
+        return [self._memory(kv, rope, part) for kv, part in zip(projected, slots, strict=True)]
 
     def _memory(self, kv_BSE: Tensor, rope: Rope | None, slots: CacheSlots | None) -> KeyValue:
         """The keys (rotated) and values that Pass 2 attends to; they go to the cache where there is one."""
@@ -248,25 +181,12 @@ class ARPG(nn.Module):
         rope = self._rope(pos_BS2)
         x = ops.to_autocast(self._add_positions(query_BSD, pos_BS2))
         mask = ops.attention_mask(limit, memories[0].key_BTHK.shape[1], x)
-        *layers, last = (self._dropout_keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
+        *layers, last = (self._keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
         stream = Stream(x)
         for i, (block, key_B) in enumerate(zip(self.pass2, layers, strict=True)):
             stream = block(stream, rope, mask, memories[i % len(memories)], key_B)
         return stream, last
 
-    def _dropout_keys(self, dropout_key_B: Tensor | None) -> DropoutKeys:
-        count = len(self.pass1) + 1 + len(self.pass2) + 1
-        return DropoutKeys(
-            dropout_key_B, (None,) * count if dropout_key_B is None else ops.fold_keys(dropout_key_B, count)
-        )
-
-    def _rope(self, pos_BS2: Tensor | Rope) -> Rope | None:
-        if isinstance(pos_BS2, Rope):
-            return pos_BS2
-        return make_rope(pos_BS2, self.config.head_dim) if self.config.positions == "rope" else None
-
-    def _add_positions(self, x_BSD: Tensor, pos_BS2: Tensor | Rope) -> Tensor:
-        """The ablation without rotation adds sinusoids of the positions to tokens and queries instead."""
-        if isinstance(pos_BS2, Rope) or self.config.positions == "rope":
-            return x_BSD
-        return x_BSD + sinusoids(pos_BS2, self.config.width).type_as(x_BSD)
+    def _keys(self, dropout_key_B: Tensor | None) -> DropoutKeys:
+        """Keys of the blocks of Pass 1, `memory_norm`, the blocks of Pass 2 and `norm`."""
+        return self._dropout_keys(dropout_key_B, len(self.pass1) + 1 + len(self.pass2) + 1)

@@ -21,7 +21,7 @@ from arpg.errors import present, require
 from arpg.model.rope import identity_positions, no_positions
 
 if TYPE_CHECKING:
-    from arpg.model.arpg import ARPG
+    from arpg.model.decoder import TokenDecoder
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Condition:
         )
 
 
-def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
+def class_condition(model: TokenDecoder, labels_B: Tensor) -> Condition:
     """Return the condition of class labels: one slot each; `num_classes` is the null class (a dropped label)."""
     config = model.config
     require(config.text is None, "the model takes prompts, not classes; give a prompt")
@@ -95,7 +95,7 @@ def class_condition(model: ARPG, labels_B: Tensor) -> Condition:
 
 
 def text_condition(
-    model: ARPG, states: Sequence[Tensor | None], negative: Sequence[Tensor | None] | None = None
+    model: TokenDecoder, states: Sequence[Tensor | None], negative: Sequence[Tensor | None] | None = None
 ) -> Condition:
     """Return the condition of prompts: a slot for each token, from the encoder's states `[T, E]`; None: no prompt.
 
@@ -120,7 +120,7 @@ def text_condition(
     )
 
 
-def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Condition:
+def training_condition(model: TokenDecoder, states_BTE: Tensor, length_B: Tensor) -> Condition:
     """Return the condition of a training batch of prompts, padded to the model's `max_tokens`: shapes never change.
 
     A length of 0: the prompt is dropped. There is no guidance in training, so the null prefix is empty.
@@ -137,7 +137,11 @@ def training_condition(model: ARPG, states_BTE: Tensor, length_B: Tensor) -> Con
 
 
 def control_condition(
-    model: ARPG, condition: Condition, images: Sequence[Tensor], kinds: Sequence[str], strengths: Sequence[float]
+    model: TokenDecoder,
+    condition: Condition,
+    images: Sequence[Tensor],
+    kinds: Sequence[str],
+    strengths: Sequence[float],
 ) -> Condition:
     """Add a condition image for each sample: uint8 `[H, W]`, one patch for each token of the grid.
 
@@ -167,7 +171,7 @@ def control_condition(
 
 
 def training_control(
-    model: ARPG, condition: Condition, pixels_BHW: Tensor, kind_B: Tensor, dropped_B: Tensor
+    model: TokenDecoder, condition: Condition, pixels_BHW: Tensor, kind_B: Tensor, dropped_B: Tensor
 ) -> Condition:
     """Add the condition images of a training batch; plain [MASK] where they are dropped."""
     control = present(model.control, "the model takes no condition images; set [model.control] to train with them")

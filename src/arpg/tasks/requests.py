@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arpg.decode import Request
 from arpg.errors import require
-from arpg.model import ARPG, Condition, class_condition, control_condition, text_condition
+from arpg.model import Condition, TokenDecoder, class_condition, control_condition, text_condition
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class ControlMap:
     strength: float
 
 
-def label_condition(model: ARPG, labels: Sequence[Label]) -> Condition:
+def label_condition(model: TokenDecoder, labels: Sequence[Label]) -> Condition:
     """Build the condition of `labels`: all classes or all prompts, whichever the model takes."""
     prompts = [label for label in labels if isinstance(label, Prompt)]
     classes = [label for label in labels if isinstance(label, int)]
@@ -49,7 +49,7 @@ def label_condition(model: ARPG, labels: Sequence[Label]) -> Condition:
 
 
 @torch.no_grad()
-def add_control(model: ARPG, condition: Condition, control: Sequence[ControlMap]) -> Condition:
+def add_control(model: TokenDecoder, condition: Condition, control: Sequence[ControlMap]) -> Condition:
     """Add a condition image to each sample of `condition`; an empty `control` returns it unchanged."""
     if not control:
         return condition
@@ -59,7 +59,7 @@ def add_control(model: ARPG, condition: Condition, control: Sequence[ControlMap]
 
 
 def fill(
-    model: ARPG,
+    model: TokenDecoder,
     labels: Label | Sequence[Label] | None,
     seeds: Sequence[int],
     *,
@@ -89,7 +89,7 @@ def fill(
 
 
 def generate(
-    model: ARPG, labels: Sequence[int], seeds: Sequence[int], *, grid: tuple[int, int] | None = None
+    model: TokenDecoder, labels: Sequence[int], seeds: Sequence[int], *, grid: tuple[int, int] | None = None
 ) -> Request:
     """Request whole images: one of class `labels[i]` with seed `seeds[i]` for each i."""
     require(len(labels) == len(seeds), f"there are {len(labels)} classes and {len(seeds)} seeds; expected one each")

@@ -1,0 +1,311 @@
+"""What the measurements of the paper's tables share: trained rows, samples and their FID, speed and memory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arpg.checkpoint import load_model, load_tokenizer
+from arpg.data.crops import center_crops
+from arpg.data.tokens import open_tokens
+from arpg.device import choose_device, peak_bytes, reset_peak, synchronize
+from arpg.evaluation.classifier import Classifier
+from arpg.evaluation.features import CHUNK, Features, collect, from_array
+from arpg.evaluation.inception import Inception
+from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence, wilson
+from arpg.evaluation.sample import json_settings, labels_like
+from arpg.hub import resolve
+from arpg.image import to_images, to_uint8
+from arpg.model import TokenDecoder
+from arpg.settings import SamplingSettings
+from arpg.tokenizer import VQTokenizer
+from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
+from experiments.paper.engine import RowEngine
+from experiments.paper.lines import OutOfTimeError, Queue
+from experiments.paper.rows import BASE, Row, designs, load_row, store_row, train_row
+from experiments.photos import evenly_spaced, photo_set
+from experiments.settings_search import halving
+from experiments.staged_run import train_until, write_pieces
+
+log = logging.getLogger("experiments")
+
+LINES, WEIGHTS, TRAIN = "lines", "weights", "train"  # folders of the results
+SCALES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the guidance that is searched
+
+
+class Bench:
+    """What the measurements need; everything is opened when it is first used."""
+
+    def __init__(self, options: argparse.Namespace, table: str) -> None:
+        self.options, self.table = options, table
+        self.device = choose_device(options.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.queue = Queue(options.out / LINES, deadline=self.deadline)
+        self.made: set[Path] = set()  # weights and statistics that this call has made
+        self.num_trained = 0
+        self._subject: tuple[int, RowEngine] | None = None
+
+    @cached_property
+    def base(self) -> Any:
+        """The configuration that rows vary, with the tokens' vocabulary, classes and grid."""
+        tokens, o = open_tokens(self.options.tokens), self.options
+        return dataclasses.replace(
+            BASE,
+            width=o.width,
+            num_heads=max(1, o.width // 64),
+            pass1_layers=o.layers // 2,
+            pass2_layers=o.layers - o.layers // 2,
+            vocab_size=tokens.vocab_size,
+            num_classes=tokens.num_classes,
+            grid=tokens.grid,
+        )
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(resolve(self.options.tokenizer), device=self.device, dtype=torch.float32)
+
+    @cached_property
+    def inception(self) -> Inception:
+        return Inception.load(self.options.inception, device=self.device)
+
+    @cached_property
+    def classifier(self) -> Classifier | None:
+        folder = self.options.classifier
+        return None if folder is None else Classifier.load(folder, device=self.device)
+
+    @cached_property
+    def reference(self) -> Features:
+        """The statistics of the training photographs, computed once."""
+        path = self.options.out / f"reference-{self.options.set}.npz"
+        if not path.exists():
+            images = photo_set(self.options.set).open(self.options.data, "train")
+            if self.options.limit is not None:
+                images = images.only(evenly_spaced(len(images), self.options.limit).tolist())
+            pixels = center_crops(images, photo_set(self.options.set).size)
+            found = collect(self.inception, from_array(pixels, where="train").batches(CHUNK))
+            dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None).save(path)
+            self.made.add(path)
+        return Features.load(path)
+
+    @cached_property
+    def counts(self) -> Any:
+        return np.bincount(open_tokens(self.options.tokens).labels, minlength=self.base.num_classes)
+
+    def key(self, row: str, **more: Any) -> dict[str, Any]:
+        return {"table": self.table, "row": row, **more}
+
+    # Training
+
+    def recipe(self, row: Row, *, seed: int) -> ModelRecipe:
+        """Return the recipe of a row: all rows have the same data, optimizer, batch and number of steps."""
+        o = self.options
+        return ModelRecipe(
+            model=row.model,
+            data=TokenData(str(o.tokens), None if o.validation is None else str(o.validation)),
+            optim=OptimRecipe(o.lr, warmup=0.05, ema=0.999),
+            run=RunRecipe(
+                steps=o.steps,
+                batch_size=o.batch_size,
+                log_every=max(1, o.steps // 50),
+                validate_every=max(1, o.steps // 10),
+                sample_every=10**9,
+                save_every=10**9,
+            ),
+            seed=seed,
+        )
+
+    def weights(self, row: Row, *, seed: int = 0) -> Path:
+        """Return the folder of a row's weights, in 8 bits; train the row where there is none.
+
+        With `--pieces`, one row per call: more weights do not come back at once.
+        """
+        o, name = self.options, f"{row.trained_as}-seed{seed}"
+        target = o.out / WEIGHTS / name
+        for folder in (target, *([] if o.weights is None else [o.weights / name])):
+            if folder.exists():
+                return folder
+        if o.pieces is not None and self.num_trained:
+            raise OutOfTimeError
+        recipe, work = self.recipe(row, seed=seed), o.work / name
+
+        def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
+            return train_row(row, recipe, folder, resume=resume, device=device)
+
+        if not train_until(self.deadline, recipe, work, o.out / TRAIN / name, device=o.device, train=run):
+            raise OutOfTimeError
+        store_row(row, work / "model", target)
+        self.made.add(target)
+        self.num_trained += 1
+        return target
+
+    def trained(self, row: Row, *, seed: int = 0) -> RowEngine:
+        """Return the engine of a trained row; raise `OutOfTimeError` where the call ends before its training."""
+        network = load_row(row, self.weights(row, seed=seed), device=self.device, dtype=self.dtype)
+        return RowEngine(network, confidence=row.confidence)
+
+    @property
+    def subject_name(self) -> str:
+        """The name of the model that is sampled in several ways: `--model`, or the even split of `designs`."""
+        return str(self.options.model or designs(self.base)[0].name)
+
+    def subject(self, seed: int = 0) -> RowEngine:
+        """Return the engine of that model, loaded once; `seed`: of the training of a row."""
+        if self._subject is None or self._subject[0] != seed:
+            if self.options.model is None:
+                engine = self.trained(designs(self.base)[0], seed=seed)
+            else:
+                engine = RowEngine(load_model(resolve(self.options.model), device=self.device, dtype=self.dtype))
+            self._subject = seed, engine
+        return self._subject[1]
+
+    def curve(self, row: Row, *, seed: int = 0) -> dict[str, Any]:
+        """Return the losses of a finished run by the number of samples."""
+        path = self.options.out / TRAIN / f"{row.trained_as}-seed{seed}" / "metrics.jsonl"
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        size = self.options.batch_size
+        return {
+            name: [[e["step"] * size, round(e[name], 4)] for e in entries if name in e]
+            for name in ("loss", "validation loss")
+        }
+
+    def write_pieces(self) -> None:
+        """Write what this call adds to the results where they come back: not the weights that were there before."""
+        o = self.options
+        if o.pieces is not None:
+            large = {*(o.out / WEIGHTS).glob("*"), *o.out.glob("reference-*.npz")}
+            write_pieces(o.out, o.pieces, leave_out=large - self.made)
+
+    # Quality
+
+    @torch.no_grad()
+    def pixels(self, engine: RowEngine, labels: Any, settings: SamplingSettings, *, seed: int) -> Iterator[Tensor]:
+        """Yield sampled images, uint8 `[B, H, W, 3]`; image i has label i and seed `seed` + i."""
+        size = self.options.sample_batch
+        for start in range(0, len(labels), size):
+            part = labels[start : start + size].tolist()
+            ids_BN = engine.generate(part, range(seed + start, seed + start + len(part)), settings)
+            yield to_uint8(self.tokenizer.decode(ids_BN, engine.model.config.grid))
+
+    def features(
+        self, engine: RowEngine, settings: SamplingSettings, num: int, *, seed: int
+    ) -> tuple[Features, dict[str, Any]]:
+        """Return the features of `num` samples, and their class accuracy where there is a classifier."""
+        labels = labels_like(self.counts, num)
+        return self.features_of(self.pixels(engine, labels, settings, seed=seed), labels)
+
+    def features_of(self, batches: Iterator[Tensor], labels: Any) -> tuple[Features, dict[str, Any]]:
+        """Return the features of images with these labels, and their class accuracy where there is a classifier."""
+        seen = []
+
+        def watched() -> Iterator[Tensor]:
+            for pixels in batches:
+                for chunk in torch.split(pixels, CHUNK):
+                    if self.classifier is not None:
+                        with torch.no_grad():
+                            seen.append(self.classifier(to_images(chunk, self.device)).argmax(1).cpu())
+                    yield chunk
+
+        found = collect(self.inception, watched())
+        if not seen:
+            return found, {}
+        hits = int((torch.cat(seen) == torch.from_numpy(labels)).sum())
+        return found, {"accuracy": hits / len(labels), "accuracy interval": list(wilson(hits, len(labels)))}
+
+    def fid(self, features: Features) -> tuple[float, Any]:
+        """Return FID against the training split, and how much each sample moves it."""
+        ours, theirs = features.pool.to(self.device), self.reference.pool.to(self.device)
+        assert features.pool_MF is not None
+        return frechet_distance(ours, theirs), frechet_influence(ours, theirs, features.pool_MF).cpu().numpy()
+
+    def fid_line(self, features: Features, more: dict[str, Any]) -> dict[str, Any]:
+        """Return FID with its interval."""
+        value, influence = self.fid(features)
+        return {"fid": round(value, 4), "fid interval": [round(end, 4) for end in bootstrap(value, influence)], **more}
+
+    def quality(self, engine: RowEngine, settings: SamplingSettings, num: int, *, seed: int) -> dict[str, Any]:
+        """Return FID with its interval, class accuracy, and the settings."""
+        line = self.fid_line(*self.features(engine, settings, num, seed=seed))
+        return {**line, "settings": sampler_settings(engine, settings)}
+
+    def search(
+        self, samplers: Sequence[tuple[RowEngine, SamplingSettings]], *, first: int, last: int
+    ) -> list[tuple[RowEngine, SamplingSettings]]:
+        """Search by halves, with other seeds than those of the measurements; return the best first."""
+
+        def measure(each: tuple[RowEngine, SamplingSettings], num: int) -> float:
+            return self.fid(self.features(*each, num, seed=10**6)[0])[0]
+
+        return [each for each, _, _ in halving(samplers, measure, first=first, last=last)]
+
+    def best_guidance(self, engine: RowEngine, settings: SamplingSettings) -> SamplingSettings:
+        """Search the guidance scale."""
+        options = [(engine, dataclasses.replace(settings, guidance=scale)) for scale in SCALES]
+        first = max(2, self.options.num // 8)
+        return self.search(options, first=first, last=2 * first)[0][1]
+
+    # Speed
+
+    @torch.no_grad()
+    def speed(
+        self, engine: RowEngine, settings: SamplingSettings, batch: int, *, tokenizer: VQTokenizer | None = None
+    ) -> dict[str, Any]:
+        """Time batches of tokens after a warm-up; return images per second, latency and peak memory.
+
+        `tokenizer`: images are made as well.
+        """
+        config = engine.model.config
+        labels = [i % config.num_classes for i in range(batch)]
+
+        def generate(first: int) -> None:
+            ids_BN = engine.generate(labels, range(first, first + batch), settings)
+            if tokenizer is not None:
+                tokenizer.decode(ids_BN, config.grid)
+
+        for i in range(3):  # eagerly, captured, replayed
+            generate(i)
+        reset_peak(self.device)
+        times = []
+        for i in range(self.options.repeats):
+            synchronize(self.device)
+            began = time.perf_counter()
+            generate(100 * i)
+            synchronize(self.device)
+            times.append(time.perf_counter() - began)
+        middle = sorted(times)[len(times) // 2]
+        found = {"batch": batch, "images/s": batch / middle, "range": [batch / max(times), batch / min(times)]}
+        found |= {"seconds per batch": middle, "GiB": peak_bytes(self.device) / 2**30, "engine": engine.mode}
+        if self.device.type == "cuda":
+            found["GiB reserved"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+        return found | {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"}
+
+    def random_engine(self, row: Row, config: Any) -> RowEngine:
+        """Return an engine with random weights; what was on the device for another row leaves it first."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        network: TokenDecoder = row.build(config).init_weights(seed=0).to(self.device, self.dtype).eval()
+        return RowEngine(network, confidence=row.confidence)
+
+
+def sampler_settings(engine: RowEngine, settings: SamplingSettings) -> dict[str, Any]:
+    """Return settings as JSON values, with the confidence of the engine where it has one."""
+    found = json_settings(settings)
+    return found if engine.confidence is None else {**found, "order": f"confident, noise {engine.confidence:g}"}
+
+
+def row_settings(row: Row, steps: int) -> SamplingSettings:
+    """Return the sampling settings of a row, before the guidance is chosen."""
+    return SamplingSettings(steps=steps, order=row.order, guidance=3.0)
