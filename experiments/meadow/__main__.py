@@ -15,6 +15,7 @@ VERBS = {
     "pack-tokens": ("training:pack_token_set", "write a token set in 13 bits per token"),
     "unpack-tokens": ("training:unpack_token_set", "write it back"),
     "model-card": ("/model_card:main", "the numbers of the model card and a sheet of all classes"),
+    "zero-shot": ("/zero_shot:main", "measure inpainting, outpainting, edits, classification, expansion"),
     "search-settings": ("/settings_search:main", "the best sampling settings, searched by halves"),
     "train": ("training:train", "train for some minutes; resume; return the weights so far"),
 }

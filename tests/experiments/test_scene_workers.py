@@ -6,6 +6,7 @@ import pytest
 
 from experiments.garden.scene_sets import compose_parts
 from support.command import check_error
+from support.distribution import require_model
 from support.scene_sets import write_sets
 
 
@@ -19,6 +20,7 @@ SLOW = [pytest.param(verb, marks=pytest.mark.slow) for verb in ("train-detector"
 
 @pytest.mark.parametrize("verb", ["compose", *SLOW])
 def test_errors_of_worker_processes_are_one_line(run, tmp_path, verb):
+    require_model("garden")  # its tokenizer
     places = ["--fruits", tmp_path / "fruits", "--emoji", tmp_path / "emoji", "-o", tmp_path / "out"]
     result = run(verb, *places, "-n", 4, "--processes", 1)
     check_error(result, "fruits does not exist; expected a folder of images", program="garden")

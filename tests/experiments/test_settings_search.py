@@ -1,20 +1,14 @@
 """Search by halves against all measurements, and the card and the search of a small model on made-up photographs."""
 
-import dataclasses
 import json
-import zipfile
 
 import numpy as np
 import pytest
 
-from arpg import InputError, Pipeline, SamplingDefaults
-from arpg.classes import ClassNames
-from experiments import model_card, photos, settings_search
+from arpg import InputError
+from experiments import model_card
 from experiments.meadow.__main__ import main
 from experiments.settings_search import halving
-from support.features import Eye
-from support.lpips import small_lpips
-from support.small import SMALL, noise, small_model, small_tokenizer
 
 
 def test_the_better_half_goes_on_with_twice_as_many_samples():
@@ -34,26 +28,6 @@ def test_the_better_half_goes_on_with_twice_as_many_samples():
     assert halving([3], measure, first=4, last=32) == [(3, quality[3] + 0.25, 4)]
     with pytest.raises(InputError, match="first is 8 and last 4"):
         halving([3], measure, first=8, last=4)
-
-
-@pytest.fixture
-def world(request, tmp_path, monkeypatch):
-    """A model of some tokens per side, two pixels each, photographs, and stand-ins for Inception and LPIPS."""
-    names = tuple(f"class {i}" for i in range(SMALL.num_classes))
-    model = small_model(dataclasses.replace(SMALL, grid=(request.param, request.param)))
-    pipe = Pipeline(model, small_tokenizer(), classes=ClassNames(names), sampling=SamplingDefaults(steps=2))
-    tiny = photos.PhotoSet("meadow", ("pets",), "meadow-{domain}.zip/{split}", 2 * request.param)
-    monkeypatch.setitem(photos.PHOTO_SETS, "meadow", tiny)
-    for module in (model_card, settings_search):
-        monkeypatch.setattr(module.Pipeline, "from_pretrained", lambda *_, **__: pipe)
-        monkeypatch.setattr(module.Inception, "load", lambda *_, **__: Eye())
-    monkeypatch.setattr(model_card.LPIPS, "load", lambda *_: small_lpips())
-    (tmp_path / "data").mkdir()
-    with zipfile.ZipFile(tmp_path / "data" / "meadow-pets.zip", "w") as archive:
-        for i in range(3 * len(names)):
-            noise(40, 40, seed=i).save(tmp_path / "image.png")
-            archive.write(tmp_path / "image.png", f"{'test' if i % 3 == 0 else 'train'}/{names[i // 3]}/{i}.png")
-    return ["--model", "m", "--data", str(tmp_path / "data"), "--device", "cpu"]
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)

@@ -1,1 +1,1 @@
-"""Measurements of the bundled models: ablations, zero-shot tasks, exact decoding, metrics, the model card."""
+"""Measurements of the bundled models: ablations, exact decoding, metrics."""
