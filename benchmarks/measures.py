@@ -18,7 +18,6 @@ from torch import Tensor
 from arpg.bench.case import Case
 from arpg.decode import Engine, decode
 from arpg.decode.engine import make_strategy, pad_to_bucket
-from arpg.decode.sampling import guide
 from arpg.decode.state import DecodeState, to_device
 from arpg.decode.steps import PlannedSteps, StepPlan
 from arpg.model import ARPG
@@ -64,8 +63,8 @@ def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Te
     request, plan = case.request(model, 0)
     steps: list[tuple[Tensor, Tensor]] = []
 
-    def hook(state: DecodeState, step: StepPlan, logits_RSV: Tensor, sampled_BS: Tensor) -> Tensor:
-        steps.append((guide(logits_RSV, step.predict.scale_BS), sampled_BS))
+    def hook(state: DecodeState, step: StepPlan, logits_BSV: Tensor, sampled_BS: Tensor) -> Tensor:
+        steps.append((logits_BSV.float(), sampled_BS))
         return ids_BN.gather(1, step.predict.position_BS)
 
     for _ in decode(model, request, plan, case.settings, hook=hook):

@@ -14,7 +14,7 @@ from torch import Tensor
 from arpg import make_plan, tasks
 from arpg.decode import Engine, Plan, Request
 from arpg.decode.engine import row_progress
-from arpg.decode.sampling import guide, warp
+from arpg.decode.sampling import warp
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import DecodeStrategy, EncodeArgs, PlanCursor, PlannedSteps, StepPlan
 from arpg.errors import require
@@ -53,7 +53,7 @@ class RemainingSteps(PlannedSteps):
         self._step = StepPlan(encode, predict)
         return self._step
 
-    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Accept the surest tokens, or those that come first in the plan."""
         assert self._step is not None
         args, done = self._step.predict, len(self.accepted)
@@ -63,7 +63,7 @@ class RemainingSteps(PlannedSteps):
             rank_BN = rank_BN.scatter(1, self.cursor.position_BT, rank_T.expand_as(self.cursor.position_BT))
             sure_BS = -rank_BN.gather(1, args.position_BS).float()
         else:
-            log_BSV = warp(guide(logits_RSV, args.scale_BS), self.settings).float().log_softmax(-1)
+            log_BSV = warp(logits_BSV, self.settings).log_softmax(-1)
             sure_BS = log_BSV.gather(-1, sampled_BS[..., None])[..., 0]
             noise = self.confidence * (1 - (done + 1) / self.cursor.num_steps)
             if noise > 0:

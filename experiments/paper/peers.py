@@ -94,8 +94,17 @@ class Peer(TokenDecoder):
         mask_D = self.embedding.weight[self.config.mask_id]
         return mask_D.expand(*rope.cos_BSK.shape[:2], -1), rope
 
-    def _logits(self, x_BSD: Tensor, rope: Rope, limit: Limit, writer: CacheWriter | None, num_last: int) -> Tensor:
-        """Run the slots; return the logits of the last ones, `[B, num_last, V]`."""
+    def _last_logits(
+        self,
+        x_BSD: Tensor,
+        rope: Rope,
+        limit: Limit,
+        writer: CacheWriter | None,
+        *,
+        num_last: int,
+        scale_BS: Tensor | None,
+    ) -> Tensor:
+        """Run the slots; return the (guided) logits of the last ones, `[B, num_last, V]`."""
         keys = self._dropout_keys(None, len(self.pass1) + 1)
         stream, _ = self._self_attention(x_BSD, rope, limit, writer, keys)
         if num_last < x_BSD.shape[1]:
@@ -104,13 +113,16 @@ class Peer(TokenDecoder):
                 stream.x_BSD[:, -num_last:].contiguous(),
                 None if delta is None else delta[:, -num_last:].contiguous(),
             )
-        return self.norm.linear(stream, [self.head])[1][0]
+        return self._logits(stream, scale_BS)
 
-    def _appended_logits(self, cache: Cache, x_BSD: Tensor, rope: Rope, num_last: int) -> Tensor:
+    def _appended_logits(
+        self, cache: Cache, x_BSD: Tensor, rope: Rope, *, num_last: int, scale_BS: Tensor | None
+    ) -> Tensor:
         """Append slots to the cache, causally; return the logits of the last ones."""
         assert isinstance(cache, PeerCache)
         writer = cache.reserve(x_BSD.shape[1])
-        logits_BSV = self._logits(x_BSD, rope, writer.limit(causal=True, count_B=None), writer, num_last)
+        limit = writer.limit(causal=True, count_B=None)
+        logits_BSV = self._last_logits(x_BSD, rope, limit, writer, num_last=num_last, scale_BS=scale_BS)
         cache.commit(writer.num_new)
         cache.pending.clear()
         return logits_BSV
@@ -140,12 +152,18 @@ class NextToken(Peer):
         return self.run(x, torch.cat((condition.pos_BP2, pos_BN2), dim=1), "causal", dropout_key_B)
 
     def predict(
-        self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self,
+        pos_BS2: Tensor | Rope,
+        query_BSD: Tensor | None,
+        cache: Cache,
+        visible_BS: Tensor | None = None,
+        *,
+        scale_BS: Tensor | None = None,
     ) -> Tensor:
         """Append the token sampled last; it predicts the next."""
         asked = (pos_BS2.cos_BSK if isinstance(pos_BS2, Rope) else pos_BS2).shape[1]
         require(asked == 1, f"a step has {asked} tokens; a next-token model predicts one: ask for a step per token")
-        return self._appended_logits(cache, *self._joined(cache), 1)
+        return self._appended_logits(cache, *self._joined(cache), num_last=1, scale_BS=scale_BS)
 
 
 class RasterNextToken(NextToken):
@@ -181,11 +199,18 @@ class InterleavedPositions(Peer):
         return super().allocate_cache(rows, slots + math.prod(self.config.grid), ragged=ragged)
 
     def predict(
-        self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self,
+        pos_BS2: Tensor | Rope,
+        query_BSD: Tensor | None,
+        cache: Cache,
+        visible_BS: Tensor | None = None,
+        *,
+        scale_BS: Tensor | None = None,
     ) -> Tensor:
         """Append the tokens of the last step and the [MASK]s of this one; all of them stay in the cache."""
         masks = self._masks(pos_BS2)
-        return self._appended_logits(cache, *self._joined(cache, masks), masks[0].shape[1])
+        joined = self._joined(cache, masks)
+        return self._appended_logits(cache, *joined, num_last=masks[0].shape[1], scale_BS=scale_BS)
 
 
 class Masked(Peer):
@@ -229,11 +254,17 @@ class Masked(Peer):
         return super().allocate_cache(rows, 0, ragged=ragged)
 
     def predict(
-        self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self,
+        pos_BS2: Tensor | Rope,
+        query_BSD: Tensor | None,
+        cache: Cache,
+        visible_BS: Tensor | None = None,
+        *,
+        scale_BS: Tensor | None = None,
     ) -> Tensor:
         """Run all known tokens with [MASK]s at the positions, which must be all that are left."""
         masks = self._masks(pos_BS2)
-        return self._logits(*self._joined(cache, masks), None, None, masks[0].shape[1])
+        return self._last_logits(*self._joined(cache, masks), None, None, num_last=masks[0].shape[1], scale_BS=scale_BS)
 
 
 def num_known(num: int, key_B: Tensor) -> Tensor:

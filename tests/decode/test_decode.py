@@ -10,7 +10,10 @@ from arpg.decode import engine
 from arpg.decode.continuous import ContinuousBatch
 from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.decode.steps import PredictArgs
+from arpg.kernels.ops import guide
 from arpg.model import Cache, class_condition
+from arpg.quantization.packed import PackedLinear
+from arpg.quantization.precision import Fp8Linear, Int8Linear
 from support.small import SMALL, small_model
 
 SETTINGS = SamplingSettings(steps=5, guidance=3.0, top_k=20, top_p=0.95)
@@ -181,9 +184,9 @@ def predicted(model, request, *, guided=True):
     calls = []
     plain = model.predict
 
-    def predict(pos, *rest):
+    def predict(pos, *rest, **options):
         calls.append(pos.shape[1])
-        return plain(pos, *rest)
+        return plain(pos, *rest, **options)
 
     model.predict = predict
     try:
@@ -279,3 +282,52 @@ def test_what_is_settled_when_samples_join(model, seen_settled):
     first.step()
     assert all(told <= true for told, true in seen_settled)
     assert seen_settled[-1][0] > 0  # of the same length, so settled again after one step
+
+
+@torch.no_grad()
+def logits_and_guided(model, scale_BS):
+    """The logits of two guided samples with some tokens in the cache: guided after the head, and before it."""
+    cache, generator = model.allocate_cache(4, 20), torch.Generator().manual_seed(0)
+    pos = (torch.rand(4, 8, 2, generator=generator) * 4).to(model.device)
+    x = torch.randn(4, 8, model.config.width, generator=generator).to(model.device, model.dtype)
+    model.encode(x, pos, cache, causal=False)
+    query = pos[:, :3]
+    return guide(model.predict(query, None, cache), scale_BS), model.predict(query, None, cache, scale_BS=scale_BS)
+
+
+SCALES = [[[4.0], [1.0]], [[0.0, 1.0, 2.5], [7.0, 1.0, 3.0]]]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_guidance_before_the_head_is_guidance_of_the_logits(scale, dtype, packed):
+    """A product of 32 inputs is rounded about sqrt(32) times: 1e-6 of the largest logit times the scale in float32."""
+    model = small_model().to(dtype)
+    if packed:
+        model.head = PackedLinear.from_linear(model.head)
+    after, before = logits_and_guided(model, torch.tensor(scale, dtype=dtype))
+    assert before.shape == (2, 3, 24)
+    tolerance = 8 * float(after.abs().max()) * torch.finfo(dtype).eps * 32**0.5
+    torch.testing.assert_close(before, after, rtol=0, atol=tolerance)
+    conditional = logits_and_guided(model, torch.ones(2, 1, dtype=dtype))[0]
+    torch.testing.assert_close(before[1, 1], conditional[1, 1], rtol=0, atol=tolerance)  # scale 1 is no guidance
+
+
+@pytest.mark.parametrize("kind", [Int8Linear, Fp8Linear, torch.bfloat16])
+def test_guidance_before_the_head_rounds_no_more(kind):
+    """Of a head that rounds its inputs: the guided ones are rounded once, not two that are then scaled.
+
+    A third more at most: here conditional and unconditional rows have nothing in common, so neither way is better.
+    """
+    scale, config = torch.tensor(SCALES[0]), dataclasses.replace(SMALL, vocab_size=32)
+    exact, model = small_model(config), small_model(config)
+    if isinstance(kind, torch.dtype):
+        model.to(kind)
+    else:
+        model.head = kind.from_linear(model.head)
+        exact.head.weight.data.copy_(model.head.weight)
+    true, _ = logits_and_guided(exact, scale)
+    after, before = (float((x.float() - true).norm()) for x in logits_and_guided(model, scale))
+    assert before < 1.33 * after + 1e-5 * float(true.norm())
+    assert before < 0.05 * float(true.norm())

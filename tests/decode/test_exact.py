@@ -10,9 +10,10 @@ import torch
 from arpg import InputError, ModelConfig, Request, SamplingDefaults, SamplingSettings, decode, make_plan, tasks
 from arpg.decode import engine, speculative
 from arpg.decode.exact import Exact
-from arpg.decode.sampling import guide, probs
+from arpg.decode.sampling import probs
 from arpg.decode.speculative import Speculative
 from arpg.decode.steps import TokenCursor
+from arpg.kernels.ops import guide
 from arpg.model import Condition, class_condition
 from support.small import small_model
 
@@ -143,8 +144,8 @@ def play_exact(fork, patch):
                 polygon = clip(polygon, weights)
         return polygon if chances[code] > 0 else []
 
-    def sample(logits, settings, _, position, *, scale_BS, static):
-        logits, drawn = guide(logits, scale_BS), torch.zeros_like(position)
+    def sample(logits, settings, _, position, *, static):
+        drawn = torch.zeros_like(position)
         for row, s in itertools.product(*map(range, position.shape)):
             p = int(position[row, s])
             if p == 4:  # padding
@@ -169,10 +170,10 @@ def play_speculative(fork, patch):
             [[0 if p == 4 else fork.choose(b, c) for c, p in zip(*row, strict=True)] for b, row in enumerate(rows)]
         )
 
-    def sample(logits, settings, _, position, *, scale_BS, static):
+    def sample(logits, settings, _, position, *, static):
         if next(calls) % 2:  # a turn that checks uses none of these draws
             return torch.zeros_like(position)
-        return choose(probs(guide(logits, scale_BS), settings), position)
+        return choose(probs(logits, settings), position)
 
     class Uniform:
         """u, of which only `u * q < p` is ever asked."""
@@ -272,21 +273,15 @@ def test_the_sampled_distribution_is_at_the_noise_floor(strategy, guidance):
 
 def recorded(model, request, settings, monkeypatch):
     """The final ids, and for each turn its positions, guided logits and which draws were kept."""
-    calls, scales = [], []
+    calls = []
     for strategy in (Exact, Speculative):
-
-        def next_step(self, state, plain=strategy.next_step):
-            step = plain(self, state)
-            scales.append(None if step is None else step.predict.scale_BS)
-            return step
 
         def accept(self, state, logits, sampled, plain=strategy.accept):
             position = self._position_BS
             ids, kept = plain(self, state, logits, sampled)
-            calls.append((position, guide(logits, scales[-1]), kept))
+            calls.append((position, logits, kept))
             return ids, kept
 
-        monkeypatch.setattr(strategy, "next_step", next_step)
         monkeypatch.setattr(strategy, "accept", accept)
     steps = run(model, request, settings)
     return steps[-1].ids_BN, calls

@@ -12,6 +12,7 @@ from arpg.config import ModelConfig
 from arpg.data.dataset import Batch
 from arpg.decode import make_plan
 from arpg.decode.sampling import sample
+from arpg.kernels.ops import guide
 from arpg.model.condition import class_condition
 from arpg.noise import Stream, gumbel, seed_keys
 from experiments.paper.engine import RowEngine
@@ -43,7 +44,7 @@ def plan_of(settings):
 
 def sampled(peer, logits, position, settings):
     scale = torch.full(position.shape, settings.guidance)
-    return sample(logits, settings, seed_keys(SEEDS), position, scale_BS=scale)
+    return sample(guide(logits, scale), settings, seed_keys(SEEDS), position)
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ GPU = torch.cuda.is_available()
 
 from arpg.bench.case import Case  # noqa: E402
 from arpg.data.dataset import Batch  # noqa: E402
-from arpg.decode.sampling import guide  # noqa: E402
 from arpg.kernels import attention, dispatch, ops, residual_norm  # noqa: E402
 from arpg.kernels import gumbel as sampler  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
@@ -94,6 +93,18 @@ def test_residual_and_norm(shape, rows, p, monkeypatch):
     weights = [draw(*shape, seed=2), draw(*shape, seed=3)]
     gradients = [torch.autograd.grad(y, (x, delta, norm.weight), weights) for y in (fused, plain)]
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("scale", [[[3.0], [0.5]], [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]])
+def test_guided_norm(pending, scale):
+    """Rows of any width; one scale for each row or for each slot, also as a column of a larger tensor."""
+    weight, scale = draw(48, seed=2), torch.tensor(scale, device=DEVICE)
+    stream = Stream(draw(4, 3, 48), draw(4, 3, 48, seed=1) if pending else None)
+    plain = ops.guide(ops.norm(stream, weight, eps=1e-5)[1], scale)
+    strided = torch.stack((scale, scale), -1)[..., 1]
+    fused = residual_norm.guided_norm(*stream[:2], weight, strided, 1e-5, dtype=torch.float32)
+    torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("slots", "heads", "channels"), [(1, 3, 16), (7, 3, 16), (10, 6, 64), (5, 1, 4)])
@@ -363,13 +374,10 @@ def test_sampling(num_codes, stream, small, static, monkeypatch):
     logits = draw(2, 3, num_codes)
     noise = gumbel(key, stream, position, num_codes).to(DEVICE)
     there = (key.to(DEVICE), stream, position.to(DEVICE))
-    assert sampler.sample(logits, None, 1.0, *there, static=static).tolist() == (logits + noise).argmax(-1).tolist()
-    both = torch.cat((logits, draw(2, 3, num_codes, seed=7)))
-    for scale in (torch.tensor([[3.0], [0.5]]), torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])):
-        plain = (guide(both, scale.to(DEVICE)) / 0.7 + noise).argmax(-1)
-        assert sampler.sample(both, scale.to(DEVICE), 0.7, *there, static=static).tolist() == plain.tolist()
+    assert sampler.sample(logits, 1.0, *there, static=static).tolist() == (logits + noise).argmax(-1).tolist()
+    assert sampler.sample(logits, 0.7, *there, static=static).tolist() == (logits / 0.7 + noise).argmax(-1).tolist()
     logits[..., 1] = float("-inf")  # never sampled
-    assert (sampler.sample(logits, None, 1.0, *there, static=static) != 1).all()
+    assert (sampler.sample(logits, 1.0, *there, static=static) != 1).all()
 
 
 @pytest.mark.gpu

@@ -286,8 +286,8 @@ def same_float8(found, expected):
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (3, 5, 48), (2, 7, 100)])
 def test_kernels_that_make_float8(shape):
-    from arpg.kernels.ops import Stream
-    from arpg.kernels.residual_norm import residual_norm_float8
+    from arpg.kernels.ops import Stream, guide
+    from arpg.kernels.residual_norm import guided_norm, residual_norm_float8
     from arpg.kernels.swiglu import swiglu_float8
     from arpg.model.layers import ResidualNorm
 
@@ -301,6 +301,11 @@ def test_kernels_that_make_float8(shape):
         stream, expected = norm(Stream(x, delta))
     torch.testing.assert_close(total, stream.x_BSD)
     same_float8(normed, expected)
+    scale = torch.full((1, 1), 2.5, device=DEVICE)
+    both = Stream(*(torch.cat((part, part.flip(1))) for part in (x, delta)))
+    with torch.no_grad():
+        guided = guide(norm(both)[1], scale)
+    same_float8(guided_norm(*both[:2], norm.weight, scale, norm.EPS, dtype=FLOAT8), guided)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 16, 8), (7, 130, 33), (64, 128, 70), (17, 300, 5)])

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from arpg.kernels import dispatch, small_gemm
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
+from arpg.kernels.ops import guide
 from arpg.kernels.small_gemm import Tile, linear
 from arpg.quantization.precision import to_precision
 from support.fused import fuse_everywhere
@@ -186,18 +187,24 @@ def test_a_step_of_the_network_on_a_gpu():
     exact = small_model().to(DEVICE).eval()
     model = small_model().to(DEVICE, HALF).eval()
 
-    def logits(model):
+    def logits(model, scale=None):
         cache, pos = model.allocate_cache(2, 40), draw(2, 5, 2, seed=1).abs()
         x = draw(2, 5, model.config.width).to(model.dtype)
         for _ in range(3):
             model.encode(x, pos, cache, causal=False)
-        return model.predict(pos, None, cache)
+        return model.predict(pos, None, cache, scale_BS=scale)
 
     true, made = logits(exact), logits(model)
     with kernel_policy(KernelPolicy(pdl=False)):
         assert torch.equal(logits(model), made)
     with kernel_policy(KernelPolicy(small_gemm=False)):
         assert off(made, true) < 1.5 * off(logits(model), true)
+    scale = torch.tensor([[4.0]], device=DEVICE)
+    guided = logits(model, scale)
+    assert off(guided, guide(true, scale)) < 1.5 * off(guide(made, scale), guide(true, scale))
+    for policy in (KernelPolicy(pdl=False), KernelPolicy(small_gemm=False)):
+        with kernel_policy(policy):
+            assert off(logits(model, scale), guided) < CLOSE
 
 
 @pytest.mark.parametrize("decode_with", ["steps", "exact", "speculative"])

@@ -12,6 +12,7 @@ from arpg.decode import SamplePlan
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.image import to_uint8
 from arpg.model import class_condition
+from support import oracle
 from support.paths import GOLDEN
 from support.recorded import Golden
 
@@ -40,21 +41,24 @@ def test_every_step_of_every_recorded_run(golden, run):
     assert list(sizes) == info["sizes"]
     assert scales == pytest.approx(info["scales"], abs=1e-12)
 
-    seen = []
-
-    def hook(state, step, logits, sampled):
-        seen.append(logits.chunk(2))
-        return ids.gather(1, step.predict.position_BS)
-
     condition = class_condition(golden.model, t["train.labels"])
     request = Request.from_nothing(condition, golden.model.config.grid, tuple(range(len(ids))))
-    plan = Plan((SamplePlan(tuple(order), sizes, scales),) * len(ids))
-    last = list(decode(golden.model, request, plan, SamplingSettings(), hook=hook))[-1]
+    cond, uncond = t[f"gen{run}.cond_logits"], t[f"gen{run}.uncond_logits"]
 
-    assert torch.equal(last.ids_BN, ids)
-    cond, uncond = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))
-    assert (cond - t[f"gen{run}.cond_logits"]).abs().max() < TOLERANCE
-    assert (uncond - t[f"gen{run}.uncond_logits"]).abs().max() < TOLERANCE
+    def check(scales, expected):
+        seen, plan = [], SamplePlan(tuple(order), sizes, scales)
+
+        def hook(state, step, logits, sampled):
+            seen.append(logits)
+            return ids.gather(1, step.predict.position_BS)
+
+        last = list(decode(golden.model, request, Plan((plan,) * len(ids)), SamplingSettings(), hook=hook))[-1]
+        assert torch.equal(last.ids_BN, ids)
+        assert (torch.cat(seen, dim=1) - expected(plan)).abs().max() < max(1.0, *scales) * TOLERANCE
+
+    check((1.0,) * len(sizes), lambda plan: cond)
+    check((0.0,) * len(sizes), lambda plan: uncond)
+    check(scales, lambda plan: oracle.guided(cond, uncond, plan))
 
 
 @pytest.mark.parametrize("name", ["vq_a", "vq_b"])

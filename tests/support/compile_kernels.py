@@ -55,7 +55,7 @@ def main():
         token_io,
     )
 
-    for module in (attention, fused_rope, gumbel, small_gemm, token_io):
+    for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, token_io):
         module.prefetch_weights = lambda x: True  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
@@ -83,6 +83,7 @@ def main():
     attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
     for rows in (2, 24):
         few, weight = half(rows, 1024), half(1024)
+        small_gemm.linear(few, half(3072, 1024))
         small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5)
         small_gemm.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True)
         squares = small_gemm.empty_sums(few, half(1024, 2816))
@@ -109,18 +110,18 @@ def main():
     token_io.scatter_tokens(ids, known, at, at)
 
     key, position = torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
-    gumbel.sample(half(2, 3, 8192), None, 1.0, key, 0, position)
-    gumbel.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position, static=True)
-    gumbel.sample(half(4, 3, 8192), torch.ones(2, 1), 1.0, key, 0, position)
-    gumbel.sample(half(4, 3, 16384), torch.ones(2, 1), 1.0, key, 0, position)
+    gumbel.sample(half(2, 3, 8192), 1.0, key, 0, position)
+    gumbel.sample(half(2, 3, 8192), 1.0, key, 0, position, static=True)
+    gumbel.sample(half(2, 3, 16384), 1.0, key, 0, position)
     many = torch.zeros(2, 200, dtype=torch.long)
-    gumbel.sample(half(4, 200, 8192), torch.ones(2, 1), 1.0, key, 0, many)
-    gumbel.sample(half(2, 200, 8192), None, 1.0, key, 0, many)
+    gumbel.sample(half(2, 200, 8192), 1.0, key, 0, many)
 
     x, weight, drop = half(2, 8, 1024), half(1024), torch.zeros(2, dtype=torch.int32)
     for p in (0.0, 0.1):
         residual_norm.residual_norm(x, x, weight, drop, p, 1e-5)
         residual_norm.residual_norm_backward(x, x, x, weight, drop, p, 1e-5)
+    for delta, dtype in ((None, torch.bfloat16), (x, torch.bfloat16), (x, torch.float8_e4m3fn)):
+        residual_norm.guided_norm(x, delta, weight, torch.ones(1, 1), 1e-5, dtype=dtype)
     swiglu.swiglu(half(16, 5632))
     swiglu.swiglu_backward(half(16, 5632), half(16, 2816))
 

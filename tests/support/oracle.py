@@ -124,3 +124,9 @@ def decoding_logits(weights, heads, *, label, ids, known, order, sizes, width, c
         result.append(logits(weights, heads, content, sees, places, [range(count)] * size, asked))
         enter(step)
     return torch.cat(result)
+
+
+def guided(cond, uncond, plan):
+    """Logits `[..., tokens of the plan, codes]` guided after the head, with the scale of each token's step."""
+    scale = torch.tensor([s for s, size in zip(plan.scales, plan.sizes, strict=True) for _ in range(size)])
+    return uncond + scale[:, None] * (cond - uncond)

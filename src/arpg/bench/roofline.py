@@ -94,18 +94,21 @@ def passes(
     size, width, hidden = dtype.itemsize, config.width, config.ffn_width
     memories = 1 if config.shared_kv else config.pass2_layers
     weights1 = config.pass1_layers * (4 * width**2 + 3 * width * hidden) + memories * 2 * width**2
-    weights2 = config.pass2_layers * (2 * width**2 + 3 * width * hidden) + width * config.vocab_size
+    weights2 = config.pass2_layers * (2 * width**2 + 3 * width * hidden)
 
     def work(weights: int, layers: int, slots: int, visible: int) -> Work:
         flops = rows * slots * (2 * weights + layers * 4 * visible * width)
         return Work(flops, (weight_size or size) * weights + size * layers * rows * visible * 2 * width)
 
+    def head(slots: int) -> Work:  # of the guided rows
+        weights = width * config.vocab_size
+        return Work(case.batch * slots * 2 * weights, (weight_size or size) * weights)
+
     steps, visible, new = [], 0, 1  # the class enters first; the last step's tokens never do
     for slots in plan.sizes:
         visible += new
-        steps.append(
-            (work(weights1, config.pass1_layers, new, visible), work(weights2, config.pass2_layers, slots, visible))
-        )
+        pass2 = work(weights2, config.pass2_layers, slots, visible) + head(slots)
+        steps.append((work(weights1, config.pass1_layers, new, visible), pass2))
         new = slots
     return steps
 

@@ -29,8 +29,8 @@ from arpg.errors import one_of, require
 from arpg.model import TokenDecoder
 from arpg.settings import SamplingSettings
 
-# Called after Pass 2 with the state, the step, the logits [R, S, V] and the sampled ids [B, S]; the ids it returns are
-# used instead of the sampled ones (None: the sampled ones).
+# Called after Pass 2 with the state, the step, the guided logits [B, S, V] and the sampled ids [B, S]; the ids it
+# returns are used instead of the sampled ones (None: the sampled ones).
 Hook = Callable[[DecodeState, StepPlan, Tensor, Tensor], Tensor | None]
 
 _BUCKETS = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # batch sizes that graphs are captured for
@@ -111,14 +111,12 @@ def run_step(
     if step.encode is not None:
         state.encode(model, step.encode, causal=settings.attention == "causal")
     args = step.predict
-    logits_RSV = state.predict(model, args)
-    sampled_BS = sample(
-        logits_RSV, settings, state.key_B2, args.position_BS, scale_BS=args.scale_BS, static=args.static
-    )
+    logits_BSV = state.predict(model, args)
+    sampled_BS = sample(logits_BSV, settings, state.key_B2, args.position_BS, static=args.static)
     if hook is not None:
-        replaced_BS = hook(state, step, logits_RSV, sampled_BS)
+        replaced_BS = hook(state, step, logits_BSV, sampled_BS)
         sampled_BS = sampled_BS if replaced_BS is None else replaced_BS
-    state.scatter(args.position_BS, *strategy.accept(state, logits_RSV, sampled_BS))
+    state.scatter(args.position_BS, *strategy.accept(state, logits_BSV, sampled_BS))
     return True
 
 

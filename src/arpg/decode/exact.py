@@ -51,7 +51,7 @@ class Exact:
         self._position_BS = predict.position_BS
         return StepPlan(encode, predict)
 
-    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Accept tokens up to and including the first that differs from its draft."""
         draft_BS = state.ids_BN.gather(1, self._position_BS[:, : self._num_drafts])
         right_B1 = (sampled_BS[:, : self._num_drafts] == draft_BS).cumprod(1).sum(1, keepdim=True)

@@ -1,6 +1,6 @@
-"""From logits to ids: guidance, temperature, top-k, top-p and the Gumbel-max sample. Pure functions of tensors.
+"""From logits to ids: temperature, top-k, top-p and the Gumbel-max sample. Pure functions of tensors.
 
-Shapes: B batch, R rows (B, or 2B with the unconditional ones after the conditional), S tokens, V vocabulary.
+Shapes: B batch, S tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.kernels.ops import guide as guide
 from arpg.kernels.ops import gumbel_argmax
 from arpg.noise import Stream
 from arpg.settings import SamplingSettings
@@ -35,7 +34,8 @@ def keep_top_p(logits_BSV: Tensor, top_p: float) -> Tensor:
 
 
 def warp(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
-    """Apply temperature, then top-k, then top-p. At temperature 0 only the most likely code is left."""
+    """Apply temperature, then top-k, then top-p, at least in float32. At temperature 0 the most likely code is left."""
+    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     if settings.temperature == 0:
         return keep_top_k(logits_BSV, 1)
     logits_BSV = logits_BSV / settings.temperature
@@ -45,29 +45,14 @@ def warp(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def sample(
-    logits_RSV: Tensor,
-    settings: SamplingSettings,
-    key_B2: Tensor,
-    position_BS: Tensor,
-    *,
-    scale_BS: Tensor | None = None,
-    static: bool = False,
+    logits_BSV: Tensor, settings: SamplingSettings, key_B2: Tensor, position_BS: Tensor, *, static: bool = False
 ) -> Tensor:
-    """Sample ids `[B, S]` with noise that only depends on seed, position and code.
-
-    `scale_BS`: guidance, where the rows hold conditional and unconditional logits. `static` as in `ops.embed_at`.
-    """
+    """Sample ids `[B, S]` with noise that only depends on seed, position and code. `static` as in `ops.embed_at`."""
     if settings.temperature > 0 and settings.top_k is None and settings.top_p >= 1:
         return gumbel_argmax(
-            logits_RSV,
-            key_B2,
-            Stream.TOKEN,
-            position_BS,
-            scale_BS=scale_BS,
-            temperature=settings.temperature,
-            static=static,
+            logits_BSV, key_B2, Stream.TOKEN, position_BS, temperature=settings.temperature, static=static
         )
-    warped = warp(guide(logits_RSV, scale_BS), settings)
+    warped = warp(logits_BSV, settings)
     if settings.temperature == 0:
         return warped.argmax(-1)
     return gumbel_argmax(warped, key_B2, Stream.TOKEN, position_BS, static=static)
@@ -81,5 +66,7 @@ def sample_from(logits_BSV: Tensor, key_B2: Tensor, stream: Stream, position_BS:
 def probs(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
     """Return the probabilities with which `sample` samples each code."""
     if settings.temperature == 0:
-        return F.one_hot(logits_BSV.argmax(-1), logits_BSV.shape[-1]).type_as(logits_BSV)
+        return F.one_hot(logits_BSV.argmax(-1), logits_BSV.shape[-1]).to(
+            torch.promote_types(logits_BSV.dtype, torch.float32)
+        )
     return warp(logits_BSV, settings).softmax(-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.decode.sampling import guide, probs, sample_from
+from arpg.decode.sampling import probs, sample_from
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import RowProgress, StepPlan, TokenCursor
 from arpg.noise import Stream, uniform
@@ -66,13 +66,13 @@ class Speculative:
             last = min(self._draft_probs_BSV.shape[1], left - 1)
             encode = self.cursor.encode(0, last)
             predict = self.cursor.predict(1, last + 1, drafts=last)
-        self._position_BS, self._scale_BS = predict.position_BS, predict.scale_BS
+        self._position_BS = predict.position_BS
         return StepPlan(encode, predict)
 
-    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the drafts for the next call, or accept and replace them."""
         self._steps += 1
-        probs_BSV = probs(guide(logits_RSV, self._scale_BS), self._settings)
+        probs_BSV = probs(logits_BSV, self._settings)
         offset_S = torch.arange(sampled_BS.shape[1], device=sampled_BS.device)
         if self._draft_probs_BSV is None:
             kept_BS = (offset_S == 0).expand_as(sampled_BS)  # the first draft is always right

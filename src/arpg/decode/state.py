@@ -76,7 +76,7 @@ class DecodeState:
         model.encode(x_RSD, pos, self.filled_cache, causal=causal, count_B=count_R, end=end)
 
     def predict(self, model: TokenDecoder, args: PredictArgs) -> Tensor:
-        """Pass 2: logits `[R, S, V]` of the positions."""
+        """Pass 2: guided logits `[B, S, V]` of the positions."""
         position_BS, num_predicted = args.position_BS, args.position_BS.shape[1]
         if self.query_RND is None and args.visible_BS is None and model.same_logits(self.filled_cache):
             position_BS = position_BS[:, :1]
@@ -95,8 +95,8 @@ class DecodeState:
             base=BASE,
             static=args.static,
         )
-        logits_RSV = model.predict(pos, query_RSD, self.filled_cache, visible_RS)
-        return logits_RSV.expand(-1, num_predicted, -1)
+        logits_BSV = model.predict(pos, query_RSD, self.filled_cache, visible_RS, scale_BS=args.scale_BS)
+        return logits_BSV.expand(-1, num_predicted, -1)
 
     def scatter(self, position_BS: Tensor, ids_BS: Tensor, kept_BS: Tensor | None) -> None:
         """Set the tokens at these positions; they are known where they are kept (None: all)."""

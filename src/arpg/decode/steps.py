@@ -64,7 +64,7 @@ class DecodeStrategy(Protocol):
         """Return the next step, or None after the last."""
         ...
 
-    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
+    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the ids for the positions just predicted, and which of them are final (None: all)."""
         ...
 
@@ -231,7 +231,7 @@ class PlannedSteps:
         """Return the next planned step."""
         return self.cursor.next_step()
 
-    def accept(self, state: DecodeState, logits_RSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, None]:
+    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, None]:
         """Accept every sampled token."""
         return sampled_BS, None
 

@@ -148,7 +148,7 @@ def attention_maps(
     ids_N = ids_N.to(device)
     first1 = first2 = 0  # rows of Pass 1 and Pass 2 that are filled
 
-    def keep_weights(state: DecodeState, step: StepPlan, logits_RSV: Tensor, sampled_BS: Tensor) -> Tensor:
+    def keep_weights(state: DecodeState, step: StepPlan, logits_BSV: Tensor, sampled_BS: Tensor) -> Tensor:
         """Fill the rows of this step, and return the tokens of the image instead of the sampled ones."""
         nonlocal first1, first2
         assert len(recorder.calls) == len(pass1) + len(pass2), "the attention of a layer was not recorded"

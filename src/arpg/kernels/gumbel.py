@@ -1,6 +1,6 @@
-"""Gumbel-max sampling in one pass over the logits: guidance, Philox 4x32-10 noise and argmax, none of it in memory.
+"""Gumbel-max sampling in one pass over the logits: Philox 4x32-10 noise and argmax, none of it in memory.
 
-The noise is that of `arpg.noise`. Shapes: B batch, R rows (B, or 2B when guided), S tokens, V codes.
+The noise is that of `arpg.noise`. Shapes: B batch, S tokens, V codes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _SMALL_BATCH_CODES, _SMALL_BATCH_WARPS, _MAX_ITERATIONS = 4096, 16, 8
 
 
 def sample(
-    logits_RSV: Tensor,
-    scale_BS: Tensor | None,
+    logits_BSV: Tensor,
     temperature: float,
     key_B2: Tensor,
     stream: int,
@@ -26,26 +25,25 @@ def sample(
     *,
     static: bool = False,
 ) -> Tensor:
-    """Ids `[B, S]`: argmax(logits / temperature + noise) of the guided logits.
+    """Ids `[B, S]`: argmax(logits / temperature + noise).
 
-    `static`: seeds, positions and scales were written before the decode started, so that they may be read before the
+    `static`: seeds and positions were written before the decode started, so that they may be read before the
     kernel in front ends. Otherwise everything is read after the dependency barrier.
     """
     key_B2 = key_B2.contiguous()
     position_BS = position_BS if position_BS.stride(-1) == 1 else position_BS.contiguous()
-    logits_RSV = logits_RSV if logits_RSV.stride(-1) == 1 else logits_RSV.contiguous()
-    num_tokens, num_codes = logits_RSV.shape[1:]
+    logits_BSV = logits_BSV if logits_BSV.stride(-1) == 1 else logits_BSV.contiguous()
+    num_tokens, num_codes = logits_BSV.shape[1:]
     batch = len(position_BS)
-    scale = key_B2 if scale_BS is None else scale_BS.expand(batch, num_tokens)  # not guided: not read
     ids_BS = position_BS.new_empty(position_BS.shape)
     small = batch * num_tokens <= _SMALL_BATCH and num_codes <= _SMALL_BATCH_CODES * _MAX_ITERATIONS
     codes, warps = (_SMALL_BATCH_CODES, _SMALL_BATCH_WARPS) if small else (_CODES, _WARPS)
-    pdl = small and prefetch_weights(logits_RSV)
+    pdl = small and prefetch_weights(logits_BSV)
     if ids_BS.numel():
         _sample[(batch * num_tokens,)](
-            logits_RSV, logits_RSV[batch:], scale, key_B2, position_BS, ids_BS,
-            *logits_RSV.stride()[:2], *scale.stride(), position_BS.stride(0), num_tokens, num_codes, temperature,
-            scale_BS is not None, int(stream), codes, triton.cdiv(num_codes, codes), small, pdl, static,
+            logits_BSV, key_B2, position_BS, ids_BS,
+            *logits_BSV.stride()[:2], position_BS.stride(0), num_tokens, num_codes, temperature,
+            int(stream), codes, triton.cdiv(num_codes, codes), small, pdl, static,
             num_warps=warps, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return ids_BS
@@ -53,8 +51,8 @@ def sample(
 
 @triton.jit(do_not_specialize=["S"])
 def _sample(  # type: ignore[no-untyped-def]
-    logits, nulls, scales, keys, positions, ids, logit_b, logit_s, scale_b, scale_s, position_b, S, V, temperature,
-    GUIDED: tl.constexpr, STREAM: tl.constexpr, CODES: tl.constexpr, ITERATIONS: tl.constexpr, SMALL: tl.constexpr,
+    logits, keys, positions, ids, logit_b, logit_s, position_b, S, V, temperature,
+    STREAM: tl.constexpr, CODES: tl.constexpr, ITERATIONS: tl.constexpr, SMALL: tl.constexpr,
     PDL: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """One token. Each lane keeps the best of its codes; at the end the best lane wins, of equal ones the first code.
@@ -71,7 +69,6 @@ def _sample(  # type: ignore[no-untyped-def]
     at = row * logit_b + (token % S) * logit_s
     key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
     position = tl.load(positions + row * position_b + token % S).to(tl.uint32)
-    scale = tl.load(scales + row * scale_b + (token % S) * scale_s) if GUIDED else 1.0
     best = tl.full((CODES,), float("-inf"), tl.float32)
     best_code = tl.zeros((CODES,), tl.int32)
     if SMALL:
@@ -86,26 +83,17 @@ def _sample(  # type: ignore[no-untyped-def]
             tl.extra.cuda.gdc_wait()
         for iteration in tl.static_range(ITERATIONS):
             code = iteration * CODES + tl.arange(0, CODES)
-            value = _logit(logits + at, nulls + at, code, V, scale, GUIDED) / temperature + noises[iteration]
+            value = tl.load(logits + at + code, code < V, other=0.0).to(tl.float32) / temperature + noises[iteration]
             best, best_code = _better(best, best_code, value, code, V)
     else:
         for iteration in range(ITERATIONS):
             code = iteration * CODES + tl.arange(0, CODES)
             block = (iteration * (CODES // 4) + tl.arange(0, CODES // 4)).to(tl.uint32)
-            logit = _logit(logits + at, nulls + at, code, V, scale, GUIDED)
+            logit = tl.load(logits + at + code, code < V, other=0.0).to(tl.float32)
             value = logit / temperature + _gumbel(_words(block, position, STREAM, key0, key1, CODES))
             best, best_code = _better(best, best_code, value, code, V)
     winner = tl.min(tl.where(best == tl.max(best), best_code, V))
     tl.store(ids + token, winner.to(tl.int64))
-
-
-@triton.jit
-def _logit(logits, nulls, code, V, scale, GUIDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    logit = tl.load(logits + code, code < V, other=0.0).to(tl.float32)
-    if GUIDED:
-        null = tl.load(nulls + code, code < V, other=0.0).to(tl.float32)
-        logit = null + scale * (logit - null)
-    return logit
 
 
 @triton.jit

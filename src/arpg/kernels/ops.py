@@ -112,6 +112,36 @@ def norm_linear(
     return stream, [_expanded_once(layer, normed) for layer in layers]
 
 
+def norm_guide_linear(
+    stream: Stream,
+    weight_D: Tensor,
+    layer: nn.Module,
+    scale_BS: Tensor,
+    *,
+    eps: float,
+    dropout: float = 0.0,
+    key_B: Tensor | None = None,
+) -> Tensor:
+    """Return what `layer`, which is linear without bias, makes of the guided norm of the stream, `[B, S, O]`.
+
+    The same as `guide` of its outputs, from half the rows.
+    """
+    x, dtype = stream.x_BSD, input_dtype(layer)
+    if dropout == 0 and can_fuse_inference(x):
+        from arpg.kernels.residual_norm import guided_norm
+
+        guided = guided_norm(x, stream.delta_BSD, weight_D, scale_BS, eps, dtype=FLOAT8 if dtype == FLOAT8 else x.dtype)
+    else:
+        _, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B)
+        guided = guide(normed, scale_BS).type_as(normed)
+    if use_small_gemm(guided, layer):
+        from arpg.kernels.small_gemm import linear
+
+        return linear(guided, layer.weight)  # type: ignore[arg-type]
+    logits: Tensor = layer(guided)
+    return logits
+
+
 def norm_swiglu(
     stream: Stream,
     weight_D: Tensor,
@@ -400,37 +430,33 @@ def scatter_tokens(
     return ids_BN.scatter(1, position_BS, sampled_BS), known_BN.scatter(1, position_BS, known)
 
 
-def guide(logits_RSV: Tensor, scale_BS: Tensor | None) -> Tensor:
+def guide(x_RSD: Tensor, scale_BS: Tensor) -> Tensor:
     """Return uncond + scale (cond - uncond), at least in float32; a scale per position, or `[B, 1]` per row.
 
-    Without a scale the rows are the conditional logits alone.
+    Written so that at scale 1 it is cond, whatever is rounded.
     """
-    logits_RSV = logits_RSV.to(torch.promote_types(logits_RSV.dtype, torch.float32))
-    if scale_BS is None:
-        return logits_RSV
-    cond, uncond = logits_RSV.chunk(2)
-    return uncond + scale_BS[..., None] * (cond - uncond)
+    cond, uncond = x_RSD.to(torch.promote_types(x_RSD.dtype, torch.float32)).chunk(2)
+    return cond + (scale_BS[..., None] - 1) * (cond - uncond)
 
 
 def gumbel_argmax(
-    logits_RSV: Tensor,
+    logits_BSV: Tensor,
     key_B2: Tensor,
     stream: NoiseStream,
     position_BS: Tensor,
     *,
-    scale_BS: Tensor | None = None,
     temperature: float = 1.0,
     static: bool = False,
 ) -> Tensor:
-    """Sample ids `[B, S]` by the Gumbel-max trick: argmax(guided logits / temperature + noise).
+    """Sample ids `[B, S]` by the Gumbel-max trick, at least in float32: argmax(logits / temperature + noise).
 
-    The noise is a function of seed, stream, position and code alone. `static` as in `embed_at`, also for `scale_BS`.
+    The noise is a function of seed, stream, position and code alone. `static` as in `embed_at`.
     """
-    if can_fuse(logits_RSV):
+    if can_fuse(logits_BSV):
         from arpg.kernels.gumbel import sample as fused
 
-        return fused(logits_RSV, scale_BS, temperature, key_B2, stream, position_BS, static=static)
-    logits_BSV = guide(logits_RSV, scale_BS)
+        return fused(logits_BSV, temperature, key_B2, stream, position_BS, static=static)
+    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     logits_BSV = logits_BSV if temperature == 1.0 else logits_BSV / temperature
     return (logits_BSV + gumbel(key_B2, stream, position_BS, logits_BSV.shape[-1])).argmax(-1)
 

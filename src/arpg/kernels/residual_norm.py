@@ -1,6 +1,6 @@
 """Dropout, residual addition and RMSNorm in one pass over the stream, and their gradients in another.
 
-Shapes: B batch, S slots, D width.
+Shapes: B batch, R rows (2B: conditional, then unconditional), S slots, D width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels.dispatch import FLOAT8
+from arpg.kernels.dispatch import FLOAT8, prefetch_weights
 
 # Of the backward pass: each program sums its share of the weight's gradient, some rows at a time, while the next come.
 _PROGRAMS, _ROWS, _STAGES = 512, 1, 3
@@ -65,6 +65,24 @@ def residual_norm_backward(
         num_warps=min(8, _ROWS * warps),
     )  # fmt: skip
     return grad_x, grad_delta, parts.sum(0).to(weight_D.dtype)
+
+
+def guided_norm(
+    x_RSD: Tensor, delta_RSD: Tensor | None, weight_D: Tensor, scale_BS: Tensor, eps: float, *, dtype: torch.dtype
+) -> Tensor:
+    """`[B, S, D]`: x + delta, normed and guided, rounded once. No gradient, and the sum itself is not kept."""
+    x_RSD = x_RSD.contiguous()
+    delta = x_RSD if delta_RSD is None else delta_RSD.contiguous()
+    rows, slots, width = x_RSD.shape
+    scale_BS = scale_BS.expand(rows // 2, slots)
+    guided = torch.empty((rows // 2, slots, width), dtype=dtype, device=x_RSD.device)
+    pdl = prefetch_weights(x_RSD)
+    half, warps = _block(width)
+    _residual_norm_guided[(rows // 2 * slots,)](
+        x_RSD, delta, weight_D, scale_BS, guided, *scale_BS.stride(), guided.numel(), slots, width, eps,
+        delta_RSD is not None, 2 * half, pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return guided
 
 
 def _threshold(p: float) -> int:
@@ -139,6 +157,36 @@ def _residual_norm_forward(  # type: ignore[no-untyped-def]
     high_normed = (high_sum * r).to(total.dtype.element_ty).to(tl.float32) * high_weight
     tl.store(normed + low, low_normed.to(normed.dtype.element_ty), there)
     tl.store(normed + high, high_normed.to(normed.dtype.element_ty), there)
+
+
+@triton.jit
+def _residual_norm_guided(  # type: ignore[no-untyped-def]
+    x, delta, weight, scales, guided, scale_b, scale_s, null, S, D, eps, ADD: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One slot of a sample: its conditional row, and its unconditional one `null` numbers further."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, WIDTH)
+    there = channel < D
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scale = tl.load(scales + row // S * scale_b + row % S * scale_s).to(tl.float32)
+    at = row * D + channel
+    cond = _normed(x, delta, at, there, D, eps, ADD)
+    uncond = _normed(x, delta, at + null, there, D, eps, ADD)
+    mixed = (cond + (scale - 1.0) * (cond - uncond)) * tl.load(weight + channel, there, other=0.0).to(tl.float32)
+    tl.store(guided + at, mixed.to(guided.dtype.element_ty), there)
+
+
+@triton.jit
+def _normed(x, delta, at, there, D, eps, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row of x + delta (rounded, as elsewhere) over its root mean square."""
+    total = tl.load(x + at, there, other=0.0)
+    if ADD:
+        total = (total.to(tl.float32) + tl.load(delta + at, there, other=0.0).to(tl.float32)).to(total.dtype)
+    total = total.to(tl.float32)
+    return total * tl.rsqrt(tl.sum(total * total) / D + eps)
 
 
 @triton.jit

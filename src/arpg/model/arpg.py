@@ -77,7 +77,13 @@ class ARPG(TokenDecoder):
         cache.commit(writer.num_new, count_B=count_B, end=end)
 
     def predict(
-        self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self,
+        pos_BS2: Tensor | Rope,
+        query_BSD: Tensor | None,
+        cache: Cache,
+        visible_BS: Tensor | None = None,
+        *,
+        scale_BS: Tensor | None = None,
     ) -> Tensor:
         """Pass 2: logits `[B, S, V]` of the tokens at the positions, queried with `[MASK]` or the given queries."""
         if visible_BS is None and cache.length_B is not None:
@@ -85,7 +91,7 @@ class ARPG(TokenDecoder):
         first = self.config.pass1_layers
         memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
         stream, key_B = self._pass2(query_BSD, pos_BS2, visible_BS, memories)
-        return self.norm.linear(stream, [self.head], key_B)[1][0]
+        return self._logits(stream, scale_BS, key_B)
 
     def same_logits(self, cache: Cache) -> bool:
         """Whether the cache has one slot only: a query that sees one slot gets its value, wherever it is."""

@@ -104,11 +104,19 @@ class TokenDecoder(nn.Module):
         raise NotImplementedError
 
     def predict(
-        self, pos_BS2: Tensor | Rope, query_BSD: Tensor | None, cache: Cache, visible_BS: Tensor | None = None
+        self,
+        pos_BS2: Tensor | Rope,
+        query_BSD: Tensor | None,
+        cache: Cache,
+        visible_BS: Tensor | None = None,
+        *,
+        scale_BS: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[B, S, V]` of the tokens at the positions, queried with `[MASK]` or the given queries.
 
-        `visible_BS`: how many slots of the cache each query sees; None: all that its row has.
+        `visible_BS`: how many slots of the cache each query sees; None: all that its row has. `scale_BS`: guidance; the
+        rows are then conditional ones and as many unconditional ones after them, and the logits are guided: half as
+        many.
         """
         raise NotImplementedError
 
@@ -170,6 +178,12 @@ class TokenDecoder(nn.Module):
         for i, block in enumerate(self.pass1):
             stream = block(stream, rope, mask, None if writer is None else writer.slots(i), keys.layers[i])
         return stream, rope
+
+    def _logits(self, stream: Stream, scale_BS: Tensor | None, dropout_key_B: Tensor | None = None) -> Tensor:
+        """Return what the head makes of the normed stream. It is linear without bias, so guidance comes before it."""
+        if scale_BS is None:
+            return self.norm.linear(stream, [self.head], dropout_key_B)[1][0]
+        return self.norm.guided_linear(stream, self.head, scale_BS, dropout_key_B)
 
     def _dropout_keys(self, dropout_key_B: Tensor | None, count: int) -> DropoutKeys:
         """Return the keys of `count` blocks and norms."""

@@ -58,6 +58,13 @@ class ResidualNorm(nn.Module):
         p, key_B = self.dropout.arguments(dropout_key_B)
         return ops.norm_linear(stream, self.weight, layers, eps=self.EPS, dropout=p, key_B=key_B)
 
+    def guided_linear(
+        self, stream: Stream, layer: nn.Module, scale_BS: Tensor, dropout_key_B: Tensor | None = None
+    ) -> Tensor:
+        """Return what a linear layer makes of the guided norm: of conditional rows, then as many unconditional ones."""
+        p, key_B = self.dropout.arguments(dropout_key_B)
+        return ops.norm_guide_linear(stream, self.weight, layer, scale_BS, eps=self.EPS, dropout=p, key_B=key_B)
+
     def swiglu(self, stream: Stream, ffn: SwiGLU, dropout_key_B: Tensor | None = None) -> tuple[Stream, Tensor]:
         """Return the stream and the hidden channels of the feed-forward layer, from its norm."""
         p, key_B = self.dropout.arguments(dropout_key_B)
