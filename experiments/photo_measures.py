@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from arpg import Pipeline
 from arpg.data.crops import center_crops
@@ -24,8 +25,8 @@ from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.evaluation.sample import fingerprint
-from arpg.files import write_json, write_text
-from arpg.image import Pixels, to_images
+from arpg.files import write_json, write_text, write_whole
+from arpg.image import Pixels, sheet, to_images, to_uint8
 from arpg.tables import markdown_table
 from arpg.tokenizer.losses import LPIPS
 from experiments.photos import (
@@ -137,6 +138,20 @@ class PhotoMeasures:
         """Return Inception's pooled features."""
         parts = [self.inception.features(pixels[i : i + self.batch]).pool for i in range(0, len(pixels), self.batch)]
         return torch.cat(parts)
+
+    @torch.no_grad()
+    def reconstruct(self, pixels: Pixels) -> Pixels:
+        """Return the images through the tokenizer."""
+        tokenizer, parts = self.pipe.tokenizer, []
+        for start in range(0, len(pixels), self.batch):
+            ids_BN = tokenizer.encode(to_images(pixels[start : start + self.batch], tokenizer.device))
+            parts.append(to_uint8(tokenizer.decode(ids_BN, tokenizer.grid(*pixels.shape[1:3]))).cpu().numpy())
+        return np.concatenate(parts)
+
+    def save_sheet(self, name: str, rows: Sequence[Pixels]) -> None:
+        """Write rows of images to OUT/NAME.webp."""
+        whole = sheet([Image.fromarray(pixels) for row in rows for pixels in row], columns=len(rows[0]))
+        write_whole(self.options.out / f"{name}.webp", lambda path: whole.save(path, format="webp", quality=85))
 
 
 def share(name: str, hits: NDArray[np.bool_]) -> Row:

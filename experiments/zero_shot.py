@@ -26,8 +26,7 @@ from arpg import make_plan, tasks
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.metrics import KernelDistance, kernel_distance
 from arpg.evaluation.sample import json_settings
-from arpg.files import write_whole
-from arpg.image import Pixels, adm_crop, sheet, to_images, to_uint8
+from arpg.image import Pixels, adm_crop, to_images, to_uint8
 from arpg.model import class_condition
 from arpg.settings import EXPAND_METHODS, SamplingSettings
 from arpg.tasks.canvas import Box, Canvas, Mask, box_mask
@@ -133,7 +132,7 @@ class ZeroShot(PhotoMeasures):
             rows[row] |= {"seconds": time.perf_counter() - began}
             log.info("%s, %s: %s", name, row, rows[row])
             sheet_rows.append(made[shown])
-        self._sheet(name, sheet_rows)
+        self.save_sheet(name, sheet_rows)
         return {"images": len(pixels), "settings": json_settings(settings), "rows": rows}
 
     def edit(self) -> Row:
@@ -159,7 +158,7 @@ class ZeroShot(PhotoMeasures):
                 rows[name] = self.shares("seen as the new class", seen == new, new)
                 rows[name] |= share("still seen as the old class", seen == old)
                 log.info("edit, %s: %s", name, rows[name])
-        self._sheet("edit", sheet_rows)
+        self.save_sheet("edit", sheet_rows)
         return {"edits": len(pixels), "box": box, "settings": json_settings(base), "rows": rows}
 
     @torch.no_grad()
@@ -228,19 +227,10 @@ class ZeroShot(PhotoMeasures):
             rows[name] |= {"detail": detail(made), "seconds": time.perf_counter() - began}
             log.info("expand, %s: %s", name, rows[name])
             sheet_rows.append(made[shown])
-        self._sheet("expand", sheet_rows)
+        self.save_sheet("expand", sheet_rows)
         side = large.read(0).size
         about = {"images": len(small), "real images": len(real), "their pixels before": side, "size": [size, size]}
         return about | {"detail of real images": detail(real), "rows": rows}
-
-    @torch.no_grad()
-    def reconstruct(self, pixels: Pixels) -> Pixels:
-        """Return the images through the tokenizer."""
-        tokenizer, parts = self.pipe.tokenizer, []
-        for start in range(0, len(pixels), self.batch):
-            ids_BN = tokenizer.encode(to_images(pixels[start : start + self.batch], tokenizer.device))
-            parts.append(to_uint8(tokenizer.decode(ids_BN, tokenizer.grid(*pixels.shape[1:3]))).cpu().numpy())
-        return np.concatenate(parts)
 
     def _feathered(self, before: Pixels, after: Pixels, mask: Mask, *, feather: int) -> Pixels:
         stride, grid = self.pipe.tokenizer.config.stride, self.pipe.model.config.grid
@@ -248,11 +238,6 @@ class ZeroShot(PhotoMeasures):
         soft = np.asarray(canvas.paste(Image.fromarray(after), feather=feather))
         assert np.array_equal(soft[~mask], before[~mask])
         return soft
-
-    def _sheet(self, name: str, rows: list[Pixels]) -> None:
-        images = [Image.fromarray(pixels) for row in rows for pixels in row]
-        whole = sheet(images, columns=len(rows[0]))
-        write_whole(self.options.out / f"{name}.webp", lambda path: whole.save(path, format="webp", quality=85))
 
 
 def halves_distance(a_MF: Tensor, b_MF: Tensor) -> KernelDistance:

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
-from arpg import ControlInput, Pipeline
+from arpg import Pipeline
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
@@ -35,8 +34,13 @@ from arpg.files import write_json
 from arpg.image import Pixels, check_writable
 from arpg.tables import text_table
 from arpg.tokenizer import VQTokenizer
-from experiments.garden.control_images import (
+from experiments.control_images import (
+    BASE,
+    CEILING,
+    CONTROL,
+    NEAREST,
     NO_CLASS,
+    PLAIN,
     Edges,
     Generate,
     Grey,
@@ -49,21 +53,21 @@ from experiments.garden.control_images import (
     nearest_by_edges,
     read_images,
     save_missing,
+    strength_zero_is_plain,
+    with_control,
+    without_control,
 )
 from experiments.garden.depth_net import DepthNet, DepthScenes, compose_depth_scenes, depth_error, rmse, to_depth
 from experiments.garden.sampling_options import add_sampling_options, load_pipeline, sampling_settings
 from experiments.garden.scene_sets import num_processes, reconstruct
+from experiments.photo_measures import Row, interval_cell
 from experiments.scorer_training import predict
 
-# The rows of a report: with control, without it, another model without control, and what bounds them.
-CONTROL, PLAIN, BASE = "control", "no control", "base model"
-NEAREST, CEILING = "nearest in training", "tokenizer"
 SCENE_SEED = 2026  # the test scenes are those of this seed + --seed
 COLUMNS = {"f1": ("F1", 3), "precision": ("precision", 3), "recall": ("recall", 3), "accuracy": ("accuracy", 3)}
 COLUMNS |= {"fid": ("FID", 2), "rmse": ("RMSE", 4)}
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
-Row = dict[str, Any]
 
 log = logging.getLogger("garden")
 
@@ -75,31 +79,6 @@ class EdgeScorers:
     classifier: Classifier | None = None
     inception: Inception | None = None
     reference: Features | None = None
-
-
-def with_control(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
-    """Return a generator of images that follow the conditions."""
-
-    def generate(conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float) -> Pixels:
-        controls = [ControlInput(Image.fromarray(condition), kind, strength) for condition in conditions_BHW]
-        return _pixels(pipe, labels_B, seeds, control=controls, **settings)
-
-    return generate
-
-
-def without_control(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
-    """Return a generator of images with the same labels and seeds that ignores the conditions."""
-
-    def generate(conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float) -> Pixels:
-        return _pixels(pipe, labels_B, seeds, **settings)
-
-    return generate
-
-
-def _pixels(pipe: Pipeline, labels_B: Labels, seeds: Sequence[int], **options: Any) -> Pixels:
-    classes: list[Any] = [None if label < 0 else int(label) for label in labels_B]
-    made = pipe.generate(classes, seed=list(seeds), batch_size=len(classes), **options)
-    return np.stack([np.asarray(image.convert("RGB")) for image in made])
 
 
 def image_side(pipe: Pipeline) -> int:
@@ -231,15 +210,6 @@ def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] |
     return None if progress is None else partial(progress, name)
 
 
-def strength_zero_is_plain(generate: Generate, plain: Generate, *, size: int, kind: str, num: int = 8) -> bool:
-    """Return whether at strength 0 every pixel of a few images is that of `plain`, which generates without control."""
-    conditions = np.zeros((num, size, size), np.uint8)
-    conditions[:, size // 4 : size // 2] = 255
-    none = np.full(num, NO_CLASS, np.int64)
-    a, b = (make(conditions, none, kind=kind, seeds=range(num), strength=0.0) for make in (generate, plain))
-    return np.array_equal(a, b)
-
-
 def compare(report: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
     """Return control over the other rows: ratios of F1 and RMSE, differences of accuracy."""
     found: dict[str, float] = {}
@@ -260,19 +230,8 @@ def table(rows: Mapping[str, Row], *, title: str = "") -> str:
     names = [name for name in COLUMNS if any(name in row for row in rows.values())]
     lines = []
     for name, row in rows.items():
-        lines.append([name, *(_cell(row, metric) for metric in names), row["n"]])
+        lines.append([name, *(interval_cell(row, metric, COLUMNS[metric][1]) for metric in names), row["n"]])
     return text_table([title, *(COLUMNS[name][0] for name in names), "images"], lines)
-
-
-def _cell(row: Row, metric: str) -> str | None:
-    if metric not in row:
-        return None
-    digits = COLUMNS[metric][1]
-    text = f"{row[metric]:.{digits}f}"
-    if f"{metric} interval" in row:
-        low, high = row[f"{metric} interval"]
-        text += f" ± {(high - low) / 2:.{digits}f}"
-    return text
 
 
 def control_report(

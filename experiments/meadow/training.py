@@ -69,6 +69,7 @@ def tokenize(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--views", type=int, default=6)
     parser.add_argument("--control", default="", help="Also keep condition images of this kind.")
+    parser.add_argument("--depth-model", help="For depth: an .onnx file or a model of transformers; none: FastDepth.")
     parser.add_argument("--batch-size", type=int, default=1536)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/tokens"))
@@ -87,6 +88,7 @@ def tokenize(arguments: Sequence[str] | None = None) -> None:
             zoom=True,
             batch_size=options.batch_size,
             control=options.control,
+            depth=options.depth_model,
         )
         log.info("%s: %d images, %d views, %.0f s", split, tokens.num_images, tokens.views, time.monotonic() - began)
 

@@ -12,7 +12,7 @@ from arpg import ARPG, ControlInput, Pipeline
 from arpg.checkpoint import load_model, read_folder
 from arpg.hub import resolve
 from arpg.model import class_condition
-from experiments.garden.control_images import agreement, edge_maps
+from experiments.control_images import agreement, edge_maps
 from support.command import check_error
 from support.distribution import require_model
 from support.small import noise

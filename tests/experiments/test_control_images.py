@@ -6,7 +6,7 @@ import torch
 from scipy.ndimage import distance_transform_edt
 
 from arpg import InputError
-from experiments.garden.control_images import agreement, edge_maps, nearest, thicken
+from experiments.control_images import agreement, edge_maps, nearest, thicken
 from experiments.garden.scene_sets import depth_map
 from support.shapes import shapes
 

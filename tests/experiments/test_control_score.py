@@ -14,22 +14,20 @@ from PIL import Image
 from arpg import InputError, Pipeline
 from arpg.data.images import open_images
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
-from experiments.garden.control_images import choose_evenly, edge_maps, generate_missing, nearest_by_depth
-from experiments.garden.control_score import (
+from experiments.control_images import (
     BASE,
     CEILING,
     CONTROL,
     NEAREST,
     PLAIN,
-    EdgeScorers,
-    compare,
-    depth_score,
-    edge_score,
-    score_edges,
+    choose_evenly,
+    edge_maps,
+    generate_missing,
+    nearest_by_depth,
     strength_zero_is_plain,
-    table,
     with_control,
 )
+from experiments.garden.control_score import EdgeScorers, compare, depth_score, edge_score, score_edges, table
 from experiments.garden.depth_net import (
     DepthNet,
     DepthNetConfig,
@@ -300,7 +298,7 @@ def controlled(tmp_path, monkeypatch):
             return made
         return [c.image.convert("RGB") if c.strength else image for c, image in zip(control, made, strict=True)]
 
-    monkeypatch.setattr("experiments.garden.control_score.ControlInput", ControlInput)
+    monkeypatch.setattr("experiments.control_images.ControlInput", ControlInput)
     monkeypatch.setattr(Pipeline, "generate", fake_generate)
     return tmp_path / "model"
 

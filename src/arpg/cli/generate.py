@@ -16,6 +16,7 @@ from arpg.cli.options import (
     DEFAULTS,
     BatchSizeOption,
     Command,
+    DepthModelOption,
     GridOption,
     SamplingOptions,
     ScheduleOption,
@@ -321,9 +322,7 @@ def control(
     from_image: Annotated[
         bool, typer.Option("--from-image", help="Extract the condition, edges or depth, from the image.")
     ] = False,
-    depth_model: Annotated[
-        str | None, typer.Option(help="Depth model: an .onnx file, or a model of transformers; none: FastDepth.")
-    ] = None,
+    depth_model: DepthModelOption = None,
     *,
     label: dict[str, Any],
     output: OutputOptions,

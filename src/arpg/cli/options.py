@@ -121,6 +121,9 @@ RayOption = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster o
 WorkersOption = Annotated[
     int, typer.Option("--workers", help="Workers on Ray; 0: one per GPU, or per $OMP_NUM_THREADS cores.")
 ]
+DepthModelOption = Annotated[
+    str | None, typer.Option(help="Depth model: an .onnx file, or a model of transformers; none: FastDepth.")
+]
 EngineOption = Annotated[str, typer.Option(help=f"How the decode loop is executed: {', '.join(ENGINES)}.")]
 
 

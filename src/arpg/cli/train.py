@@ -13,6 +13,7 @@ import typer
 
 from arpg.cli.options import (
     Command,
+    DepthModelOption,
     DeviceOption,
     RayOption,
     WorkersOption,
@@ -111,6 +112,7 @@ def tokenize(
     control: Annotated[
         str, typer.Option(help=f"Also keep condition images of this kind: {', '.join(CONTROL_KINDS)}.")
     ] = "",
+    depth_model: DepthModelOption = None,
     batch_size: Annotated[int, typer.Option(help="Images encoded together.")] = 64,
     shard_size: Annotated[int, typer.Option(help="Images of a shard, which one worker encodes.")] = 8192,
     ray: RayOption = False,
@@ -143,6 +145,7 @@ def tokenize(
             batch_size=batch_size,
             shard_size=shard_size,
             control=control,
+            depth=depth_model,
             progress=progress,
             ray=cluster,
             device=device if cluster else None,

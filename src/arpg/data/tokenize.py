@@ -58,6 +58,7 @@ def tokenize(
     progress: Callable[[int, int], None] | None = None,
     shard_size: int = SHARD_SIZE,
     control: str = "",
+    depth: str | None = None,
     ray: RayOptions | None = None,
     device: str | None = None,
 ) -> TokenSet:
@@ -65,7 +66,8 @@ def tokenize(
 
     `views` above 1: the centre crop and `views` - 1 random ones, half of them mirrored, with `zoom` of random size; a
     function of the image's name and `seed`.
-    `control`: the kind of condition images to extract from the crops and store with the tokens.
+    `control`: the kind of condition images to extract from the crops and store with the tokens; `depth` names the depth
+    model, see `arpg.extractors.open_depth`.
     `ray`: encode on a Ray cluster, where workers move the tokenizer to `device`; the files are the same.
     """
     require(shard_size >= 1, f"shard_size is {shard_size}; expected 1 or more images")
@@ -74,7 +76,7 @@ def tokenize(
     require(not ten_crops or views == 1, f"views is {views} and ten crops are asked for; give one of them")
     grid, random = tokenizer.grid(size, size), f" {seed} {zoom}" if views > 1 else ""
     views = 10 if ten_crops else views
-    expected = _fingerprint(tokenizer, images, size, control + random)
+    expected = _fingerprint(tokenizer, images, size, control + (depth or "") + random)
     if (folder / TOKENS).exists():
         tokens = open_tokens(folder)
         require(
@@ -96,7 +98,7 @@ def tokenize(
     )
     if control:
         shard_size = min(shard_size, max_shard_images(control, (size, size), views))
-    encoder = ShardEncoder(tokenizer, folder, info, size, ten_crops, zoom, seed, batch_size)
+    encoder = ShardEncoder(tokenizer, folder, info, size, ten_crops, zoom, seed, batch_size, depth)
     parts = [range(start, min(start + shard_size, len(images))) for start in range(0, len(images), shard_size)]
     with Lease(folder) as lease:
         shards = begin_tokens(folder, info)
@@ -133,6 +135,7 @@ class ShardEncoder:
     zoom: bool
     seed: int
     batch_size: int
+    depth: str | None
 
     def __call__(self, job: tuple[int, ImageSet], report: Report) -> Shard:
         """Encode and write shard `job[0]`; batches are counted from its start, so nothing depends on other shards."""
@@ -158,10 +161,11 @@ class ShardEncoder:
             name, count = images.names[index], self.info.views - 1
             others = random_views(name, count, self.size, seed=self.seed, zoom=self.zoom)
             crops = [adm_crop(image, self.size), *(crop_views(image, self.size, others) if others else ())]
-        maps = (
-            np.stack([np.asarray(ControlInput.from_image(crop, control).image) for crop in crops]) if control else None
-        )
-        return np.stack([np.asarray(crop) for crop in crops]), maps
+        pixels = np.stack([np.asarray(crop) for crop in crops])
+        if not control:
+            return pixels, None
+        conditions = [ControlInput.from_image(crop, control, depth=self.depth).image for crop in crops]
+        return pixels, np.stack([np.asarray(condition) for condition in conditions])
 
 
 def _start_encoder(encoder: ShardEncoder, device: str | None) -> ShardEncoder:

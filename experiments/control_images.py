@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,12 +17,16 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from arpg import ControlInput, Pipeline
 from arpg.data.images import ImageSet
 from arpg.errors import require
 from arpg.evaluation.features import CHUNK, from_images
 from arpg.extractors import canny
 from arpg.image import Pixels, adm_crop, check_pixels, save
 
+# The rows of a report: with control, without it, another model without control, and what bounds them.
+CONTROL, PLAIN, BASE = "control", "no control", "base model"
+NEAREST, CEILING = "nearest in training", "tokenizer"
 TOLERANCE = 2  # pixels (Euclidean) between two edges that count as one
 
 Edges = NDArray[np.bool_]
@@ -125,6 +129,40 @@ class Generate(Protocol):
     def __call__(
         self, conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float
     ) -> Pixels: ...
+
+
+def with_control(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
+    """Return a generator of images that follow the conditions."""
+
+    def generate(conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float) -> Pixels:
+        controls = [ControlInput(Image.fromarray(condition), kind, strength) for condition in conditions_BHW]
+        return _pixels(pipe, labels_B, seeds, control=controls, **settings)
+
+    return generate
+
+
+def without_control(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
+    """Return a generator of images with the same labels and seeds that ignores the conditions."""
+
+    def generate(conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float) -> Pixels:
+        return _pixels(pipe, labels_B, seeds, **settings)
+
+    return generate
+
+
+def _pixels(pipe: Pipeline, labels_B: Labels, seeds: Sequence[int], **options: Any) -> Pixels:
+    classes: list[Any] = [None if label < 0 else int(label) for label in labels_B]
+    made = pipe.generate(classes, seed=list(seeds), batch_size=len(classes), **options)
+    return np.stack([np.asarray(image.convert("RGB")) for image in made])
+
+
+def strength_zero_is_plain(generate: Generate, plain: Generate, *, size: int, kind: str, num: int = 8) -> bool:
+    """Return whether at strength 0 every pixel of a few images is that of `plain`, which generates without control."""
+    conditions = np.zeros((num, size, size), np.uint8)
+    conditions[:, size // 4 : size // 2] = 255
+    none = np.full(num, NO_CLASS, np.int64)
+    a, b = (make(conditions, none, kind=kind, seeds=range(num), strength=0.0) for make in (generate, plain))
+    return np.array_equal(a, b)
 
 
 def choose_evenly(labels: Sequence[int], num: int) -> NDArray[np.int64]:
