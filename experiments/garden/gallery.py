@@ -20,6 +20,7 @@ from experiments.garden.control_score import SCENE_SEED, image_side
 from experiments.garden.depth_net import compose_depth_scenes
 from experiments.garden.geneval import held_out_prompts
 from experiments.garden.scene_sets import reconstruct
+from experiments.zero_shot_gallery import Captioned, captioned
 
 GOOD = (
     "a strawberry to the left of a green apple",
@@ -104,8 +105,6 @@ LINE = 256  # pixels of a drawing's side, before the model's size
 NAMES = ("Apple Red 1", "Lemon", "Tomato 1")  # what an outline of a round fruit can be
 FLOWERS = ("daisy", "roses", "sunflowers")
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
-
-Captioned = list[tuple[Image.Image, str]]  # images with their captions
 
 
 def control(arguments: Sequence[str] | None = None) -> None:
@@ -245,7 +244,3 @@ def known(pipe: Pipeline) -> list[str | int]:
     """Return the classes of round fruits, or the first three of another model."""
     names = [pipe.classes.name(i) for i in range(len(pipe.classes))]
     return list(NAMES) if set(NAMES) <= set(names) else list(range(min(3, len(names))))
-
-
-def captioned(shown: Sequence[tuple[Image.Image, str]], *, columns: int) -> Image.Image:
-    return sheet([image for image, _ in shown], columns=columns, captions=[text for _, text in shown])

@@ -17,6 +17,7 @@ VERBS = {
     "model-card": ("/model_card:main", "the numbers of the model card and a sheet of all classes"),
     "zero-shot": ("/zero_shot:main", "measure inpainting, outpainting, edits, classification, expansion"),
     "control-score": ("/control_photos:main", "score how far photographs follow edges and depth, and their FID"),
+    "gallery": ("/zero_shot_gallery:main", "pictures of the zero-shot tasks and of control, by seed"),
     "search-settings": ("/settings_search:main", "the best sampling settings, searched by halves"),
     "train": ("training:train", "train for some minutes; resume; return the weights so far"),
 }

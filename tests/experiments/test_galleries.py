@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from arpg import ControlInput, Pipeline
+from arpg import ControlInput, InputError, Pipeline
 from arpg.data.images import open_images
 from arpg.image import open_image
 from arpg.tasks import control_input as picture
 from arpg.text_encoder import PromptCache
+from experiments import zero_shot_gallery
 from experiments.garden import gallery
 from support.paths import ROOT
 from support.scene_sets import write_sets
@@ -71,3 +72,17 @@ def test_text(text_model, tmp_path):
     paths = gallery.write_text(pipe, tmp_path, num=12)
     assert [path.stem for path in paths] == ["good", "bad", "negative", "uncurated"]
     assert all(open_image(path).width > 192 for path in paths)
+
+
+def test_zero_shot(pipe, tests, tmp_path):
+    """Every task has its picture; the same seed gives the same classes and pixels, another one others."""
+    paths = zero_shot_gallery.write_gallery(pipe, tmp_path / "a", rows=2, seed=3, control=pipe)
+    assert [path.stem for path in paths] == ["inpaint", "edit", "outpaint", "expand", "canny", "depth"]
+    again = zero_shot_gallery.write_gallery(pipe, tmp_path / "b", rows=2, seed=3)
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths[:4]]
+    assert all(open_image(path).width > 192 for path in paths)
+    gallery = zero_shot_gallery.Gallery(pipe, rows=5, seed=4)
+    assert sorted(gallery.names) == [str(i) for i in range(5)]
+    assert gallery.others(4, 3) == gallery.names[:3]
+    with pytest.raises(InputError, match="rows is 6; expected 2 to 5"):
+        zero_shot_gallery.Gallery(pipe, rows=6, seed=0)
