@@ -82,7 +82,7 @@ def test_zero_shot(pipe, tests, tmp_path):
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths[:4]]
     assert all(open_image(path).width > 192 for path in paths)
     gallery = zero_shot_gallery.Gallery(pipe, rows=5, seed=4)
-    assert sorted(gallery.names) == [str(i) for i in range(5)]
+    assert sorted(gallery.names) == [f"class {i}" for i in range(5)]
     assert gallery.others(4, 3) == gallery.names[:3]
     with pytest.raises(InputError, match="rows is 6; expected 2 to 5"):
         zero_shot_gallery.Gallery(pipe, rows=6, seed=0)
