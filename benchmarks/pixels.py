@@ -31,7 +31,7 @@ from arpg.device import choose_device, synchronize
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import to_uint8
-from arpg.kernels.dispatch import TRITON_AVAILABLE
+from arpg.kernels.dispatch import has_kernels
 from arpg.tokenizer import VQTokenizer
 
 Decode = Callable[[Tensor], Tensor]  # images [B, 3, H, W] from z
@@ -94,7 +94,7 @@ def untuned(decode: Decode) -> Decode:
 def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode]]:
     decoder, own = tokenizer.decoder, {"dynamic": False}
     found: dict[str, Callable[[], Decode]] = {}
-    if z.is_cuda and TRITON_AVAILABLE:
+    if has_kernels(z):
         found["fused"] = lambda: fused(decoder)
         found["fused, convolutions not tuned"] = lambda: untuned(fused(decoder))
         found["fused, CUDA graph"] = lambda: graphed(fused(decoder), z)
@@ -103,7 +103,7 @@ def variants(tokenizer: VQTokenizer, z: Tensor) -> dict[str, Callable[[], Decode
     found["bfloat16, channels last"] = lambda: plain(decoder, last=True)
     if z.is_cuda:
         found["bfloat16, channels last, compiled"] = lambda: plain(decoder, last=True, **own)
-    if z.is_cuda and TRITON_AVAILABLE:
+    if has_kernels(z):
         found["fused, compiled"] = lambda: fused(decoder, **own)
     return found
 

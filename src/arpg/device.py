@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import platform
@@ -21,7 +22,11 @@ from torch.overrides import TorchFunctionMode
 from arpg.config import PRECISIONS
 from arpg.errors import InputError, require
 
+log = logging.getLogger(__name__)
+
 VARIABLE = "ARPG_THREADS"
+_OLDEST_GPU = (7, 0)  # compute capability: Volta, the first with tensor cores
+_DEVICES = "auto, cpu, cuda, cuda:0 or mps"
 
 
 @dataclass(frozen=True)
@@ -71,16 +76,19 @@ def meta_device() -> Iterator[None]:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Return the device by its name; `auto` is the GPU where there is one."""
+    """Return the device by its name; `auto` is the NVIDIA or AMD GPU where there is one that is not too old."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        if (reason := _too_old(torch.device("cuda"))) is not None:
+            log.warning("%s; the CPU is used", reason)
+            return torch.device("cpu")
+        return torch.device("cuda")
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise InputError(f"device is {device!r}; expected auto, cpu, cuda, cuda:0 or mps") from None
-    require(
-        chosen.type in ("cpu", "cuda", "mps"), f"device is {str(device)!r}; expected auto, cpu, cuda, cuda:0 or mps"
-    )
+        raise InputError(f"device is {device!r}; expected {_DEVICES}") from None
+    require(chosen.type in ("cpu", "cuda", "mps"), f"device is {str(device)!r}; expected {_DEVICES}")
     require(
         chosen.type != "cuda" or torch.cuda.is_available(),
         f"device is {str(device)!r}, but torch sees no GPU; use --device cpu",
@@ -89,11 +97,40 @@ def choose_device(device: str | torch.device) -> torch.device:
         chosen.type != "cuda" or (chosen.index or 0) < torch.cuda.device_count(),
         f"device is {str(device)!r}, but torch sees {torch.cuda.device_count()} GPUs, which count from cuda:0",
     )
+    if chosen.type == "cuda" and (reason := _too_old(chosen)) is not None:
+        raise InputError(f"{reason}; use --device cpu")
     require(
         chosen.type != "mps" or torch.backends.mps.is_available(),
         f"device is {str(device)!r}, but torch sees no Apple GPU; use --device cpu",
     )
     return chosen
+
+
+def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; None for others, also AMD's, which torch calls cuda, too."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def _too_old(device: torch.device) -> str | None:
+    """Return why a GPU is not supported; None: it is."""
+    found = nvidia_capability(device)
+    if found is None or found >= _OLDEST_GPU:
+        return None
+    name, (major, minor) = torch.cuda.get_device_name(device), _OLDEST_GPU
+    return (
+        f"{name} has compute capability {found[0]}.{found[1]}, which is not supported; expected {major}.{minor} "
+        "(Volta) or later"
+    )
+
+
+def half_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the 16-bit type that a device multiplies fast: bfloat16, float16 on GPUs before Ampere; None: neither."""
+    found = nvidia_capability(device)
+    if found is None:
+        return torch.bfloat16 if device.type == "cuda" else None
+    return torch.bfloat16 if found >= (8, 0) else torch.float16
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -107,15 +144,20 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its work; nothing to do on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def choose_dtype(precision: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type that a model computes in; with 8-bit weights, the type of everything else."""
+    """Return the type that a model computes in; with 8-bit weights, the type of everything else.
+
+    `auto` is `half_dtype` on a GPU. Elsewhere it is float32: no Apple GPU has been measured.
+    """
     if isinstance(precision, torch.dtype):
         return precision
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     require(precision in PRECISIONS, f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
-    return known.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return known.get(precision, half_dtype(device) or torch.float32)
 
 
 def has_bfloat16(root: Path = Path("/")) -> bool:
@@ -128,9 +170,8 @@ def training_precision(precision: str, device: torch.device) -> str:
     """Return bf16 or float32 for `run.precision`; auto is bf16 where the device multiplies it in hardware."""
     if precision != "auto":
         return precision
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    return "bf16" if has_bfloat16() else "float32"
+    fast = has_bfloat16() if device.type == "cpu" else half_dtype(device) == torch.bfloat16
+    return "bf16" if fast else "float32"
 
 
 def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
@@ -199,10 +240,12 @@ def reset_peak(device: torch.device) -> None:
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes that CUDA's allocator, or on a CPU the process, has held since `reset_peak`.
 
-    Windows does not say: 0.
+    Windows does not say: 0. An Apple GPU says what it holds now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

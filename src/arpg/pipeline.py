@@ -129,10 +129,10 @@ class Pipeline:
         """Load an installed model (`arpg info` lists them), a folder, a published model (`arpg-l`, `arpg-xl`,
         `arpg-xxl`) or a hub id.
 
-        `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float32 on a CPU), float32,
-        bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a torch dtype; `torch_dtype` (as in
-        diffusers) and `dtype` are other names of it.
-        `engine` is auto (CUDA graphs on a GPU, eager elsewhere), eager, compiled or graph (`arpg.decode.engine`).
+        `device="auto"` takes a GPU if there is one. `precision` is auto (bfloat16 on a GPU, float16 on GPUs before
+        Ampere, float32 elsewhere), float32, bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a
+        torch dtype; `torch_dtype` (as in diffusers) and `dtype` are other names of it.
+        `engine` is auto (CUDA graphs on an NVIDIA GPU, else eager), eager, compiled or graph (`arpg.decode.engine`).
         The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)

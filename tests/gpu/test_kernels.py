@@ -2,17 +2,10 @@
 (`conftest.py` switches it on)."""
 
 import dataclasses
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
-
-from support.paths import ROOT
 
 pytest.importorskip("triton", reason="Triton is not installed")
 GPU = torch.cuda.is_available()
@@ -52,18 +45,6 @@ def rotation_of(batch, slots, channels):
     place = torch.rand((batch, slots, 2), generator=torch.Generator().manual_seed(1)) * 12
     place[:, 0] = no_positions(batch)  # a class slot: its rotation is zero
     return make_rope(place.to(DEVICE), channels)
-
-
-@pytest.mark.slow
-def test_every_kernel_compiles_for_a_gpu():
-    """Also where there is none."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-m", "support.compile_kernels"]
-    run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    sources = Path(residual_norm.__file__).parent.glob("*.py")
-    launched = {name for path in sources for name in re.findall(r"^ *(_\w+)\[", path.read_text(), re.MULTILINE)}
-    assert launched <= set(run.stdout.split())
 
 
 @pytest.mark.parametrize("shape", [(512,), (1, 512), (3, 5, 512), (9, 1536), (2, 768)])

@@ -116,6 +116,7 @@ def test_a_layer_as_it_is_used(rows):
 def allow_pdl(monkeypatch):
     """The network takes these kernels, whatever the device."""
     monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
+    monkeypatch.setattr(dispatch, "gluon_works", lambda device: True)
 
 
 def test_when_the_small_gemm_is_used(monkeypatch):
@@ -129,7 +130,7 @@ def test_when_the_small_gemm_is_used(monkeypatch):
         with kernel_policy(KernelPolicy(small_gemm=False)):
             assert not use(x, layer)
         with monkeypatch.context() as without:
-            without.setattr(dispatch, "gluon_available", lambda: False)
+            without.setattr(dispatch, "gluon_works", lambda device: False)
             assert not use(x, layer)
         assert not use(torch.zeros(1, most + 1, 32), layer)  # too many rows
         assert not use(x.half(), layer)
@@ -143,7 +144,7 @@ def test_when_the_small_gemm_is_used(monkeypatch):
 def test_programmatic_dependent_launch(capability, expected, monkeypatch):
     """Hopper and later. What torch.compile traces cannot ask for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    x = SimpleNamespace(is_cuda=True, device="cuda")
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     assert dispatch.supports_pdl(x) == dispatch.prefetch_weights(x) == expected
     with kernel_policy(KernelPolicy(pdl=False)):
         assert dispatch.supports_pdl(x) == expected

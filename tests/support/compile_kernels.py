@@ -1,8 +1,12 @@
-"""Compiles every Triton kernel for an NVIDIA GPU (compute capability 9.0) on a machine without one.
+"""Compiles every Triton kernel for an NVIDIA GPU, by its compute capability (`80`, `120`), on a machine without one.
 
 The interpreter that the other tests use is more patient than the compiler: it lets a variable change its shape in a
-loop, for one. Run by `test_kernels.py` as a program of its own, since Triton is either interpreted or compiled.
+loop, for one. Run by `test_compiled.py` as a program of its own, since Triton is either interpreted or compiled. Prints
+the kernels, each with the most shared memory that a program of it takes.
 """
+
+import sys
+from collections import Counter
 
 import torch
 import triton
@@ -13,8 +17,11 @@ from triton.runtime.jit import JITFunction
 class Driver:
     """All that compiling asks of a driver."""
 
+    def __init__(self, capability):
+        self.capability = capability
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
         return 0
@@ -23,26 +30,25 @@ class Driver:
         return 0
 
 
-COMPILED = []
+SHARED = Counter()  # the most bytes of a kernel
 
 
 def compile_only(run):
     def wrapped(self, *args, grid, warmup, **options):
-        COMPILED.append(self.fn.__name__)
-        return run(self, *args, grid=grid, warmup=True, **options)
+        made = run(self, *args, grid=grid, warmup=True, **options)
+        assert made.asm["cubin"]
+        SHARED[self.fn.__name__] = max(SHARED[self.fn.__name__], made.metadata.shared)
 
     return wrapped
-
-
-triton.runtime.driver.set_active(Driver())
-JITFunction.run = compile_only(JITFunction.run)
 
 
 def half(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def main():
+def main(capability):
+    triton.runtime.driver.set_active(Driver(capability))
+    JITFunction.run = compile_only(JITFunction.run)
     from arpg.kernels import (
         attention,
         fused_rope,
@@ -56,7 +62,7 @@ def main():
     )
 
     for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, token_io):
-        module.prefetch_weights = lambda x: True  # this compiles what it would leave out, too
+        module.prefetch_weights = lambda x: capability >= 90  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
         qkv, by = half(2, slots, 3, 4, 64), (torch.zeros(2, slots, 64), torch.zeros(2, slots, 64))
@@ -71,7 +77,8 @@ def main():
         for limit in (None, torch.ones(2, 5, dtype=torch.long)):
             attention.attend(qkv[:, :, 0], *seen, limit, by, settled=settled)
             attention.attend_and_store(qkv, long, limit, by, settled, settled=settled)
-    attention.attend(qkv[:, :, 0], *seen, None, by, settled=settled, dtype=torch.float8_e4m3fn)
+    if capability >= 89:
+        attention.attend(qkv[:, :, 0], *seen, None, by, settled=settled, dtype=torch.float8_e4m3fn)
     qkv = half(2, 70, 3, 4, 64)
     by = torch.zeros(2, 70, 64), torch.zeros(2, 70, 64)
     many = half(256, 90, 4, 64), half(256, 90, 4, 64)  # many programs: other tiles
@@ -80,8 +87,9 @@ def main():
         turned = torch.zeros(256, slots, 64), torch.zeros(256, slots, 64)
         attention.attend(half(256, slots, 4, 64), *many, None, turned)
         attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7)
-    attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
-    for rows in (2, 24):
+    if capability >= 89:
+        attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
+    for rows in (2, 24) if capability >= 90 else ():
         few, weight = half(rows, 1024), half(1024)
         small_gemm.linear(few, half(3072, 1024))
         small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5)
@@ -120,13 +128,15 @@ def main():
     for p in (0.0, 0.1):
         residual_norm.residual_norm(x, x, weight, drop, p, 1e-5)
         residual_norm.residual_norm_backward(x, x, x, weight, drop, p, 1e-5)
-    for delta, dtype in ((None, torch.bfloat16), (x, torch.bfloat16), (x, torch.float8_e4m3fn)):
-        residual_norm.guided_norm(x, delta, weight, torch.ones(1, 1), 1e-5, dtype=dtype)
+    for delta in (None, x):
+        residual_norm.guided_norm(x, delta, weight, torch.ones(1, 1), 1e-5, dtype=torch.bfloat16)
     swiglu.swiglu(half(16, 5632))
     swiglu.swiglu_backward(half(16, 5632), half(16, 2816))
 
-    swiglu.swiglu_float8(half(16, 5632))
-    residual_norm.residual_norm_float8(x, x, weight, 1e-5)
+    if capability >= 89:
+        swiglu.swiglu_float8(half(16, 5632))
+        residual_norm.residual_norm_float8(x, x, weight, 1e-5)
+        residual_norm.guided_norm(x, x, weight, torch.ones(1, 1), 1e-5, dtype=torch.float8_e4m3fn)
     int8_gemm.int8_gemm(half(9, 1024), torch.zeros(2048, 1024, dtype=torch.int8), torch.ones(2048))
 
     image, bias = half(2, 128, 16, 16).to(memory_format=torch.channels_last), half(128)
@@ -134,8 +144,9 @@ def main():
     group_norm.add(image, image, bias)
     group_norm.spread(half(2, 512, 9, 9), bias)
     group_norm.norm(image, moments, bias, torch.nn.GroupNorm(32, 128).to(torch.bfloat16))
-    print(*sorted(set(COMPILED)), sep="\n")  # noqa: T201
+    for name, size in sorted(SHARED.items()):
+        print(name, size)  # noqa: T201
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -25,6 +25,7 @@ from arpg.decode.sampling import sample
 from arpg.decode.speculative import Speculative
 from arpg.decode.state import DecodeState, known_positions, prefill, to_device
 from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, RowProgress, StepPlan
+from arpg.device import nvidia_capability
 from arpg.errors import one_of, require
 from arpg.model import TokenDecoder
 from arpg.settings import SamplingSettings
@@ -159,11 +160,11 @@ def check(model: TokenDecoder, request: Request, plan: Plan) -> None:
 
 
 def choose_mode(mode: str, device: torch.device) -> str:
-    """Resolve `auto`: graph on a GPU, eager elsewhere."""
+    """Resolve `auto`: graph on an NVIDIA GPU, eager elsewhere, also on AMD's GPUs, whose graphs were never tried."""
     one_of("engine", mode, ENGINES)
     on_gpu = device.type == "cuda"
     require(on_gpu or mode != "graph", f"engine is 'graph', but the model is on {device}; CUDA graphs need a GPU")
-    return ("graph" if on_gpu else "eager") if mode == "auto" else mode
+    return ("eager" if nvidia_capability(device) is None else "graph") if mode == "auto" else mode
 
 
 class Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,9 +14,14 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from arpg.device import nvidia_capability
+
+log = logging.getLogger(__name__)
+
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 SMALL_BATCH_ROWS = 32  # rows up to which the small-batch GEMM is faster than the library's
-TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None
+_OLDEST_GPU = (8, 0)  # compute capability: Ampere has tensor cores for bfloat16, and more than 64 KiB of shared memory
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,22 @@ def kernel_policy(policy: KernelPolicy) -> Iterator[None]:
         _policy.reset(token)
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether the kernels run on the device of `x`: an NVIDIA GPU since Ampere, with Triton (Windows may lack it).
+
+    AMD's GPUs, on which they have not been tried, take the plain code.
+    """
+    return TRITON_AVAILABLE and x.is_cuda and (nvidia_capability(x.device) or (0, 0)) >= _OLDEST_GPU
+
+
+def can_compile(x: Tensor) -> bool:
+    """Whether small functions of `x` are worth compiling: on a GPU, with Triton, which torch's compiler needs there."""
+    return TRITON_AVAILABLE and x.is_cuda
+
+
 def can_fuse(x: Tensor) -> bool:
-    """Whether kernels that compute in float32, whatever they read, take this tensor: on a GPU, with Triton."""
-    return TRITON_AVAILABLE and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    """Whether kernels that compute in float32, whatever they read, take this tensor."""
+    return has_kernels(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_fuse_half(x: Tensor) -> bool:
@@ -62,7 +81,7 @@ def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
     """
     if not can_fuse_inference(x) or x.numel() > SMALL_BATCH_ROWS * x.shape[-1] or not supports_pdl(x):
         return False
-    if not _policy.get().small_gemm or not gluon_available():
+    if not _policy.get().small_gemm or not gluon_works(x.device):
         return False
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return False
@@ -70,11 +89,18 @@ def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
 
 
 @cache
-def gluon_available() -> bool:
-    """Whether this Triton has Gluon, in which the small-batch GEMM is written; Gluon may still change."""
+def gluon_works(device: torch.device) -> bool:
+    """Whether this Triton compiles Gluon, in which the small-batch GEMM is written, for `device`: tried once.
+
+    Gluon may still change from one Triton to the next, so whatever goes wrong is a reason to do without it.
+    """
     try:
-        importlib.import_module("arpg.kernels.small_gemm")
-    except (ImportError, AttributeError):
+        small_gemm = importlib.import_module("arpg.kernels.small_gemm")
+        x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
+        small_gemm.linear(x, x.expand(16, -1).contiguous(), norm_D=x[0], eps=1e-5, swiglu=True)
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        log.warning("small batches use the library's products; Gluon does not work: %s: %s", type(error).__name__, why)
         return False
     return True
 
@@ -92,4 +118,4 @@ def prefetch_weights(x: Tensor) -> bool:
 
 def supports_pdl(x: Tensor) -> bool:
     """Whether the GPU has programmatic dependent launch: compute capability 9.0 (Hopper) and later."""
-    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and not torch.compiler.is_compiling() and (nvidia_capability(x.device) or (0, 0)) >= (9, 0)

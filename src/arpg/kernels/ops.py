@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from arpg.kernels.dispatch import (
     FLOAT8,
-    TRITON_AVAILABLE,
+    can_compile,
     can_fuse,
     can_fuse_half,
     can_fuse_inference,
+    has_kernels,
     use_small_gemm,
 )
 from arpg.noise import Stream as NoiseStream
@@ -422,7 +423,7 @@ def scatter_tokens(
     ids_BN: Tensor, known_BN: Tensor, position_BS: Tensor, sampled_BS: Tensor, kept_BS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return new ids and known with `sampled_BS` at `position_BS`; known where they are kept (None: all)."""
-    if kept_BS is None and TRITON_AVAILABLE and ids_BN.is_cuda:
+    if kept_BS is None and has_kernels(ids_BN):
         from arpg.kernels.token_io import scatter_tokens as fused
 
         return fused(ids_BN, known_BN, position_BS, sampled_BS)
@@ -536,7 +537,7 @@ class _GradFanout(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         if len(given) < 2:
             return (given[0] if given else None), None
-        return (_compiled_sum() if given[0].is_cuda else _sum)(given), None
+        return (_compiled_sum() if can_compile(given[0]) else _sum)(given), None
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import PRECISIONS
-from arpg.device import choose_dtype
-from arpg.errors import require
+from arpg.device import choose_dtype, nvidia_capability
+from arpg.errors import present, require
 from arpg.kernels import ops
 from arpg.kernels.dispatch import FLOAT8, FLOAT8_MAX
 from arpg.model import ARPG
@@ -148,8 +148,8 @@ def precision_of(model: ARPG) -> str:
 def check_fp8(device: torch.device) -> None:
     """Raise an `InputError` unless the device has float8 products: compute capability 8.9 and later."""
     others = f"use one of {', '.join(name for name in PRECISIONS if name != 'fp8')}"
-    require(device.type == "cuda", f"precision is fp8, which needs an NVIDIA GPU, not {device.type}; {others}")
-    found = torch.cuda.get_device_capability(device)
+    kind = "an AMD GPU" if device.type == "cuda" else device.type
+    found = present(nvidia_capability(device), f"precision is fp8, which needs an NVIDIA GPU, not {kind}; {others}")
     require(
         found >= (8, 9),
         f"precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "

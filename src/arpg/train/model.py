@@ -30,6 +30,7 @@ from arpg.errors import present, require
 from arpg.files import State
 from arpg.hub import resolve
 from arpg.image import sheet, to_pil
+from arpg.kernels.dispatch import can_compile
 from arpg.lora import WEIGHTS, add_adapters, merged_weights, trained_weights, write_adapter
 from arpg.model import ARPG, text_condition
 from arpg.storage import AnyPath
@@ -72,7 +73,7 @@ class ModelTraining(Training):
         recipe = fit_to_device(recipe, world.device, trained=trained)
         self.recipe, run = recipe, recipe.run
         self.model, self.objective = model, self.build_objective(model)
-        if run.compile and world.device.type == "cuda":
+        if run.compile and can_compile(model.embedding.weight):
             model.compile_blocks()
         blocks = [*model.pass1, *model.pass2]
         self.parallel = parallelize(self.objective, run.parallel, world, blocks)

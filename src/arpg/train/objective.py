@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from arpg.data.dataset import Batch
+from arpg.kernels.dispatch import can_compile
 from arpg.model import ARPG, class_condition
 from arpg.model.condition import training_condition, training_control
 
@@ -81,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled = _compiled(_scaled) if grads[0].is_cuda else _scaled
+        scaled = _compiled(_scaled) if can_compile(grads[0]) else _scaled
         to_x = None if grad_x is None else scaled(grad_x, grads[0], grad_x.dtype)
         to_weight = None if grad_weight is None else scaled(grad_weight, grads[0], ctx.weight_dtype)
         return to_x, to_weight, None, None
@@ -89,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the chunk's part of the mean loss, and the gradient of its logits in their own type."""
-    compute = _compiled(_plain_softmax_grad) if logits_MV.is_cuda else _plain_softmax_grad
+    compute = _compiled(_plain_softmax_grad) if can_compile(logits_MV) else _plain_softmax_grad
     return compute(logits_MV, target_M, total)
 
 

@@ -31,6 +31,7 @@ from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.files import State
 from arpg.hub import resolve
 from arpg.image import sheet, to_images, to_pil
+from arpg.kernels.dispatch import can_compile
 from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import (
@@ -118,7 +119,8 @@ class TokenizerTraining(Training):
         self.lpips = LPIPS.load(Path(recipe.loss.lpips_weights)).to(world.device, memory_format=layout)  # type: ignore[call-overload]
         self.objective = TokenizerObjective(self.tokenizer, self.lpips, decoder_only=recipe.decoder_only)
         self.discriminator = PatchDiscriminator().to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        if recipe.run.compile and fast and not recipe.loss.adaptive:  # compiled backward passes run once only
+        compiles = recipe.run.compile and can_compile(self.tokenizer.quantize.embedding.weight)
+        if compiles and not recipe.loss.adaptive:  # compiled backward passes run once only
             self.objective.compile()
         self.parallel = parallelize(self.objective, recipe.run.parallel, world, [])
         self.parallel_discriminator = parallelize(self.discriminator, recipe.run.parallel, world, [])
