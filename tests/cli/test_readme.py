@@ -139,6 +139,20 @@ def test_gallery_images_are_results_of_the_commands_beside_them():
     assert max(path.stat().st_size for path in folder.iterdir()) <= 150_000
 
 
+def test_the_script_of_the_gallery_runs_the_commands_of_the_guides(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import gallery
+
+    commands, shown = gallery.documented(DOCS / "guides" / "edit.md")
+    chosen = gallery.needed(commands, shown)
+    assert {name for words in chosen for name in gallery.written(words)} >= set(shown)
+    for i, words in enumerate(chosen):  # what a command reads is there already
+        before = {name for earlier in chosen[:i] for name in gallery.written(earlier)}
+        images = {word for word in words if word.endswith(".png")} - gallery.written(words)
+        assert all(name in before or (ROOT / name).exists() for name in images), words
+    assert len(chosen) < len(commands)
+
+
 def test_every_image_of_the_documentation_is_shown():
     text = "".join(path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md")))
     for path in (DOCS / "images").rglob("*.*"):
