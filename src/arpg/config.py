@@ -89,6 +89,7 @@ class ModelConfig:
     dropout: float = 0.1
     text: TextConfig | None = None  # prompts instead of classes
     control: ControlConfig | None = None  # condition images beside them
+    guidance_input: bool = False  # the guidance scale is an input of Pass 2: no unconditional rows (distilled)
 
     def __post_init__(self) -> None:
         for name in ("width", "num_heads", "pass2_layers", "vocab_size"):

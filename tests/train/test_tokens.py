@@ -11,6 +11,7 @@ from PIL import Image
 from arpg import InputError
 from arpg.data import TokenWriter, open_images, open_tokens, tokenize
 from arpg.data.crops import random_views
+from arpg.data.dataset import Dataset, TokenBatches, read_orders
 from arpg.image import adm_crop, ten_crop
 from support.small import small_tokenizer
 
@@ -184,6 +185,41 @@ def test_tokens_must_fit_the_model(tmp_path):
     write_tokens(tmp_path, *random_tokens(38))
     with pytest.raises(InputError, match="ids of 50 codes; expected 64"):
         open_tokens(tmp_path, vocab_size=64)
+
+
+def test_a_share_of_the_samples_has_the_order_of_its_image(tmp_path):
+    ids, labels = random_tokens(40)
+    write_tokens(tmp_path / "tokens", ids, labels)
+    orders = np.random.default_rng(2).permuted(np.tile(np.arange(6), (40, 3, 1)), axis=-1).astype(np.uint8)
+    path = tmp_path / "orders.npy"
+    np.save(path, orders)
+    dataset = Dataset(open_tokens(tmp_path / "tokens"))
+
+    def batches(**more):
+        options = {"parts": 1, "num_classes": 3, "label_drop": 0.0, "seed": 0, "device": torch.device("cpu")}
+        return TokenBatches(dataset, batch_size=40, **options, **more)
+
+    found = read_orders(path, dataset.tokens)
+    plain, own, half = (
+        batches(**more).batch(3, 0)
+        for more in ({}, {"orders": found, "orders_share": 1.0}, {"orders": found, "orders_share": 0.5})
+    )
+    for batch in (own, half):  # all else stays as it is
+        assert torch.equal(batch.ids_BN, plain.ids_BN)
+        assert torch.equal(batch.dropout_key_B, plain.dropout_key_B)
+    index = batches().indices(3, 0)
+    expected = {(tuple(ids[i, v]), tuple(orders[i, v])) for i in index for v in range(3)}
+    rows = zip(own.ids_BN.tolist(), own.order_BN.tolist(), strict=True)
+    assert {(tuple(row), tuple(order)) for row, order in rows} <= expected
+    is_own = (half.order_BN == own.order_BN).all(1)
+    assert torch.equal(half.order_BN[~is_own], plain.order_BN[~is_own])
+    assert 10 <= is_own.sum() <= 30
+    np.save(path, orders[:, :2])
+    with pytest.raises(InputError, match=r"\[40, 2, 6\]; expected \[40, 3, 6\] \(images, views, positions\)"):
+        read_orders(path, dataset.tokens)
+    np.save(path, np.zeros_like(orders))
+    with pytest.raises(InputError, match="does not visit every position once"):
+        read_orders(path, dataset.tokens)
 
 
 def test_a_writer_takes_nothing_that_does_not_fit(tmp_path):

@@ -294,7 +294,7 @@ def test_eight_bit_storage(tmp_path):
         ModelConfig(width=64, num_heads=4, pass1_layers=2, pass2_layers=2, vocab_size=32, num_classes=3, grid=(4, 4))
     )
     model.init_weights(seed=0)
-    nn.init.normal_(model.head.weight, std=0.1)
+    nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     model.eval()
     state = model.state_dict()
     packed = pack(state, "int8")

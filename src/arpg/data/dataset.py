@@ -103,6 +103,19 @@ def open_dataset(folders: str | Sequence[str], config: ModelConfig, device: torc
     return Dataset(tokens, text, control)
 
 
+def read_orders(path: AnyPath, tokens: TokenSet) -> Array:
+    """Read an order of each image and view, `[images, views, N]` raster positions, from an npy file."""
+    orders = read_array(path, advice="make it with the model whose orders are wanted")
+    shape = (tokens.num_images, tokens.views, tokens.grid[0] * tokens.grid[1])
+    require(
+        orders.shape == shape,
+        f"{path} has orders of the shape {list(orders.shape)}; expected {list(shape)} (images, views, positions)",
+    )
+    first = np.sort(orders[0], axis=-1)
+    require(bool((first == np.arange(shape[2])).all()), f"{path}: the first order does not visit every position once")
+    return orders
+
+
 def join_tokens(sets: Sequence[TokenSet]) -> TokenSet:
     """Join sets of one tokenizer. Where some have classes, the images of the others get the null class.
 
@@ -357,8 +370,14 @@ class TokenBatches:
         seed: int,
         device: torch.device,
         shuffle: int = SHUFFLE_IMAGES,
+        orders: Array | None = None,
+        orders_share: float = 0.0,
     ) -> None:
-        """`parts`: the number of equal parts of a batch (processes times accumulation)."""
+        """`parts`: the number of equal parts of a batch (processes times accumulation).
+
+        `orders`: an order of each image and view, see `read_orders`; so large a share of the samples has its own, the
+        others have random ones.
+        """
         require(shuffle >= 1, f"data.shuffle is {shuffle}; expected 1 or more images")
         require(
             batch_size % parts == 0,
@@ -367,6 +386,7 @@ class TokenBatches:
         self.dataset, self.tokens = dataset, dataset.tokens
         self.batch_size, self.part_size = batch_size, batch_size // parts
         self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
+        self.orders, self.orders_share = orders, orders_share
         self.key = seed_keys([seed])  # on the CPU: on a GPU this would be a hundred small kernels
         self.shuffle, self._counts = shuffle, np.array(dataset.tokens.shards.counts)
         self._windowed = dataset.tokens.num_images > shuffle
@@ -404,7 +424,11 @@ class TokenBatches:
         labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
         dropped = random_words(self.key, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
         labels = torch.where(dropped | (labels == NO_CLASS), self.num_classes, labels)
-        words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 1)[0]
+        words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 2)[0]
+        order = words[:, 1:-1].argsort(-1)
+        if self.orders is not None:
+            own = torch.from_numpy(self.orders[index, view].astype(np.int64))
+            order = torch.where(words[:, -1:] < round(self.orders_share * 2**32), own, order)
         text, control = self.dataset.text, self.dataset.control
         states = length = None
         if text is not None:
@@ -414,7 +438,7 @@ class TokenBatches:
         return Batch(
             ids_BN=send(ids, self.device),
             labels_B=send(labels, self.device),
-            order_BN=send(words[:, 1:].argsort(-1), self.device),
+            order_BN=send(order, self.device),
             dropout_key_B=send(words[:, 0].to(torch.int32), self.device),
             states_BTE=states,
             length_B=length,

@@ -29,7 +29,7 @@ class ContinuousBatch:
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:
         check(model, request, plan)
         self.model, self.settings, self.num_tokens = model, settings, request.num_tokens
-        self.rows = row_progress(request, plan)
+        self.rows, self.guided = row_progress(request, plan), plan.guided
         self.strategy: PlannedSteps | Exact | Speculative = make_strategy(request, plan, settings, model.device)
         state = to_device(model, request, guided=plan.guided, ragged=self.strategy.ragged)
         causal, strategy = settings.attention == "causal", self.strategy
@@ -77,10 +77,9 @@ class ContinuousBatch:
 
     def _gather(self, parts: Sequence[tuple[DecodeState, Sequence[int]]], rows: list[RowProgress]) -> None:
         self.rows = rows
-        guided = self.state.copies == 2
         if self.can_join:
-            device = self.model.device
-            self.strategy = PlannedSteps(PlanCursor(rows, num_tokens=self.num_tokens, device=device, guided=guided))
+            cursor = PlanCursor(rows, num_tokens=self.num_tokens, device=self.model.device, guided=self.guided)
+            self.strategy = PlannedSteps(cursor)
         self.state = DecodeState.gather(parts, num_slots=self.strategy.num_slots)
         if self.can_join:
             self.state.set_lengths([row.length for row in rows], ragged=self.strategy.ragged)

@@ -169,7 +169,11 @@ class DecodeState:
 
 
 def to_device(model: TokenDecoder, request: Request, *, guided: bool, ragged: bool) -> DecodeState:
-    """Put a request on the model's device. `ragged`: rows may come to differ in length."""
+    """Put a request on the model's device. `ragged`: rows may come to differ in length.
+
+    `guided`: with unconditional rows, unless the model takes the scale as an input.
+    """
+    guided = guided and not model.takes_guidance
     device, batch = model.device, len(request.seeds)
     condition = request.condition
     lengths = condition.lengths(guided=guided)

@@ -21,6 +21,7 @@ from arpg.model.cache import Cache, CacheSlots, CacheWriter, KeyValue
 from arpg.model.condition import Condition
 from arpg.model.control import ControlQueries, PatchEncoder
 from arpg.model.decoder import DropoutKeys, TokenDecoder
+from arpg.model.guidance import GuidanceQueries
 from arpg.model.layers import Block, CrossAttention, ResidualNorm
 from arpg.model.rope import grid_positions
 from arpg.model.text import TextPrefix
@@ -40,6 +41,7 @@ class ARPG(TokenDecoder):
         self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.text = None if config.text is None else TextPrefix(config.text, width)
         self.control = None if config.control is None else ControlQueries(config.control, width)
+        self.guidance = GuidanceQueries(width) if config.guidance_input else None
 
     @property
     def num_cached_layers(self) -> int:
@@ -51,8 +53,9 @@ class ARPG(TokenDecoder):
         generator = self._init_parameters(seed, std)
         if self.text is not None:
             self.text.init_null(generator)
-        if self.control is not None:
-            self.control.init_weights()
+        for part in (self.control, self.guidance):
+            if part is not None:
+                part.init_weights()
         return self
 
     def compile_blocks(self, *, dynamic: bool | None = None) -> None:
@@ -76,6 +79,11 @@ class ARPG(TokenDecoder):
         self._pass1(x_BSD, pos_BS2, writer.limit(causal=causal, count_B=count_B), writer)
         cache.commit(writer.num_new, count_B=count_B, end=end)
 
+    @property
+    def takes_guidance(self) -> bool:
+        """Whether the guidance scale is an input, so that there are no unconditional rows."""
+        return self.guidance is not None
+
     def predict(
         self,
         pos_BS2: Tensor | Rope,
@@ -90,8 +98,8 @@ class ARPG(TokenDecoder):
             visible_BS = cache.length_B[:, None]
         first = self.config.pass1_layers
         memories = [cache.read(first + i) for i in range(len(self.memory_kv))]
-        stream, key_B = self._pass2(query_BSD, pos_BS2, visible_BS, memories)
-        return self._logits(stream, scale_BS, key_B)
+        stream, key_B = self._pass2(query_BSD, pos_BS2, visible_BS, memories, scale_BS)
+        return self._logits(stream, None if self.takes_guidance else scale_BS, key_B)
 
     def same_logits(self, cache: Cache) -> bool:
         """Whether the cache has one slot only: a query that sees one slot gets its value, wherever it is."""
@@ -106,8 +114,12 @@ class ARPG(TokenDecoder):
         grid: tuple[int, int] | None = None,
         pos_N2: Tensor | None = None,
         dropout_key_B: Tensor | None = None,
+        scale_BN: Tensor | None = None,
     ) -> Tensor:
-        """`forward` up to the head: `[B, N, D]`. A key per sample fixes its dropout masks."""
+        """`forward` up to the head: `[B, N, D]`. A key per sample fixes its dropout masks.
+
+        `scale_BN`: the guidance for each token of the order, where it is an input; None: 1.
+        """
         if pos_N2 is None:
             pos_N2 = grid_positions(*(grid or self.config.grid), device=ids_BN.device)
         pos_BN2 = pos_N2.to(ids_BN.device)[order_BN]
@@ -126,7 +138,7 @@ class ARPG(TokenDecoder):
         if length_B is not None or num_prefix > 1:
             first = num_prefix if length_B is None else length_B.to(ids_BN.device)[:, None]
             limit = first + torch.arange(ids_BN.shape[1], device=ids_BN.device)[None]
-        stream, key_B = self._pass2(query_BND, pos_BN2, limit, memories, keys)
+        stream, key_B = self._pass2(query_BND, pos_BN2, limit, memories, scale_BN, keys)
         normed: Tensor = self.norm(stream, key_B)[1]
         return normed
 
@@ -177,6 +189,7 @@ class ARPG(TokenDecoder):
         pos_BS2: Tensor | Rope,
         limit: Limit,
         memories: Sequence[KeyValue],
+        scale_BS: Tensor | None = None,
         keys: DropoutKeys | None = None,
     ) -> tuple[Stream, Tensor | None]:
         """Return the stream after the last layer, and the dropout keys of the norm that follows."""
@@ -184,6 +197,9 @@ class ARPG(TokenDecoder):
             shape = (pos_BS2.cos_BSK if isinstance(pos_BS2, Rope) else pos_BS2).shape
             mask_D = ops.to_autocast(self.embedding.weight[self.config.mask_id])
             query_BSD = mask_D.expand(*shape[:-1], -1)
+        if self.guidance is not None:
+            scale_BS = query_BSD.new_ones(1, 1) if scale_BS is None else scale_BS
+            query_BSD = query_BSD + self.guidance(scale_BS)
         rope = self._rope(pos_BS2)
         x = ops.to_autocast(self._add_positions(query_BSD, pos_BS2))
         mask = ops.attention_mask(limit, memories[0].key_BTHK.shape[1], x)

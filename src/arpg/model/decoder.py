@@ -116,9 +116,14 @@ class TokenDecoder(nn.Module):
 
         `visible_BS`: how many slots of the cache each query sees; None: all that its row has. `scale_BS`: guidance; the
         rows are then conditional ones and as many unconditional ones after them, and the logits are guided: half as
-        many.
+        many. A model that `takes_guidance` has no unconditional rows.
         """
         raise NotImplementedError
+
+    @property
+    def takes_guidance(self) -> bool:
+        """Whether the guidance scale is an input, so that there are no unconditional rows."""
+        return False
 
     def same_logits(self, cache: Cache) -> bool:
         """Whether `predict` gives the same logits at all positions, for [MASK] queries that see the whole cache."""

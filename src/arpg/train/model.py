@@ -22,7 +22,7 @@ from arpg import tasks
 from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import ModelConfig
-from arpg.data.dataset import Batch, Dataset, TokenBatches, open_dataset
+from arpg.data.dataset import Batch, Dataset, TokenBatches, open_dataset, read_orders
 from arpg.data.tokens import NO_CLASS
 from arpg.decode import Request, decode, make_plan
 from arpg.device import training_precision
@@ -33,12 +33,12 @@ from arpg.image import sheet, to_pil
 from arpg.kernels.dispatch import can_compile
 from arpg.lora import WEIGHTS, add_adapters, merged_weights, trained_weights, write_adapter
 from arpg.model import ARPG, text_condition
-from arpg.storage import AnyPath
+from arpg.storage import AnyPath, as_path
 from arpg.train.cost import forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
 from arpg.train.loop import BestWeights, Training, train
 from arpg.train.memory import fit_to_device
-from arpg.train.objective import GraphedGradients, Objective
+from arpg.train.objective import GraphedGradients, GuidanceDistillation, Objective
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe
 
@@ -82,7 +82,8 @@ class ModelTraining(Training):
             self.graphed = GraphedGradients(self.loss, self.objective.parameters())
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
-        self.batches = self._batches(self.dataset, recipe.label_drop)
+        orders = None if recipe.data.orders is None else read_orders(as_path(recipe.data.orders), self.dataset.tokens)
+        self.batches = self._batches(self.dataset, recipe.label_drop, orders)
         log.info(
             "training %.1f M parameters on %s in %s: %d images, %d in each of %d steps",
             trained / 1e6,
@@ -99,9 +100,21 @@ class ModelTraining(Training):
 
     def build_objective(self, model: ARPG) -> Objective:
         """Make the module that computes the loss."""
-        return Objective(model, self.dataset.tokens.grid)
+        recipe, grid, device = self.recipe, self.dataset.tokens.grid, self.world.device
+        if recipe.guidance_scales is None:
+            return Objective(model, grid)
+        half = training_precision(recipe.run.precision, device) == "bf16"
+        dtype = torch.bfloat16 if half else torch.float32
+        teacher = load_model(resolve(present(recipe.init_from, "no teacher")), device=device, dtype=dtype)
+        require(
+            not teacher.takes_guidance,
+            f"{recipe.init_from} takes the guidance scale as an input; expected a model that is guided by two passes",
+        )
+        if recipe.run.compile and can_compile(teacher.embedding.weight):
+            teacher.compile_blocks()
+        return GuidanceDistillation(model, grid, teacher, recipe.guidance_scales)
 
-    def _batches(self, dataset: Dataset, label_drop: float) -> TokenBatches:
+    def _batches(self, dataset: Dataset, label_drop: float, orders: Any = None) -> TokenBatches:
         recipe = self.recipe
         return TokenBatches(
             dataset,
@@ -112,6 +125,8 @@ class ModelTraining(Training):
             seed=recipe.seed,
             device=self.world.device,
             shuffle=recipe.data.shuffle,
+            orders=orders,
+            orders_share=recipe.data.orders_share,
         )
 
     def loss(self, batch: Batch) -> Tensor:
@@ -234,8 +249,9 @@ class ModelTraining(Training):
         return f"the images {', '.join(map(str, first))}, ... of {self.recipe.data.train}"
 
     def flops_per_step(self) -> float:
-        """Return the operations of forward and backward: three times those of the forward pass."""
-        return 3 * forward_flops(self.recipe.model, self.dataset.tokens.grid) * self.recipe.run.batch_size
+        """Return the operations of forward and backward: three times those of the forward pass; a teacher has two."""
+        passes = 3 if self.recipe.guidance_scales is None else 5
+        return passes * forward_flops(self.recipe.model, self.dataset.tokens.grid) * self.recipe.run.batch_size
 
 
 def train_model(recipe: ModelRecipe, folder: AnyPath, *, resume: bool = False, device: str = "auto") -> AnyPath:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from arpg.data.dataset import Batch
 from arpg.kernels.dispatch import can_compile
-from arpg.model import ARPG, class_condition
+from arpg.model import ARPG, Condition, class_condition
 from arpg.model.condition import training_condition, training_control
 
 CHUNK = 16384  # tokens whose logits exist at the same time
+GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this much around a circle never come close to each other
 WARMUP = 3  # calls before the capture, which compile and autotune
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,16 +37,77 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss of `batch`, conditioned on its classes or captions and on its condition maps."""
-        ids_BN, order_BN = batch.ids_BN, batch.order_BN
-        if batch.states_BTE is None or batch.length_B is None:
-            condition = class_condition(self.model, batch.labels_B)
-        else:
-            condition = training_condition(self.model, batch.states_BTE, batch.length_B)
-        if batch.pixels_BHW is not None and batch.kind_B is not None and batch.dropped_B is not None:
-            condition = training_control(self.model, condition, batch.pixels_BHW, batch.kind_B, batch.dropped_B)
+        ids_BN, order_BN, condition = batch.ids_BN, batch.order_BN, batch_condition(self.model, batch)
         x_BND = self.model.hidden(ids_BN, order_BN, condition, grid=self.grid, dropout_key_B=batch.dropout_key_B)
         targets = ids_BN.gather(1, order_BN)
         return linear_cross_entropy(x_BND.flatten(0, 1), self.model.head.weight, targets.flatten())
+
+
+class GuidanceDistillation(Objective):
+    """A model that takes the guidance scale as an input learns the guided probabilities of a teacher.
+
+    The loss is the divergence KL(teacher || model) of every token; its scale is uniform in `scales`, a function of the
+    sample's key and the token's place in the order.
+    """
+
+    def __init__(self, model: ARPG, grid: tuple[int, int], teacher: ARPG, scales: tuple[float, float]) -> None:
+        super().__init__(model, grid)
+        self._teacher = (teacher.requires_grad_(False).eval(),)  # not a part: neither trained nor saved
+        self.scales = scales
+
+    def scale(self, batch: Batch) -> Tensor:
+        """Return the guidance scale of each token of the order, `[B, N]`."""
+        low, high = self.scales
+        first_B1 = (batch.dropout_key_B.long() & 0xFFFFFF)[:, None].double() / 2**24
+        place_N = torch.arange(batch.ids_BN.shape[1], device=first_B1.device).double()
+        share_BN = (first_B1 + place_N * GOLDEN) % 1.0
+        return (low + (high - low) * share_BN).float()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the mean divergence of `batch`."""
+        (teacher,), model, scale_BN = self._teacher, self.model, self.scale(batch)
+        ids_BN, order_BN = batch.ids_BN, batch.order_BN
+        with torch.no_grad():
+            sides = [
+                teacher.hidden(ids_BN, order_BN, batch_condition(teacher, each), grid=self.grid)
+                for each in (batch, drop_condition(batch, teacher.config.num_classes))
+            ]
+        x_BND = model.hidden(
+            ids_BN,
+            order_BN,
+            batch_condition(model, batch),
+            grid=self.grid,
+            dropout_key_B=batch.dropout_key_B,
+            scale_BN=scale_BN,
+        )
+        return linear_divergence(
+            x_BND.flatten(0, 1),
+            model.head.weight,
+            [side.flatten(0, 1) for side in sides],
+            teacher.head.weight,
+            scale_BN.flatten(),
+        )
+
+
+def batch_condition(model: ARPG, batch: Batch) -> Condition:
+    """Return the condition of a batch: its classes or captions, and its condition maps."""
+    if batch.states_BTE is None or batch.length_B is None:
+        condition = class_condition(model, batch.labels_B)
+    else:
+        condition = training_condition(model, batch.states_BTE, batch.length_B)
+    if batch.pixels_BHW is not None and batch.kind_B is not None and batch.dropped_B is not None:
+        condition = training_control(model, condition, batch.pixels_BHW, batch.kind_B, batch.dropped_B)
+    return condition
+
+
+def drop_condition(batch: Batch, num_classes: int) -> Batch:
+    """Return the batch without its classes, captions and condition maps."""
+    return dataclasses.replace(
+        batch,
+        labels_B=torch.full_like(batch.labels_B, num_classes),
+        length_B=None if batch.length_B is None else torch.zeros_like(batch.length_B),
+        dropped_B=None if batch.dropped_B is None else torch.ones_like(batch.dropped_B),
+    )
 
 
 def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, chunk: int = CHUNK) -> Tensor:
@@ -53,23 +116,63 @@ def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, c
     The gradient of the logits is softmax - onehot, so each chunk's part of both gradients is computed while its logits
     exist; backward only scales them.
     """
-    if torch.is_autocast_enabled(x_MD.device.type):
-        dtype = torch.get_autocast_dtype(x_MD.device.type)
-        x_MD, weight_VD = x_MD.to(dtype), weight_VD.to(dtype)
-    loss: Tensor = _LinearCrossEntropy.apply(x_MD, weight_VD, target_M, chunk)  # type: ignore[no-untyped-call]
+
+    def loss_and_grad(part: slice, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
+        return _softmax_grad(logits_MV, target_M[part], len(target_M))
+
+    return _linear_loss(x_MD, weight_VD, loss_and_grad, chunk)
+
+
+def linear_divergence(
+    x_MD: Tensor,
+    weight_VD: Tensor,
+    teacher: Sequence[Tensor],
+    teacher_weight_VD: Tensor,
+    scale_M: Tensor,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Compute and differentiate the mean KL(teacher || softmax(x @ weight.T)) chunk by chunk.
+
+    `teacher`: its conditional and unconditional outputs `[M, D]`, whose logits are guided with `scale_M`.
+    """
+    cond_MD, null_MD, teacher_weight_VD = _autocast(*teacher, teacher_weight_VD)
+
+    def loss_and_grad(part: slice, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
+        sides = (cond_MD[part] @ teacher_weight_VD.T, null_MD[part] @ teacher_weight_VD.T)
+        compute = _compiled(_plain_divergence_grad) if can_compile(logits_MV) else _plain_divergence_grad
+        return compute(logits_MV, *sides, scale_M[part], len(scale_M))
+
+    return _linear_loss(x_MD, weight_VD, loss_and_grad, chunk)
+
+
+# From a chunk and its logits [M, V] to its part of the mean loss and the gradient of the logits.
+LossAndGrad = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+
+
+def _linear_loss(x_MD: Tensor, weight_VD: Tensor, loss_and_grad: LossAndGrad, chunk: int) -> Tensor:
+    x_MD, weight_VD = _autocast(x_MD, weight_VD)
+    loss: Tensor = _LinearLoss.apply(x_MD, weight_VD, loss_and_grad, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, loss_and_grad: LossAndGrad, chunk: int) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]  # an adapter leaves the weight as it is
         grad_x = torch.empty_like(x_MD) if needs_x else None
         grad_weight = torch.zeros(weight_VD.shape, dtype=torch.float32, device=x_MD.device) if needs_weight else None
         total = torch.zeros((), dtype=torch.float32, device=x_MD.device)
         for start in range(0, len(x_MD), chunk):
             part = slice(start, start + chunk)
-            loss, grad_logits = _softmax_grad(x_MD[part] @ weight_VD.T, target_M[part], len(x_MD))
+            loss, grad_logits = loss_and_grad(part, x_MD[part] @ weight_VD.T)
             total += loss
             if grad_x is not None:
                 grad_x[part] = grad_logits @ weight_VD
@@ -102,6 +205,17 @@ def _plain_softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tupl
     codes = torch.arange(logits.shape[-1], device=logits.device)
     grad = torch.exp(logits - log_sum) - (codes == target_M[:, None]).float()
     return loss, (grad / total).to(logits_MV.dtype)
+
+
+def _plain_divergence_grad(
+    logits_MV: Tensor, cond_MV: Tensor, null_MV: Tensor, scale_M: Tensor, total: int
+) -> tuple[Tensor, Tensor]:
+    null = null_MV.float()
+    target = (null + scale_M[:, None] * (cond_MV.float() - null)).log_softmax(-1)
+    log_probs = logits_MV.float().log_softmax(-1)
+    probs = target.exp()
+    loss = (probs * (target - log_probs)).sum() / total
+    return loss, ((log_probs.exp() - probs) / total).to(logits_MV.dtype)
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -78,12 +78,19 @@ class RunRecipe:
 class TokenData:
     """Token folders, as `arpg tokenize` writes them. Several are joined; one that is named twice is used twice.
 
-    More than `shuffle` images are shuffled in windows of so many (see `TokenBatches`).
+    More than `shuffle` images are shuffled in windows of so many (see `TokenBatches`). With `orders`, an npy file of
+    raster positions `[images, views, N]`, a share `orders_share` of the samples is trained in the order of its image
+    and view; the others, and validation, have random orders.
     """
 
     train: str | tuple[str, ...]
     validation: str | tuple[str, ...] | None = None
     shuffle: int = 1 << 21
+    orders: str | None = None
+    orders_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(0 < self.orders_share <= 1, f"data.orders_share is {self.orders_share}; expected 0 < orders_share <= 1")
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class ModelRecipe:
     tokenizer: str | None = None  # a model folder: for the sample sheets, and copied into the result
     init_from: str | None = None  # a model to start from; the weights that fit are copied
     lora: AdapterConfig | None = None  # train an adapter of `init_from` alone
+    guidance_scales: tuple[float, float] | None = None  # match `init_from`, guided with scales from this range
     label_drop: float = 0.1  # share of samples whose class or caption is dropped, and the condition image with it
     seed: int = 0
     license: str = "unknown"
@@ -107,6 +115,18 @@ class ModelRecipe:
             self.lora is None or (self.init_from is not None and self.run.parallel not in SHARDED),
             "lora is set; expected init_from, the model that it adapts, and run.parallel none or ddp",
         )
+        require(
+            (self.guidance_scales is not None) == self.model.guidance_input,
+            f"guidance_scales are {self.guidance_scales} and model.guidance_input is {self.model.guidance_input}; "
+            "expected both, to distill guidance, or neither",
+        )
+        if self.guidance_scales is not None:
+            low, high = self.guidance_scales
+            require(0 <= low < high, f"guidance_scales are {low}, {high}; expected 0 <= low < high, such as 1, 10")
+            require(
+                self.init_from is not None and self.lora is None,
+                "guidance_scales are set; expected init_from, the model whose guidance is distilled, and no lora",
+            )
         require(0 <= self.label_drop < 1, f"label_drop is {self.label_drop}; expected 0 <= label_drop < 1")
 
 
