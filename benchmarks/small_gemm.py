@@ -1,4 +1,4 @@
-"""Time the fused small-batch layers (up to 32 rows) of ARPG-L on a GPU, and search their tiles.
+"""Time the fused small-batch layers (up to 48 rows) of ARPG-L on a GPU, and search their tiles.
 
     python -m benchmarks.small_gemm             # a layer by number of rows: library, fused, weights prefetched
     python -m benchmarks.small_gemm --products  # each matrix product, checked against float32

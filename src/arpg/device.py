@@ -140,6 +140,20 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+@contextlib.contextmanager
+def tuned_convolutions(tune: bool) -> Iterator[None]:
+    """Let cuDNN time its algorithms for each convolution inside that it has not timed yet, where `tune` is set.
+
+    A flag of the process: convolutions of other threads may be tuned meanwhile.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or tune
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its work; nothing to do on a CPU."""
     if device.type == "cuda":

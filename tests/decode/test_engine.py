@@ -160,6 +160,24 @@ class TestGraphs:
         case = make(model, 2, first=4)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
 
+    def test_one_graph_in_one_piece_of_memory(self, model):
+        """The tokens of one graph per step, in no more memory than without reserving it first."""
+        case, sizes = make(model, 6), {}
+        for every_step in (True, False):
+            for reserve in (True, False):
+                engine = Engine(model, "graph")
+                with pytest.MonkeyPatch.context() as patched:
+                    if not reserve:
+                        patched.setattr(engine_module, "run_and_measure", lambda steps, device: len(list(steps)) * 0)
+                    for _ in range(2):
+                        found = tokens(engine.decode(*case, every_step=every_step))
+                        assert found == tokens(decode(model, *case))[-len(found) :]
+                (graphs,) = engine.graphs.captured.values()
+                assert len(graphs.graphs) == (case[1].num_steps if every_step else 1)
+                sizes[every_step, reserve] = graphs.bytes
+        for every_step in (True, False):
+            assert sizes[every_step, True] <= sizes[every_step, False] + 2**21  # a segment is 2 MiB or more
+
 
 class Fake:
     """Captured graphs that a CPU can make: they run the loop."""
@@ -167,15 +185,15 @@ class Fake:
     made: ClassVar = []
     model = None
 
-    def __init__(self, state, cursor, steps):
+    def __init__(self, state, cursor, steps, *, every_step, run_bytes):
         self.busy, self.bytes = threading.Lock(), 10
-        self.graphs = [None] * cursor.num_steps
+        self.graphs = [None] * (cursor.num_steps if every_step else 1)
         self.made.append(len(state.ids_BN))
 
-    def replay(self, state, cursor, *, every_step):
+    def replay(self, state, cursor):
         for step in loop(self.model, state, PlannedSteps(cursor), SETTINGS):
-            if every_step or step.last:
-                yield step.index, (step.ids_BN, step.known_BN)
+            if len(self.graphs) > 1 or step.last:
+                yield step.ids_BN, step.known_BN
 
 
 @pytest.fixture
@@ -212,7 +230,7 @@ def test_what_runs_eagerly_is_not_padded(engine, model, monkeypatch):
 
 
 def test_who_looks_at_the_last_step_alone(engine, model):
-    """Eagerly and recorded; a recording then copies nothing else."""
+    """Eagerly and recorded; a recording is then one graph, of its own."""
     case = make(model, 2)
     *_, last = decode(model, *case)
     for _ in range(3):
@@ -220,12 +238,16 @@ def test_who_looks_at_the_last_step_alone(engine, model):
         assert tokens([step]) == tokens([last])
     assert Fake.made == [2]
     assert not before
+    assert [len(graphs.graphs) for graphs in engine.graphs.captured.values()] == [1]
+    for _ in range(2):
+        assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
+    assert [len(graphs.graphs) for graphs in engine.graphs.captured.values()] == [1, last.num_steps]
 
 
 def test_what_is_too_large_runs_eagerly(engine, model, monkeypatch, caplog):
     tries = []
 
-    def fail(*_):
+    def fail(*_, **__):
         tries.append(1)
         raise torch.OutOfMemoryError
 

@@ -132,3 +132,21 @@ def test_pixels_in_bfloat16_on_a_gpu():
             )
     errors = [float((x.float() - exact).norm() / exact.norm()) for x in (fused, plain)]
     assert errors[0] < 1.3 * errors[1] < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_convolutions_are_tuned_when_a_size_comes_again(dtype):
+    """The images are those of convolutions that are not tuned, up to rounding."""
+    tokenizer, seen = small_tokenizer().to(DEVICE).decode_in(dtype), []
+    tokenizer.post_quant_conv.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
+    ids = torch.arange(3 * 16, device=DEVICE).reshape(3, 16) % tokenizer.config.codebook_size
+    images = [tokenizer.decode(ids, (4, 4)) for _ in range(3)]
+    tokenizer.decode(ids[:1], (4, 4))
+    assert seen == [False, True, True, False]
+    assert not torch.backends.cudnn.benchmark
+    close = 1e-4 if dtype == torch.float32 else 0.05
+    for image in images[1:]:
+        torch.testing.assert_close(image, images[0], atol=close, rtol=close)

@@ -132,3 +132,15 @@ def test_a_gluon_that_does_not_compile_is_logged_once(monkeypatch, caplog):
     assert len(tried) == 1
     line = "small batches use the library's products; Gluon does not work: AttributeError: no attribute 'mma_v2'"
     assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_convolutions_are_tuned_inside_only(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    for tune in (True, False):
+        with device.tuned_convolutions(tune):
+            assert torch.backends.cudnn.benchmark == tune
+        assert not torch.backends.cudnn.benchmark
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # as the caller wants it
+    with device.tuned_convolutions(False):
+        assert torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark

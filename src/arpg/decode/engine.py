@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arpg.config import ENGINES
 from arpg.decode.exact import Exact
-from arpg.decode.graphs import CapturedGraphs, GraphCache, copy_tensors, graph_key
+from arpg.decode.graphs import CapturedGraphs, GraphCache, copy_tensors, graph_key, run_and_measure
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
@@ -213,15 +213,13 @@ class Engine:
         batch = len(request.seeds)
         padded = pad_to_bucket(request, plan)
         state, strategy = self._start(*padded, settings)
-        key = graph_key(state, strategy.cursor, settings)
+        key = graph_key(state, strategy.cursor, settings, every_step=every_step)
         graphs = self.graphs.acquire(key)
         if graphs is None and self.graphs.worth_capturing(key):
-            for _ in loop(self.model, *self._start(*padded, settings), settings):  # compiles the kernels
-                pass
-            graphs = self.graphs.capture(key, lambda: self._capture(*self._start(*padded, settings), settings))
+            graphs = self.graphs.capture(key, lambda: self._capture(*padded, settings, every_step=every_step))
         steps: Generator[Step]
         if graphs is not None:
-            steps = self._replay(graphs, state, strategy.cursor, every_step=every_step)
+            steps = self._replay(graphs, state, strategy.cursor)
         else:  # without padding
             if batch != len(padded[0].seeds):
                 state, strategy = self._start(request, plan, settings)
@@ -239,15 +237,19 @@ class Engine:
         assert isinstance(strategy, PlannedSteps)
         return to_device(self.model, request, guided=plan.guided, ragged=strategy.ragged), strategy
 
-    def _capture(self, state: DecodeState, strategy: PlannedSteps, settings: SamplingSettings) -> CapturedGraphs:
+    def _capture(self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool) -> CapturedGraphs:
+        eager = loop(self.model, *self._start(request, plan, settings), settings)
+        run_bytes = run_and_measure(eager, self.model.device)  # compiles the kernels
+        state, strategy = self._start(request, plan, settings)
         state = copy_tensors(state)
-        return CapturedGraphs(state, strategy.cursor, loop(self.model, state, strategy, settings))
+        steps = loop(self.model, state, strategy, settings)
+        return CapturedGraphs(state, strategy.cursor, steps, every_step=every_step, run_bytes=run_bytes)
 
     @staticmethod
-    def _replay(graphs: CapturedGraphs, state: DecodeState, cursor: PlanCursor, *, every_step: bool) -> Generator[Step]:
-        num_steps = len(graphs.graphs)
-        for index, (ids_BN, known_BN) in graphs.replay(state, cursor, every_step=every_step):
-            yield Step(index, num_steps, ids_BN, known_BN)
+    def _replay(graphs: CapturedGraphs, state: DecodeState, cursor: PlanCursor) -> Generator[Step]:
+        first = cursor.num_steps - len(graphs.graphs)  # of one graph alone: the last step
+        for index, (ids_BN, known_BN) in enumerate(graphs.replay(state, cursor), start=first):
+            yield Step(index, cursor.num_steps, ids_BN, known_BN)
 
 
 def pad_to_bucket(request: Request, plan: Plan) -> tuple[Request, Plan]:

@@ -1,8 +1,8 @@
-"""CUDA graphs: a generation captured once, one graph per step, and replayed for every request of the same shape.
+"""CUDA graphs: a generation captured once and replayed for every request of the same shape.
 
 The GPU then runs the steps without the CPU launching each kernel, which for small steps takes longer than the kernels.
-What is captured is the decode loop itself. One graph per step and not one for all, so that previews can be taken and a
-generation can be left between steps. Shapes: B batch, N grid tokens.
+What is captured is the decode loop itself: in one graph per step where somebody watches the steps, so that previews can
+be taken and a generation can be left between them; else in one graph. Shapes: B batch, N grid tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import PlanCursor
+from arpg.device import peak_bytes, reset_peak
 from arpg.settings import SamplingSettings
 
 if TYPE_CHECKING:
@@ -33,21 +34,32 @@ _MAX_COUNTED_KEYS = 4096
 _MEMORY_SHARE = 0.25  # of the GPU's memory that captured graphs may hold together
 
 
-def graph_key(state: DecodeState, cursor: PlanCursor, settings: SamplingSettings) -> GraphKey:
+def graph_key(
+    state: DecodeState, cursor: PlanCursor, settings: SamplingSettings, *, every_step: bool = True
+) -> GraphKey:
     """Return all that the kernels of a generation depend on; requests with the same key can share graphs."""
     sampling = (settings.attention, settings.temperature, settings.top_k, settings.top_p)
     shapes = tuple((tuple(x.shape), x.dtype) for x in cursor.tensors())
-    return _structure(state), shapes, tuple(cursor.widths), tuple(cursor.longest), sampling
+    return _structure(state), shapes, tuple(cursor.widths), tuple(cursor.longest), sampling, every_step
 
 
 class CapturedGraphs:
     """The graphs of one generation with the memory they work in. `busy` is held while one is being replayed."""
 
     @torch.no_grad()
-    def __init__(self, state: DecodeState, cursor: PlanCursor, steps: Generator[Step]) -> None:
+    def __init__(
+        self,
+        state: DecodeState,
+        cursor: PlanCursor,
+        steps: Generator[Step],
+        *,
+        every_step: bool = True,
+        run_bytes: int = 0,
+    ) -> None:
         """Capture `steps`, the loop over `state` and `cursor`, which then belong to the graphs.
 
-        A run of the same shape must have come before: it compiles the kernels.
+        `every_step`: in one graph each, else in one. A run of the same shape must have come before: it compiles the
+        kernels, and took `run_bytes` of memory.
         """
         device = state.ids_BN.device
         self.busy = threading.Lock()
@@ -59,11 +71,14 @@ class CapturedGraphs:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _own_workspace():
-            for _ in range(cursor.num_steps):
+            for num_steps in [1] * cursor.num_steps if every_step else [cursor.num_steps]:
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    step = next(steps)
+                    if not self.graphs:  # freed at once: one piece for all that follows, which grows from step to step
+                        torch.empty(run_bytes, dtype=torch.uint8, device=device)
+                    for _ in range(num_steps):
+                        step = next(steps)
                 finally:
                     graph.capture_end()
                 self.graphs.append((graph, step.ids_BN, step.known_BN))
@@ -74,12 +89,10 @@ class CapturedGraphs:
         self.seconds = time.perf_counter() - started
         self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def replay(
-        self, state: DecodeState, cursor: PlanCursor, *, every_step: bool = True
-    ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Run the graphs on another request of the same shape; yield (step, (ids, known)) of every step or the last.
+    def replay(self, state: DecodeState, cursor: PlanCursor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the graphs on another request of the same shape; yield copies of ids and known after each graph.
 
-        What is yielded is copied, and each copy waits between two graphs. The caller holds `busy` and releases it.
+        The caller holds `busy` and releases it.
         """
         stream = torch.cuda.current_stream(state.ids_BN.device)
         stream.wait_event(self._replayed)  # the last replay may have run on another stream
@@ -87,10 +100,9 @@ class CapturedGraphs:
             own, new = [*_leaves(self.state), *self.cursor.tensors()], [*_leaves(state), *cursor.tensors()]
             for mine, given in zip(own, new, strict=True):
                 mine.copy_(given)
-            for index, (graph, ids_BN, known_BN) in enumerate(self.graphs):
+            for graph, ids_BN, known_BN in self.graphs:
                 graph.replay()
-                if every_step or index + 1 == len(self.graphs):
-                    yield index, (ids_BN.clone(), known_BN.clone())
+                yield ids_BN.clone(), known_BN.clone()
         finally:
             self._replayed.record(stream)
 
@@ -159,6 +171,17 @@ def _own_workspace() -> Iterator[None]:
         yield
     finally:
         clear()
+
+
+def run_and_measure(steps: Iterable[Any], device: torch.device) -> int:
+    """Run the steps, and return the bytes of a GPU that they held at most, beyond what was held before."""
+    before = 0
+    if device.type == "cuda":
+        reset_peak(device)
+        before = torch.cuda.memory_allocated(device)
+    for _ in steps:
+        pass
+    return max(0, peak_bytes(device) - before) if device.type == "cuda" else 0
 
 
 def _pool_bytes(pool: Any) -> int:

@@ -1,4 +1,4 @@
-"""GEMM for small batches (up to 32 rows): norm, product, then SwiGLU or the residual sum, in one kernel. Forward only.
+"""GEMM for small batches (up to 48 rows): norm, product, then SwiGLU or the residual sum, in one kernel. Forward only.
 
 With so few rows a product takes as long as reading its weights. So a program prefetches all of its weights before the
 dependency barrier (programmatic dependent launch); only the rows are read after it. An RMS norm needs the squares of

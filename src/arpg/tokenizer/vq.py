@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import TokenizerConfig
+from arpg.device import tuned_convolutions
 from arpg.errors import require
 from arpg.kernels.dispatch import can_fuse
 from arpg.tokenizer.autoencoder import Decoder, Encoder
@@ -50,6 +51,7 @@ class VQTokenizer(nn.Module):
         self.post_quant_conv = nn.Conv2d(config.codebook_dim, config.z_channels, 1)
         self.decoder = Decoder(config)
         self.pixel_dtype: torch.dtype | None = None  # what images are decoded in, where that is not the weights' type
+        self._decoded: set[tuple[int, ...]] = set()  # sizes of codes that a GPU has decoded
         self._fused: tuple[nn.Module, ...] = ()  # the decoder again, as kernels run it; no part of the state
 
     @property
@@ -85,6 +87,15 @@ class VQTokenizer(nn.Module):
 
     def decode_codes(self, codes_BEhw: Tensor) -> Tensor:
         """Decode codes to images `[B, 3, H, W]`, in `pixel_dtype` where it is set."""
+        if not codes_BEhw.is_cuda or torch.is_grad_enabled():
+            return self._decode_codes(codes_BEhw)
+        size = tuple(codes_BEhw.shape)
+        again = size in self._decoded
+        self._decoded.add(size)
+        with tuned_convolutions(again):  # tuning takes longer than decoding: a size pays for it when it comes again
+            return self._decode_codes(codes_BEhw)
+
+    def _decode_codes(self, codes_BEhw: Tensor) -> Tensor:
         if self.pixel_dtype is None:
             image: Tensor = self.decoder(self.post_quant_conv(codes_BEhw))
             return image
