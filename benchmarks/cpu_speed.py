@@ -5,6 +5,9 @@ The plain loop has separate projections, grows its cache by concatenation, rotat
 compute the same: with our noise the plain loop must sample the same tokens. bfloat16 is compared on the same context,
 step by step. Tokens only; the split of the time includes pixels.
 
+Where the model has weights, also the times a user sees: to import and load it in a new process, and for an image with
+the model's defaults, from class to pixels. CPU time is that of all threads; on a busy machine it is the better measure.
+
 python -m benchmarks.cpu_speed --model arpg-l --rounds 3 --out benchmarks/results/cpu-speed-arpg-l.json
 python -m benchmarks.cpu_speed --model garden --rounds 9 --out benchmarks/results/cpu-speed-garden.json
 """
@@ -15,6 +18,8 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +144,43 @@ def has_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+LOADING = """
+import json, sys, time
+marks = [(time.perf_counter(), time.process_time())]
+from arpg import Pipeline
+marks.append((time.perf_counter(), time.process_time()))
+Pipeline.from_pretrained(sys.argv[1], device="cpu", precision=sys.argv[2])
+marks.append((time.perf_counter(), time.process_time()))
+print(json.dumps(marks))
+"""
+
+
+def time_loading(model: str, dtype: str, *, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the best times of importing the package and of loading the model, each in a new process."""
+    found = []
+    for _ in range(rounds):
+        run = subprocess.run([sys.executable, "-c", LOADING, model, dtype], check=True, capture_output=True, text=True)
+        marks = json.loads(run.stdout)
+        found.append([[b - a for a, b in zip(marks[i], marks[i + 1], strict=True)] for i in (0, 1)])
+    return {
+        name: {kind: round(min(times[i][k] for times in found), 2) for k, kind in enumerate(("wall", "CPU"))}
+        for i, name in enumerate(("import", "load"))
+    }
+
+
+def time_image(pipe: Pipeline, *, rounds: int) -> dict[str, float]:
+    """Return the median and the least seconds of an image with the model's defaults, after a first one."""
+    pipe.generate(0, seed=0)
+    wall, busy = [], []
+    for seed in range(rounds):
+        began, began_busy = time.perf_counter(), time.process_time()
+        pipe.generate(0, seed=seed)
+        wall.append(time.perf_counter() - began)
+        busy.append(time.process_time() - began_busy)
+    times = {"wall": statistics.median(wall), "least wall": min(wall), "CPU": statistics.median(busy)}
+    return {name: round(seconds, 2) for name, seconds in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="arpg-l", help="a preset (random weights), an installed name or a folder")
@@ -201,9 +243,18 @@ def main() -> None:
     named = {"float32, not packed": Pipeline(loose, tokenizer), **pipes}
     split = {name: split_time(pipe, case, seed=0) for name, pipe in named.items()}
     settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps, "threads": threads}
+    seen = {}
+    if not random:
+        seen["loading in a new process, seconds"] = {
+            name: time_loading(options.model, name, rounds=options.rounds) for name in pipes
+        }
+        seen[f"an image in {case.settings.steps} steps, seconds"] = {
+            name: time_image(pipe, rounds=options.rounds) for name, pipe in pipes.items()
+        }
     result = {
         "benchmark": "cpu_speed",
         **settings,
+        **seen,
         "times faster than the plain loop": ratios,
         "where the time goes, %": {
             name: {part: round(100 * seconds / sum(parts.values()), 1) for part, seconds in parts.items()}

@@ -206,3 +206,18 @@ def test_the_user_decides_on_threads(monkeypatch):
                 cpu.set_threads()
     finally:
         torch.set_num_threads(before)
+
+
+def test_times_that_a_user_sees_are_of_a_new_process_and_of_whole_images(pipeline, folder, monkeypatch):
+    from benchmarks.cpu_speed import time_image, time_loading
+
+    found = time_loading(str(folder), "float32", rounds=1)
+    assert set(found) == {"import", "load"}
+    assert all(seconds > 0 for times in found.values() for seconds in times.values())
+    seeds = []
+    generate = Pipeline.generate
+    monkeypatch.setattr(
+        Pipeline, "generate", lambda self, *a, seed: seeds.append(seed) or generate(self, *a, seed=seed)
+    )
+    assert time_image(pipeline, rounds=2)["CPU"] >= 0
+    assert seeds == [0, 0, 1]
