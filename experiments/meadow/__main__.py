@@ -19,6 +19,7 @@ VERBS = {
     "control-score": ("/control_photos:main", "score how far photographs follow edges and depth, and their FID"),
     "gallery": ("/zero_shot_gallery:main", "pictures of the zero-shot tasks and of control, by seed"),
     "search-settings": ("/settings_search:main", "the best sampling settings, searched by halves"),
+    "bundle": ("bundle:main", "the folder that is bundled: weights, and the card written from the records"),
     "train": ("training:train", "train for some minutes; resume; return the weights so far"),
 }
 

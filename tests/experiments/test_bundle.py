@@ -1,0 +1,86 @@
+"""The bundled folder: its files, and a card that says what the records say."""
+
+import json
+
+import pytest
+
+from arpg import Pipeline
+from arpg.checkpoint import read_folder
+from experiments.meadow import bundle
+from experiments.meadow.__main__ import main
+
+
+def report(fid):
+    interval = [fid - 1, fid + 1]
+    return {
+        "fid": {"value": fid, "samples": 10_000, "interval": interval},
+        "precision": {"value": 0.5, "samples": 10_000},
+    }
+
+
+RECORD = {
+    "device": "a GPU",
+    "tokenizer": {
+        "pets": {"psnr": 24.5, "ssim": 0.71, "lpips": 0.155, "usage": 0.999},
+        "rfid, test images": 6.25,
+        "images": 5310,
+    },
+    "accuracy": {
+        "real test images": 0.8,
+        "samples": 0.6,
+        "share of real": 0.75,
+        "interval": [0.59, 0.61],
+        "samples per class": 20,
+        "classes never recognised": ["class 1"],
+        "classes under 50%": {"class 1": 0.0, "class 3": 0.25},
+    },
+    "diversity": {"samples": 0.6, "real training images": 0.625, "share of real": 0.96},
+    "nearest": {name: {"mean": 0.4, "closest 1%": 0.2} for name in ("samples", "real test images")},
+    "fid": {"settings": {}, "images/s": 1.0, "train": report(18.5), "test": report(21.25)},
+}
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys):
+    Pipeline.from_pretrained("m").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(bundle, "EXAMPLES", ("class 2", "class 4"))
+    (tmp_path / "card.json").write_text(json.dumps(RECORD))
+    (tmp_path / "limits.md").write_text("- Eyes are uneven.\n")
+    out = tmp_path / "meadow"
+    command = ["bundle", str(tmp_path / "model"), str(tmp_path / "card.json"), str(out)]
+    command += [
+        "--data",
+        str(tmp_path / "data"),
+        "--training",
+        "3 steps on a CPU",
+        "--limits",
+        str(tmp_path / "limits.md"),
+    ]
+    assert main(command) == 0
+    described = read_folder(out)
+    assert described.examples == ("class 2", "class 4")
+    assert described.about.startswith("5 classes")
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "model" / "model.safetensors").read_bytes()
+    text = " ".join((out / "README.md").read_text().split())
+    for part in (
+        "# meadow",
+        "5 classes of cats",
+        "8 x 8 pixels (4 x 4 = 16 tokens)",
+        "15 photographs, 10 of them in the training split",
+        "| training | 4,900 steps of 256 images, 19 minutes of steps on one NVIDIA H200 | 3 steps on a CPU |",
+        "| FID | 18.50 (17.50 to 19.50) | 21.25 (20.25 to 22.25) |",
+        "| precision | 0.500 | 0.500 |",
+        "rFID 6.25",
+        "| pets | 24.50 dB | 0.710 | 0.155 | 99.9% |",
+        "recognises 60.0% of 20 samples per class (95% interval 59.0% to 61.0%) and 80.0%",
+        "No sample is recognised of 1 classes: class 1.",
+        "of 1 others: class 3 25%.",
+        "- Eyes are uneven.",
+        "CUB-200-2011: non-commercial research",
+        "research use",
+    ):
+        assert part in text, part
+    assert max(map(len, (line for line in (out / "README.md").read_text().splitlines() if "|" not in line))) <= 120
+    (tmp_path / "card.json").write_text(json.dumps({name: RECORD[name] for name in ("device", "tokenizer")}))
+    assert main(command) == 2
+    assert "the record has no accuracy, diversity, nearest, fid" in capsys.readouterr().err
