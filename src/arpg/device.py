@@ -33,21 +33,34 @@ _DEVICES = "auto, cpu, cuda, cuda:0 or mps"
 class GpuSpec:
     """Peaks of a GPU by the vendor's data sheet."""
 
-    bf16_flops: float  # dense, per second
+    bf16_flops: float  # dense, summed in float32, per second; those of float16 on GPUs without bfloat16
     float32_flops: float  # without TF32, per second
     bandwidth: float  # bytes per second
+    memory: float  # GB
+    capability: tuple[int, int] | None  # None: not NVIDIA's
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies float8 (e4m3) in hardware, as `Fp8Linear` needs."""
+        return (self.capability or (0, 0)) >= (8, 9)
 
 
 # By a part of the device's name; the first that matches counts.
 GPU_SPECS = {
-    "H200": GpuSpec(989e12, 67e12, 4.8e12),
-    "H100": GpuSpec(989e12, 67e12, 3.35e12),
-    "A100-SXM4-40GB": GpuSpec(312e12, 19.5e12, 1.555e12),
-    "A100-PCIE-40GB": GpuSpec(312e12, 19.5e12, 1.555e12),
-    "A100": GpuSpec(312e12, 19.5e12, 2.039e12),
-    "A800": GpuSpec(312e12, 19.5e12, 2.039e12),
-    "L40S": GpuSpec(362e12, 91.6e12, 0.864e12),
-    "4090": GpuSpec(165e12, 82.6e12, 1.008e12),
+    "B200": GpuSpec(2250e12, 75e12, 8.0e12, 180, (10, 0)),
+    "H200": GpuSpec(989e12, 67e12, 4.8e12, 141, (9, 0)),
+    "H100": GpuSpec(989e12, 67e12, 3.35e12, 80, (9, 0)),
+    "A100-SXM4-40GB": GpuSpec(312e12, 19.5e12, 1.555e12, 40, (8, 0)),
+    "A100-PCIE-40GB": GpuSpec(312e12, 19.5e12, 1.555e12, 40, (8, 0)),
+    "A100": GpuSpec(312e12, 19.5e12, 2.039e12, 80, (8, 0)),
+    "A800": GpuSpec(312e12, 19.5e12, 2.039e12, 80, (8, 0)),
+    "L40S": GpuSpec(362e12, 91.6e12, 0.864e12, 48, (8, 9)),
+    "L40": GpuSpec(181e12, 90.5e12, 0.864e12, 48, (8, 9)),
+    "NVIDIA L4": GpuSpec(121e12, 30.3e12, 0.3e12, 24, (8, 9)),
+    "5090": GpuSpec(209.5e12, 104.8e12, 1.792e12, 32, (12, 0)),
+    "4090": GpuSpec(165e12, 82.6e12, 1.008e12, 24, (8, 9)),
+    "Tesla T4": GpuSpec(65e12, 8.1e12, 0.32e12, 16, (7, 5)),
+    "MI300X": GpuSpec(1307e12, 163.4e12, 5.3e12, 192, None),
 }
 
 
