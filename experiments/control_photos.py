@@ -19,7 +19,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from arpg import Pipeline
@@ -45,6 +44,7 @@ from experiments.control_images import (
     with_control,
     without_control,
 )
+from experiments.garden.depth_net import rmse, to_depth
 from experiments.photo_measures import INTERVAL, PhotoMeasures, Row, mean, measure_parser, measure_parts, share
 from experiments.photos import Labels, evenly_spaced
 from experiments.scorer_training import predict
@@ -69,14 +69,8 @@ def follow(kind: str, wanted_nHW: Grey, found_nHW: Grey) -> Row:
         maps = (torch.from_numpy(each)[..., None].expand(-1, -1, -1, 3) for each in (wanted_nHW, found_nHW))
         values = {"SSIM": ssim(*maps).double().numpy()}
     else:
-        values = {"RMSE": root_mean_square(wanted_nHW, found_nHW)}
+        values = {"RMSE": rmse(to_depth(wanted_nHW), to_depth(found_nHW))}
     return {key: value for name, each in values.items() for key, value in mean(name, each).items()}
-
-
-def root_mean_square(a_nHW: Grey, b_nHW: Grey) -> NDArray[np.float64]:
-    """Return the root of the mean squared difference of each pair of maps; 1 is from black to white."""
-    errors: NDArray[np.float64] = np.sqrt(np.square((a_nHW / 255.0) - (b_nHW / 255.0)).mean((1, 2)))
-    return errors
 
 
 class ControlScore(PhotoMeasures):

@@ -26,7 +26,7 @@ from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.evaluation.sample import fingerprint
 from arpg.files import write_json, write_text, write_whole
-from arpg.image import Pixels, sheet, to_images, to_uint8
+from arpg.image import Pixels, sheet, to_images
 from arpg.tables import markdown_table
 from arpg.tokenizer.losses import LPIPS
 from experiments.photos import (
@@ -37,6 +37,7 @@ from experiments.photos import (
     evenly_spaced,
     load_or_train_classifier,
     photo_set,
+    reconstruct,
 )
 
 INTERVAL = " interval"  # behind the name of a number: its 95 % interval
@@ -139,14 +140,9 @@ class PhotoMeasures:
         parts = [self.inception.features(pixels[i : i + self.batch]).pool for i in range(0, len(pixels), self.batch)]
         return torch.cat(parts)
 
-    @torch.no_grad()
     def reconstruct(self, pixels: Pixels) -> Pixels:
         """Return the images through the tokenizer."""
-        tokenizer, parts = self.pipe.tokenizer, []
-        for start in range(0, len(pixels), self.batch):
-            ids_BN = tokenizer.encode(to_images(pixels[start : start + self.batch], tokenizer.device))
-            parts.append(to_uint8(tokenizer.decode(ids_BN, tokenizer.grid(*pixels.shape[1:3]))).cpu().numpy())
-        return np.concatenate(parts)
+        return reconstruct(pixels, self.pipe.tokenizer, batch_size=self.batch)
 
     def save_sheet(self, name: str, rows: Sequence[Pixels]) -> None:
         """Write rows of images to OUT/NAME.webp."""

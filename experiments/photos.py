@@ -19,7 +19,8 @@ from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
 from arpg.files import write_json
-from arpg.image import Pixels, adm_crop
+from arpg.image import Pixels, adm_crop, to_images, to_uint8
+from arpg.tokenizer import VQTokenizer
 from experiments.scorer_training import accuracy, train_classifier
 
 Labels = NDArray[np.int64]
@@ -84,6 +85,17 @@ def class_ids(images: ImageSet, names: ClassNames) -> Labels:
     ids = np.array([names.find(name) for name in images.classes])
     labels: Labels = ids[np.asarray(images.labels)]
     return labels
+
+
+@torch.inference_mode()
+def reconstruct(pixels_nHW3: Pixels, tokenizer: VQTokenizer, *, batch_size: int = 256) -> Pixels:
+    """Return images as the tokenizer reconstructs them."""
+    again = np.empty_like(pixels_nHW3)
+    for start in range(0, len(again), batch_size):
+        image = to_images(pixels_nHW3[start : start + batch_size], tokenizer.device).to(tokenizer.dtype)
+        grid = tokenizer.grid(image.shape[2], image.shape[3])
+        again[start : start + batch_size] = to_uint8(tokenizer.decode(tokenizer.encode(image), grid)).cpu().numpy()
+    return again
 
 
 def load_or_train_classifier(

@@ -59,8 +59,9 @@ from experiments.control_images import (
 )
 from experiments.garden.depth_net import DepthNet, DepthScenes, compose_depth_scenes, depth_error, rmse, to_depth
 from experiments.garden.sampling_options import add_sampling_options, load_pipeline, sampling_settings
-from experiments.garden.scene_sets import num_processes, reconstruct
+from experiments.garden.scene_sets import num_processes
 from experiments.photo_measures import Row, interval_cell
+from experiments.photos import reconstruct
 from experiments.scorer_training import predict
 
 SCENE_SEED = 2026  # the test scenes are those of this seed + --seed

@@ -19,7 +19,7 @@ from experiments.garden.composer import Composer
 from experiments.garden.control_score import SCENE_SEED, image_side
 from experiments.garden.depth_net import compose_depth_scenes
 from experiments.garden.geneval import held_out_prompts
-from experiments.garden.scene_sets import reconstruct
+from experiments.photos import reconstruct
 from experiments.zero_shot_gallery import Captioned, captioned
 
 GOOD = (

@@ -26,10 +26,11 @@ from arpg.data.tokens import TOKENS, TokenSet, TokenWriter, open_tokens
 from arpg.device import choose_device, usable_cpus
 from arpg.errors import require
 from arpg.hub import resolve
-from arpg.image import Pixels, check_output, save, sheet, to_images, to_uint8
+from arpg.image import Pixels, check_output, save, sheet
 from arpg.tokenizer import VQTokenizer
 from experiments.garden.composer import SIZE, Composer, Scene
 from experiments.garden.scene_spec import sample_spec
+from experiments.photos import reconstruct
 
 T = TypeVar("T")
 Sets = tuple[str, str]  # the paths of the fruit set and of the emoji set
@@ -166,17 +167,6 @@ def _training_scenes(composer: Composer, numbers: range, *, seed: int) -> tuple[
     scenes = [composer.scene(seed + number) for number in numbers]
     maps = np.stack([depth_map(scene.depth_HW) for scene in scenes])
     return np.stack([scene.pixels_HW3 for scene in scenes]), [scene.caption for scene in scenes], maps
-
-
-@torch.inference_mode()
-def reconstruct(pixels_nHW3: Pixels, tokenizer: VQTokenizer, *, batch_size: int = 256) -> Pixels:
-    """Return images as the tokenizer reconstructs them."""
-    again = np.empty_like(pixels_nHW3)
-    for start in range(0, len(again), batch_size):
-        image = to_images(pixels_nHW3[start : start + batch_size], tokenizer.device).to(tokenizer.dtype)
-        grid = tokenizer.grid(image.shape[2], image.shape[3])
-        again[start : start + batch_size] = to_uint8(tokenizer.decode(tokenizer.encode(image), grid)).cpu().numpy()
-    return again
 
 
 def reconstruct_half(pixels_nHW3: Pixels, model: str, *, device: torch.device, batch_size: int = 256) -> Pixels:

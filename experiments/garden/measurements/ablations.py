@@ -54,8 +54,7 @@ from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
 from arpg.tasks import label_condition
 from experiments.garden.control_score import image_side
 from experiments.garden.photos import open_photos
-from experiments.garden.scene_sets import reconstruct
-from experiments.photos import evenly_spaced, load_or_train_classifier, read_photos
+from experiments.photos import evenly_spaced, load_or_train_classifier, read_photos, reconstruct
 from experiments.scorer_training import accuracy
 
 log = logging.getLogger("garden")
