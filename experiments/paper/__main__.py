@@ -15,6 +15,10 @@ VERBS = {
     "steps": ("queue:steps_verb", "Table 8: speed and memory of L, XL, XXL by steps and attention"),
     "block-causal": ("queue:block_causal_verb", "block-wise against causal attention, paired"),
     "few-steps": ("queue:few_steps_verb", "the best settings for 8 to 24 steps"),
+    "orders": ("queue:orders_verb", "a fine-tune on the orders that the model is surest of, before and after"),
+    "guidance": ("queue:guidance_verb", "guidance as an input against guidance by a second pass"),
+    "attention": ("queue:attention_verb", "Figures 3 and 11: attention maps, evenness over 1,000 images"),
+    "send": ("queue:send", "the pieces that did not come back with the last call"),
     "report": ("report:main", "tables, figures and verdicts from the lines"),
 }
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,10 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arpg import tasks
 from arpg.checkpoint import load_model, load_tokenizer
 from arpg.data.crops import center_crops
 from arpg.data.tokens import open_tokens
+from arpg.decode.likelihood import make_orders, token_bits
 from arpg.device import choose_device, peak_bytes, reset_peak, synchronize
+from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
@@ -28,12 +32,13 @@ from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influen
 from arpg.evaluation.sample import json_settings, labels_like
 from arpg.hub import resolve
 from arpg.image import to_images, to_uint8
-from arpg.model import TokenDecoder
+from arpg.model import TokenDecoder, class_condition
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, Queue
+from experiments.paper.orders import write_orders
 from experiments.paper.rows import BASE, Row, designs, load_row, store_row, train_row
 from experiments.photos import evenly_spaced, photo_set
 from experiments.settings_search import halving
@@ -42,7 +47,11 @@ from experiments.staged_run import train_until, write_pieces
 log = logging.getLogger("experiments")
 
 LINES, WEIGHTS, TRAIN = "lines", "weights", "train"  # folders of the results
+PIECES = "pieces"  # of the working folder
+METRICS = "metrics.jsonl"
 SCALES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the guidance that is searched
+GUIDANCE_RANGE = (1.0, 8.0)  # of the guidance that is distilled
+SENT = 60_000_000  # bytes that come back with a call
 
 
 class Bench:
@@ -107,24 +116,50 @@ class Bench:
     def key(self, row: str, **more: Any) -> dict[str, Any]:
         return {"table": self.table, "row": row, **more}
 
+    def chosen(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that `--rows` names; all without it."""
+        names = self.options.rows
+        known = [row.name for row in rows]
+        for name in names or ():
+            require(name in known, f"row {name!r} does not exist; {self.table} has {'; '.join(known)}")
+        return [row for row in rows if names is None or row.name in names]
+
     # Training
 
     def recipe(self, row: Row, *, seed: int) -> ModelRecipe:
-        """Return the recipe of a row: all rows have the same data, optimizer, batch and number of steps."""
+        """Return the recipe of a row: all rows have the same data, optimizer, batch and number of steps.
+
+        A fine-tune has a quarter of the steps and of the learning rate.
+        """
         o = self.options
+        data: dict[str, Any] = {}
+        more: dict[str, Any] = {}
+        steps, lr = o.steps, o.lr
+        if row.tuned is not None:
+            start, steps, lr = self.weights(row.untuned(), seed=seed), max(1, steps // 4), lr / 4
+            more["init_from"] = str(start)
+        if row.tuned == "guidance":
+            more |= {"label_drop": 0.0, "guidance_scales": GUIDANCE_RANGE}
+        elif row.tuned == "orders":
+            path = o.work / f"orders-{start.name}.npy"
+            if not path.exists():
+                engine = self.trained(row.untuned(), seed=seed)
+                write_orders(engine, open_tokens(o.tokens), path, batch_size=o.sample_batch)
+            data["orders"] = str(path)
         return ModelRecipe(
             model=row.model,
-            data=TokenData(str(o.tokens), None if o.validation is None else str(o.validation)),
-            optim=OptimRecipe(o.lr, warmup=0.05, ema=0.999),
+            data=TokenData(str(o.tokens), None if o.validation is None else str(o.validation), **data),
+            optim=OptimRecipe(lr, warmup=0.05, ema=max(0.0, 1 - 6 / steps)),  # over a sixth of the run
             run=RunRecipe(
-                steps=o.steps,
+                steps=steps,
                 batch_size=o.batch_size,
-                log_every=max(1, o.steps // 50),
-                validate_every=max(1, o.steps // 10),
+                log_every=max(1, steps // 50),
+                validate_every=max(1, steps // 10),
                 sample_every=10**9,
                 save_every=10**9,
             ),
             seed=seed,
+            **more,
         )
 
     def weights(self, row: Row, *, seed: int = 0) -> Path:
@@ -140,6 +175,8 @@ class Bench:
         if o.pieces is not None and self.num_trained:
             raise OutOfTimeError
         recipe, work = self.recipe(row, seed=seed), o.work / name
+        if o.pieces is not None and self.num_trained:  # what a fine-tune starts from
+            raise OutOfTimeError
 
         def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
             return train_row(row, recipe, folder, resume=resume, device=device)
@@ -147,6 +184,7 @@ class Bench:
         if not train_until(self.deadline, recipe, work, o.out / TRAIN / name, device=o.device, train=run):
             raise OutOfTimeError
         store_row(row, work / "model", target)
+        shutil.copyfile(work / METRICS, target / METRICS)
         self.made.add(target)
         self.num_trained += 1
         return target
@@ -173,7 +211,7 @@ class Bench:
 
     def curve(self, row: Row, *, seed: int = 0) -> dict[str, Any]:
         """Return the losses of a finished run by the number of samples."""
-        path = self.options.out / TRAIN / f"{row.trained_as}-seed{seed}" / "metrics.jsonl"
+        path = self.weights(row, seed=seed) / METRICS
         entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         size = self.options.batch_size
         return {
@@ -182,11 +220,15 @@ class Bench:
         }
 
     def write_pieces(self) -> None:
-        """Write what this call adds to the results where they come back: not the weights that were there before."""
+        """Write what this call adds to the results where it comes back: not the weights that were there before.
+
+        What does not fit is fetched by later calls (`send_pieces`).
+        """
         o = self.options
         if o.pieces is not None:
             large = {*(o.out / WEIGHTS).glob("*"), *o.out.glob("reference-*.npz")}
-            write_pieces(o.out, o.pieces, leave_out=large - self.made)
+            write_pieces(o.out, o.work / PIECES, leave_out=large - self.made)
+            send_pieces(o.work / PIECES, o.pieces, first=0)
 
     # Quality
 
@@ -198,6 +240,32 @@ class Bench:
             part = labels[start : start + size].tolist()
             ids_BN = engine.generate(part, range(seed + start, seed + start + len(part)), settings)
             yield to_uint8(self.tokenizer.decode(ids_BN, engine.model.config.grid))
+
+    @torch.no_grad()
+    def inpainted(self, engine: RowEngine, labels: Any, settings: SamplingSettings) -> Iterator[Tensor]:
+        """Yield test images, uint8 `[B, H, W, 3]`, whose middle (three quarters of each side) is sampled again."""
+        tokens, size, (height, width) = open_tokens(self.options.validation), self.options.sample_batch, self.base.grid
+        known_hw = torch.ones(height, width, dtype=torch.bool)
+        known_hw[height // 8 : height - height // 8, width // 8 : width - width // 8] = False
+        for start in range(0, len(labels), size):
+            index = np.arange(start, min(start + size, len(labels)))
+            ids_BN = torch.from_numpy(tokens.gather(index, np.zeros_like(index)))
+            part = labels[index].tolist()
+            request = tasks.fill(engine.model, part, index.tolist(), ids_N=ids_BN, known_N=known_hw.flatten())
+            yield to_uint8(self.tokenizer.decode(engine.fill(request, settings), engine.model.config.grid))
+
+    @torch.no_grad()
+    def random_order_bits(self, engine: RowEngine, num: int) -> float:
+        """Return the mean bits of a token of test images in random orders, teacher-forced."""
+        tokens, total = open_tokens(self.options.validation), 0.0
+        num = min(num, len(tokens))
+        for start in range(0, num, 32):
+            index = np.arange(start, min(start + 32, num))
+            ids_BN = torch.from_numpy(tokens.gather(index, np.zeros_like(index)))
+            condition = class_condition(engine.model, torch.from_numpy(tokens.labels[index].astype(np.int64)))
+            order_BN = make_orders("random", self.base.grid, range(start, start + len(index)))
+            total += float(token_bits(engine.model, ids_BN, condition, order_BN).mean(1).sum())
+        return total / num
 
     def features(
         self, engine: RowEngine, settings: SamplingSettings, num: int, *, seed: int
@@ -298,6 +366,19 @@ class Bench:
             torch.cuda.empty_cache()
         network: TokenDecoder = row.build(config).init_weights(seed=0).to(self.device, self.dtype).eval()
         return RowEngine(network, confidence=row.confidence)
+
+
+def send_pieces(folder: Path, target: Path, *, first: int) -> int:
+    """Copy pieces from number `first` on, as many as come back with a call; return the number of the next one."""
+    target.mkdir(parents=True, exist_ok=True)
+    pieces, sent, number = sorted(folder.glob("*.zip.*")), 0, first
+    while number < len(pieces) and sent + pieces[number].stat().st_size <= SENT:
+        shutil.copyfile(pieces[number], target / pieces[number].name)
+        sent += pieces[number].stat().st_size
+        number += 1
+    left = f"; the others: python -m experiments.paper send --first {number}" if number < len(pieces) else ""
+    log.info("pieces %d to %d of %d are sent%s", first, number - 1, len(pieces), left)
+    return number
 
 
 def sampler_settings(engine: RowEngine, settings: SamplingSettings) -> dict[str, Any]:

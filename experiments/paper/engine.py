@@ -88,10 +88,13 @@ class RowEngine(Engine):
         cursor = PlanCursor(rows, num_tokens=request.num_tokens, device=device, guided=plan.guided)
         return RemainingSteps(cursor, settings, confidence=self.confidence)
 
-    @torch.no_grad()
     def generate(self, labels: Sequence[int], seeds: Sequence[int], settings: SamplingSettings) -> Tensor:
         """Sample ids `[B, N]`; image i has label i and seed i, with the orders and step sizes of `settings`."""
-        request = tasks.generate(self.model, labels, seeds)
+        return self.fill(tasks.generate(self.model, labels, seeds), settings)
+
+    @torch.no_grad()
+    def fill(self, request: Request, settings: SamplingSettings) -> Tensor:
+        """Sample what a request leaves open; return ids `[B, N]`."""
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         *_, last = self.decode(request, plan, settings, every_step=False)
         return last.ids_BN

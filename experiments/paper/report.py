@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from arpg.config import MODELS
 from arpg.figures import new_plot, save_plot
 from arpg.files import write_text
 from arpg.tables import markdown_table
 from experiments.paper.lines import Line, matching, read_lines
+from experiments.paper.rows import designs, peers, sizes
 
 QUOTED = json.loads((Path(__file__).parent / "quoted.json").read_text(encoding="utf-8"))
 AGREES, CONTRADICTS, UNSURE, MISSING = "agrees", "contradicts", "cannot tell", "not measured"
@@ -100,6 +102,12 @@ def _design(name: str) -> Callable[[list[Line]], Estimate | None]:
     return difference
 
 
+def _shared_kv(lines: list[Line]) -> Estimate | None:
+    """Images per second of the even split over those with a key-value projection per layer."""
+    speed = matching(lines, table="designs", measure="speed", batch=64)
+    return rate_ratio(one(speed, row="12+12"), one(speed, row="unshared KV"))
+
+
 def _speedup(other: str, other_steps: int | None) -> Callable[[list[Line]], Estimate | None]:
     """Images per second of ARPG in 32 steps over those of a peer."""
 
@@ -135,6 +143,35 @@ def larger_is_better(lines: list[Line]) -> Estimate | None:
     return Estimate(min(shares), min(shares), min(shares))
 
 
+def _attention(lines: list[Line], row: str, name: str) -> Estimate | None:
+    line = one(lines, table="attention", row=row)
+    return None if line is None else Estimate(line[name], *line[f"{name} interval"])
+
+
+def _less(a: Estimate | None, b: Estimate | None) -> Estimate | None:
+    """Return a - b of independent estimates."""
+    if a is None or b is None:
+        return None
+    half = math.hypot(*((x.high - x.low) / 2 for x in (a, b)))
+    return Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
+
+
+def _tuned(lines: list[Line], **key: Any) -> Estimate | None:
+    """FID after the fine-tune on its own orders, less before it."""
+    found = matching(lines, table="orders", **key)
+    return fid_difference(one(found, row="after"), one(found, row="before"))
+
+
+def _distilled(lines: list[Line], steps: int) -> Estimate | None:
+    found = matching(lines, table="guidance", measure="quality", steps=steps)
+    return fid_difference(one(found, row="distilled guidance"), one(found, row="two passes"))
+
+
+def _distilled_speed(lines: list[Line], steps: int) -> Estimate | None:
+    found = matching(lines, table="guidance", measure="speed", steps=steps, batch=64)
+    return rate_ratio(one(found, row="distilled guidance"), one(found, row="two passes"))
+
+
 def _block_wise(steps: int, paper: str) -> Claim:
     text = f"block-wise attention is better at {steps} steps"
     return Claim(text, paper, lambda lines: paired(lines, steps), at_most=0.0)
@@ -145,18 +182,59 @@ CLAIMS = [
     Claim("no Pass 1 (0+24) is worse than 12+12", "4.57 against 3.51", _design("0+24"), at_least=0.0),
     Claim("fewer Pass-2 layers (18+6) are worse than 12+12", "3.82 against 3.51", _design("18+6"), at_least=0.0),
     Claim("cosine positions are worse than RoPE", "3.61 against 3.51", _design("cosine positions"), at_least=0.0),
+    Claim("shared keys and values are faster", "67.5 against 48.0 images/s", _shared_kv, at_least=1.0),
     Claim("30 times as fast as raster AR", "XXL against LlamaGen-XXL", _speedup("raster AR", None), at_least=30.0),
     Claim("3 times as fast as parallel peers", "Table 2", _speedup("interleaved positions", 64), at_least=3.0),
+    _block_wise(16, "2.67 against 3.51"),
+    _block_wise(32, "2.30 against 2.69"),
+    _block_wise(64, "2.37 against 2.59"),
+    Claim("75 % less memory than VAR", "Table 2", lambda lines: None, at_most=0.25),
+    Claim("a larger model has a lower loss at every step", "7.50, 7.29, 7.03", larger_is_better, at_least=1.0),
+    Claim(
+        "[MASK]s of a coupled decoder receive less than an even share of attention",
+        "Figure 3",
+        lambda lines: _attention(lines, "interleaved positions", "masks: on masks"),
+        at_most=1.0,
+    ),
+    Claim(
+        "attention of Pass 2 is more even than that of a coupled decoder",
+        "Figures 3 and 11",
+        lambda lines: _less(
+            _attention(lines, "ARPG", "pass2: evenness"), _attention(lines, "interleaved positions", "masks: evenness")
+        ),
+        at_least=0.0,
+    ),
+]
+
+# Beyond the paper: what we ask ourselves, with the same kind of verdict.
+QUESTIONS = [
     *(
         Claim(
-            f"block-wise attention is better at {steps} steps",
-            paper,
-            lambda lines, s=steps: paired(lines, s),
+            f"a fine-tune on its own orders is better at {steps} steps, in confident order",
+            "",
+            lambda lines, s=steps: _tuned(lines, measure="quality", steps=s, order="confident"),
             at_most=0.0,
         )
-        for steps, paper in ((16, "2.67 against 3.51"), (32, "2.30 against 2.69"), (64, "2.37 against 2.59"))
+        for steps in (8, 12)
     ),
-    Claim("a larger model has a lower loss at every step", "7.50, 7.29, 7.03", larger_is_better, at_least=1.0),
+    Claim(
+        "it inpaints in random order as well as before (FID at most 1 higher)",
+        "",
+        lambda lines: _tuned(lines, measure="inpainting"),
+        at_most=1.0,
+    ),
+    Claim(
+        "distilled guidance is as good as a second pass at 24 steps (FID at most 1 higher)",
+        "",
+        lambda lines: _distilled(lines, 24),
+        at_most=1.0,
+    ),
+    Claim(
+        "distilled guidance is 1.5 times as fast as a second pass at 24 steps, batch 64",
+        "",
+        lambda lines: _distilled_speed(lines, 24),
+        at_least=1.5,
+    ),
 ]
 
 
@@ -170,22 +248,47 @@ def exponent(lines: list[Line]) -> float | None:
     return float(np.polyfit(sizes, losses, 1)[0])
 
 
+EXPECTED: dict[str, list[str]] = {
+    "designs": [row.name for row in designs()],
+    "peers": [row.name for row in peers()],
+    "scaling": [row.name for row in sizes()],
+    "steps": list(MODELS),
+    "block-causal": [designs()[0].name],
+    "few-steps": [designs()[0].name],
+    "orders": ["before", "after"],
+    "guidance": ["two passes", "distilled guidance"],
+    "attention": ["ARPG", "interleaved positions"],
+}
+COLUMNS = (
+    *("row", "steps", "seed", "training seed", "order", "attention", "batch", "pixels"),
+    *("fid", "fid block", "fid causal", "difference", "accuracy", "bits per token", "parameters"),
+    *("images/s", "seconds per batch", "GiB", "GiB reserved", "engine", "device"),
+    *("pass1: evenness", "pass2: evenness", "masks: evenness", "tokens: evenness"),
+    *("masks: on masks", "tokens: on masks", "pass1: low", "pass2: low", "masks: low", "tokens: low"),
+)
+
+
 def measured_table(lines: list[Line], table: str) -> str:
-    """Return the measured rows of a table as Markdown, or a sentence that there are none."""
-    found = matching(lines, table=table)
-    if not found:
-        return f"Not measured yet (`python -m experiments.paper {table}`).\n"
-    columns = ("row", "steps", "seed", "attention", "batch", "pixels", "fid", "fid block", "fid causal", "difference")
-    columns += ("accuracy", "parameters", "images/s", "GiB", "GiB reserved", "device")
-    shown = [name for name in columns if any(name in line for line in found)]
-    return markdown_table(shown, [[_cell(line, name) for name in shown] for line in found])
+    """Return the measured rows as Markdown, one part for each measure, and name the rows that are missing."""
+    found, parts = matching(lines, table=table), []
+    for measure in dict.fromkeys(line["measure"] for line in found if line["measure"] != "guidance"):
+        some = matching(found, measure=measure)
+        shown = [name for name in COLUMNS if any(name in line for line in some)]
+        parts.append(markdown_table(shown, [[_cell(line, name) for name in shown] for line in some]))
+    rows = {line["row"] for line in found if line["measure"] != "guidance"}
+    if missing := [name for name in EXPECTED[table] if name not in rows]:
+        what = "" if not rows else f": {'; '.join(missing)}"
+        parts.append(f"Not measured yet{what} (`python -m experiments.paper {table}`).\n")
+    return "\n".join(parts)
 
 
 def _cell(line: Line, name: str) -> str | None:
     if name not in line:
         return None
     value = line[name]
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = (
+        f"{value:.4g}" if isinstance(value, float) else f"{value / 1e6:.1f} M" if name == "parameters" else str(value)
+    )
     if f"{name} interval" in line:
         low, high = line[f"{name} interval"]
         text += f" ({low:.4g} to {high:.4g})"
@@ -199,25 +302,61 @@ def quoted_table(name: str) -> str:
     return markdown_table(columns, [[None if row[c] is None else str(row[c]) for c in columns] for row in rows])
 
 
+SECTIONS = (
+    ("Designs (Table 5)", "designs", "table 5: designs"),
+    ("Peers (Table 2)", "peers", "table 2: peers"),
+    ("Scaling (Figure 10)", "scaling", None),
+    ("Steps, attention and size (Table 8)", "steps", "table 8: parallel decoding"),
+    ("Block-wise against causal attention", "block-causal", None),
+    ("Few steps", "few-steps", None),
+    ("Orders that the model is surest of", "orders", None),
+    ("Guidance as an input", "guidance", None),
+    ("Attention (Figures 3 and 11)", "attention", None),
+)
+INTRODUCTION = """\
+Each row is a model on the same layers, trained here on the tokens of photographs (`meadow`: 225 classes, 128 x 128
+pixels, 256 tokens) with the same optimizer, seed and number of steps, and measured in the same way: FID against the
+training split at the best guidance of a search with other seeds, weights in 8 bits; speed and memory with random
+weights at the size of ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" where the whole
+95 % interval is on one side of the claim, else "cannot tell". `experiments/paper/README.md` says how to fill the page,
+which `python -m experiments.paper report` writes."""
+
+
 def page(lines: list[Line]) -> str:
-    """Return the page: verdicts, then each table beside the paper's."""
-    claims = markdown_table(["claim", "paper", "ours (95% interval)", "verdict"], [c.row(lines) for c in CLAIMS])
-    text = ["# The paper's tables on photographs", ""]
-    text += [f"Quoted: {QUOTED['source']}; {QUOTED['hardware']}.", "", "## Claims", "", claims]
+    """Return the page: verdicts, then each table beside the paper's. What is not measured yet says so."""
+    text = ["# The paper's tables on photographs", "", INTRODUCTION, ""]
+    text += [f"{_unfilled(lines)} Quoted: {QUOTED['source']}; {QUOTED['hardware']}.", ""]
+    headings = ["claim", "paper", "ours (95% interval)", "verdict"]
+    text += ["## Claims", "", markdown_table(headings, [claim.row(lines) for claim in CLAIMS])]
+    text += ["There is no VAR-like peer here: its memory is quoted below.", ""]
+    asked = [[row[0], *row[2:]] for row in (claim.row(lines) for claim in QUESTIONS)]
+    text += ["Beyond the paper:", "", markdown_table(["question", *headings[2:]], asked)]
     if (fitted := exponent(lines)) is not None:
         text += ["", f"Final loss falls with the number of parameters to the power {fitted:.3f}.", ""]
-    for title, table, quoted in (
-        ("Designs (Table 5)", "designs", "table 5: designs"),
-        ("Peers (Table 2)", "peers", "table 2: peers"),
-        ("Scaling (Figure 10)", "scaling", None),
-        ("Steps, attention and size (Table 8)", "steps", "table 8: parallel decoding"),
-        ("Block-wise against causal attention", "block-causal", None),
-        ("Few steps", "few-steps", None),
-    ):
+    for title, table, quoted in SECTIONS:
         text += [f"## {title}", "", measured_table(lines, table)]
         if quoted is not None:
             text += ["The paper's:", "", quoted_table(quoted)]
+        if table == "peers":
+            given = QUOTED["authors' code on an H200"]
+            text += [f"The authors' code ({given['hardware']}), images/s:", "", _given_table(given)]
     return "\n".join(text).rstrip() + "\n"
+
+
+def _unfilled(lines: list[Line]) -> str:
+    """Say how much of the page is filled."""
+    claims = [*CLAIMS, *QUESTIONS]
+    answered = sum(claim.ours(lines) is not None for claim in claims)
+    tables = [table for _, table, _ in SECTIONS if not matching(lines, table=table)]
+    if not lines:
+        return "Nothing has been measured yet."
+    empty = f"; no line yet: {', '.join(tables)}" if tables else ""
+    return f"{answered} of {len(claims)} claims and questions are answered{empty}."
+
+
+def _given_table(given: dict[str, Any]) -> str:
+    rows = [[name, " to ".join(map(str, dict.fromkeys(rate)))] for name, rate in given["images/s"].items()]
+    return markdown_table(["model", "images/s"], rows)
 
 
 def draw_curves(lines: list[Line], path: Path) -> bool:

@@ -19,7 +19,7 @@ from arpg.train.recipe import ModelRecipe
 from experiments.paper.peers import PEERS, Peer, PeerObjective
 
 WEIGHTS = "peer.safetensors"
-BASE = ModelConfig(width=512, num_heads=8, pass1_layers=12, pass2_layers=12, vocab_size=8192, num_classes=225)
+BASE = ModelConfig(width=384, num_heads=6, pass1_layers=12, pass2_layers=12, vocab_size=8192, num_classes=225)
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,19 @@ class Row:
     order: str = "random"
     confidence: float | None = None  # tokens are accepted by their probability, see `RemainingSteps`
     steps: tuple[int, ...] = (64,)
+    tuned: str | None = None  # fine-tuned from the row without it: on its own "orders", or to distill "guidance"
 
     @property
     def trained_as(self) -> str:
         """The name of the training run, which rows that differ in sampling alone share."""
         c = self.model
-        parts = [self.peer or "arpg", f"{c.pass1_layers}+{c.pass2_layers}", str(c.width), c.positions]
-        return "-".join([*parts, *([] if c.shared_kv else ["unshared"])])
+        parts = [self.peer or "arpg", f"{c.pass1_layers}-{c.pass2_layers}", str(c.width), c.positions]
+        return "-".join([*parts, *([] if c.shared_kv else ["unshared"]), *([self.tuned] if self.tuned else [])])
+
+    def untuned(self) -> Row:
+        """Return the row that a tuned one starts from."""
+        model = replace(self.model, guidance_input=False, dropout=BASE.dropout)
+        return replace(self, model=model, tuned=None, confidence=None)
 
     def build(self, config: ModelConfig | None = None) -> ARPG | Peer:
         """Make the network, with the weights uninitialised."""
@@ -89,6 +95,18 @@ def sizes(base: ModelConfig = BASE) -> list[Row]:
         steps = (min(64, base.grid[0] * base.grid[1]),)
         found.append(Row(f"width {width}", replace(base, width=width, num_heads=heads), steps=steps))
     return found
+
+
+def own_orders(base: ModelConfig = BASE) -> Row:
+    """Return the row that is fine-tuned on the orders it is surest of."""
+    return replace(designs(base)[0], name="own orders", tuned="orders")
+
+
+def distilled(base: ModelConfig = BASE) -> Row:
+    """Return the row that takes the guidance scale as an input."""
+    first = designs(base)[0]
+    model = replace(first.model, guidance_input=True, dropout=0.0)
+    return replace(first, name="distilled guidance", model=model, tuned="guidance")
 
 
 class PeerTraining(ModelTraining):

@@ -64,7 +64,7 @@ def test_rows_are_those_of_the_paper():
     assert shared["masked, confidence"] == shared["masked, Halton"]
     assert shared["ARPG"] == found["12+12"].trained_as  # trained once for both tables
     assert shared["raster AR"] == found["24+0, raster order"].trained_as
-    assert [row.model.width for row in sizes()] == [256, 512, 768]
+    assert [row.model.width for row in sizes()] == [192, 384, 576]
     table = {row["layers"]: row for row in report.QUOTED["table 5: designs"]}
     assert table["0+24"]["fid"] == 4.57
     assert (len(report.QUOTED["table 2: peers"]), len(report.QUOTED["table 8: parallel decoding"])) == (34, 18)
@@ -80,6 +80,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SCALES", (1.5, 3.0))
     monkeypatch.setattr(queue, "SCALES", (1.5, 3.0))
     monkeypatch.setattr(queue, "ORDERS", ("random", "raster"))
+    monkeypatch.setattr(queue, "CONFIDENCES", (1.0,))
     tokenizer = small_tokenizer()
     size = 4 * tokenizer.config.stride
     tiny = photos.PhotoSet("meadow", ("pets",), "meadow-{domain}.zip/{split}", size)
@@ -113,8 +114,10 @@ def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("table", queue.TABLES)
+SLOW = ("designs", "peers", "few-steps")
+
+
+@pytest.mark.parametrize("table", [pytest.param(t, marks=pytest.mark.slow) if t in SLOW else t for t in queue.TABLES])
 def test_every_table_runs_and_continues(world, tmp_path, table):
     out = tmp_path / "out"
     assert main([table, *world]) == 0
@@ -131,18 +134,30 @@ def test_every_table_runs_and_continues(world, tmp_path, table):
     assert "Not measured yet" in (tmp_path / "page.md").read_text()
 
 
-def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, tmp_path, monkeypatch):
+def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, tmp_path, monkeypatch, capsys):
     """Two machines that forget: the first trains, the second has nothing but what came back."""
     monkeypatch.setattr(queue, "peers", lambda base: [row for row in peers(base) if row.peer in (None, "interleaved")])
+    assert main(["peers", *world, "--rows", "MAR"]) == 2
+    assert "row 'MAR' does not exist; peers has ARPG; interleaved positions" in capsys.readouterr().err
     assert main(["peers", *world, "--minutes", "0"]) == 0
     assert read_lines(tmp_path / "out" / "lines") == []
     pieces, home, sizes = tmp_path / "pieces", tmp_path / "home", []
+    monkeypatch.setattr(staged_run.write_pieces, "__defaults__", (20_000,))
+    monkeypatch.setattr(bench, "SENT", 45_000)
     for _ in range(3):
+        shutil.rmtree(pieces, ignore_errors=True)
         assert main(["peers", *world, "--train-only", "--pieces", str(pieces)]) == 0
+        sent = len(list(pieces.iterdir()))
+        assert sent <= 2
+        for first in range(sent, len(list((tmp_path / "work" / "pieces").iterdir())), 2):
+            assert main(["send", "--first", str(first), "--pieces", str(pieces), "--work", str(tmp_path / "work")]) == 0
         staged_run.join_pieces(pieces, home)
         sizes.append(len(list((home / "weights").iterdir())))
     assert sizes == [1, 2, 2]
     assert not (home / "lines").exists()
+    monkeypatch.setattr(bench, "SENT", 10**8)
+    monkeypatch.setattr(staged_run.write_pieces, "__defaults__", (10**8,))
+    shutil.rmtree(pieces)
     assert main(["reference", *world, "--pieces", str(pieces)]) == 0
     staged_run.join_pieces(pieces, home)
     for folder in ("work", "out"):
@@ -158,6 +173,9 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     assert {(line["row"], line["measure"]) for line in lines} == {
         (name, measure) for name in ("ARPG", "interleaved positions") for measure in ("quality", "speed")
     }
+    shutil.rmtree(weights)
+    assert main(["peers", *world, "--train-only", "--rows", "ARPG"]) == 0  # is measured already
+    assert not (moved / "weights").exists()
     quality = next(line for line in lines if line["measure"] == "quality")
     assert quality["steps"] == 16
     assert [samples for samples, _ in quality["losses"]["loss"]] == [4, 8]
@@ -213,6 +231,10 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert "20 (19 to 21)" in text
     assert "| LlamaGen-XXL | 256 | 1400.0 | 576 | 1.58 |" in text
     assert "Not measured yet (`python -m experiments.paper few-steps`)" in text
+    missing = "cosine positions; unshared KV; 6+18; 24+0, random orders; 24+0, raster order"
+    assert f"Not measured yet: {missing} (`python -m experiments.paper designs`)" in text
+    assert "6 of 19 claims and questions are answered; no line yet: steps, few-steps, orders, guidance" in text
     empty = report.page([])
     assert all(f"experiments.paper {table}" in empty for table in queue.TABLES if table != "reference")
-    assert empty.count(MISSING) == len(report.CLAIMS)
+    assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
+    assert "Nothing has been measured yet." in empty

@@ -10,12 +10,15 @@ from torch.nn import functional as F
 from arpg import ARPG, InputError, SamplingSettings
 from arpg.config import ModelConfig
 from arpg.data.dataset import Batch
-from arpg.decode import make_plan
+from arpg.decode import SamplePlan, make_plan
 from arpg.decode.sampling import sample
+from arpg.evaluation.attention_maps import attention_maps, summarize
 from arpg.kernels.ops import guide
 from arpg.model.condition import class_condition
 from arpg.noise import Stream, gumbel, seed_keys
+from experiments.paper.attention import attention_line, layer_attention
 from experiments.paper.engine import RowEngine
+from experiments.paper.orders import surest_order
 from experiments.paper.peers import PEERS, Masked, NextToken, PeerObjective, known_tokens, num_known
 from support.small import small_model
 
@@ -252,3 +255,70 @@ def test_unmasked_queries_of_the_last_layer_receive_no_gradient():
         assert (key[known] > 0).all()
         assert (value[known] > 0).all()
     assert isinstance(peer, Masked)
+
+
+@torch.no_grad()
+def test_attention_of_both_passes_is_that_of_the_decode_loop():
+    """Teacher forcing in batches against the maps of one image, decoded a token at a time."""
+    model, num = small_model(), 16
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(24, (2, num), generator=generator)
+    order = torch.stack([torch.randperm(num, generator=generator) for _ in range(2)])
+    found = {(part.rows, part.layer): part for part in layer_attention(model, ids, order, torch.tensor([1, 3]))}
+    for row, label in enumerate((1, 3)):
+        plan = SamplePlan(tuple(order[row].tolist()), (1,) * num, (1.0,) * num)
+        maps = attention_maps(model, ids[row], class_condition(model, torch.tensor([label])), plan=plan)
+        for line in summarize(maps):
+            part = found[line.kind, line.layer]
+            assert part.evenness()[row].item() == pytest.approx(line.evenness, rel=1e-4)
+
+
+@torch.no_grad()
+def test_attention_of_interleaved_positions():
+    peer, data = make("interleaved"), batch()
+    parts = list(layer_attention(peer, data.ids_BN, data.order_BN, data.labels_B))
+    assert [(part.rows, part.layer) for part in parts] == [(rows, i) for i in range(3) for rows in ("masks", "tokens")]
+    for part in parts:
+        masks = part.rows == "masks"
+        slots = torch.arange(1 if masks else 0, 2 * NUM, 2)  # class, [MASK], token, [MASK], ...
+        assert torch.equal(part.seen_ST, torch.arange(2 * NUM) <= slots[:, None])
+        assert torch.allclose(part.weights_BHST.sum(-1), torch.ones(1))
+        assert (part.weights_BHST[..., ~part.seen_ST] == 0).all()
+        assert ((part.evenness() > 0) & (part.evenness() <= 1)).all()
+    even = dataclasses.replace(parts[0], weights_BHST=(part.seen_ST / part.seen_ST.sum(1, keepdim=True))[None, None])
+    even = dataclasses.replace(even, seen_ST=part.seen_ST)
+    assert even.evenness().tolist() == pytest.approx([1.0])
+    assert even.on_masks().tolist() == pytest.approx([1.0])
+    assert even.low().tolist() == [0.0]
+    only = torch.zeros(2, 4).masked_fill(torch.tensor([[True, False, False, False]]), 1.0)  # all on the class
+    sharp = dataclasses.replace(
+        even,
+        weights_BHST=only[None, None],
+        seen_ST=torch.ones(2, 4, dtype=torch.bool),
+        is_mask_T=torch.tensor([False, True, False, True]),
+    )
+    assert (sharp.evenness().item(), sharp.on_masks().item(), sharp.low().item()) == (0.25, 0.0, 0.75)
+    line = attention_line(iter([(data.ids_BN, data.order_BN, data.labels_B)]), peer)
+    assert line["images"] == 4
+    assert line["masks: evenness"] == pytest.approx(parts[4].evenness().mean().item(), abs=1e-5)
+    assert line["tokens: on masks"] == pytest.approx(parts[5].on_masks().mean().item(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_the_surest_order_takes_the_most_probable_token_each_time():
+    model, num, labels = small_model(), 16, [1, 4]
+    ids = torch.randint(24, (2, num), generator=torch.Generator().manual_seed(1))
+    found = surest_order(RowEngine(model), ids, labels, steps=num)
+    for row, label in enumerate(labels):
+        condition, known = class_condition(model, torch.tensor([label])), []
+        while len(known) < num:
+            left = [i for i in range(num) if i not in known]
+            sure = {}
+            for i in left:
+                order = torch.tensor([[*known, i, *(j for j in left if j != i)]])
+                logits = model(ids[row : row + 1], order, condition)[0, len(known)]
+                sure[i] = logits.log_softmax(-1)[ids[row, i]].item()
+            best = max(sure.values())
+            assert sure[int(found[row, len(known)])] == pytest.approx(best, abs=1e-5)
+            known.append(int(found[row, len(known)]))
+        assert sorted(known) == list(range(num))
