@@ -34,12 +34,15 @@ from experiments.control_images import (
     BASE,
     CEILING,
     CONTROL,
+    NEAREST,
     PLAIN,
     TOLERANCE,
     Generate,
     Grey,
     agreement,
     choose_evenly,
+    nearest,
+    nearest_by_depth,
     strength_zero_is_plain,
     with_control,
     without_control,
@@ -124,7 +127,7 @@ class ControlScore(PhotoMeasures):
         return np.concatenate(parts)
 
     def score(self, kind: str) -> Row:
-        """Return a row each for control, no control, the base model, the tokenizer and real photographs."""
+        """Return a row each for control, no control, the base model, the tokenizer, real and nearest photographs."""
         real, labels = self.chosen
         wanted = self.conditions(kind, real)
         ours, plain = with_control(self.pipe, {}), without_control(self.pipe, {})
@@ -153,11 +156,24 @@ class ControlScore(PhotoMeasures):
             log.info("%s, %s: %s", kind, name, found[name])
             if name != REAL:
                 sheet_rows.append(made[shown])
+        found[NEAREST] = self.nearest(kind, wanted)
         self.save_sheet(kind, sheet_rows)
         same = strength_zero_is_plain(ours, plain, size=self.size, kind=kind)
         settings = json_settings(self.pipe.sampling.settings())
         about = {"images": len(real), "measure": MEASURES[kind], "strength 0 is no control": same, "settings": settings}
         return about | {"rows": found}
+
+    def nearest(self, kind: str, wanted: Grey) -> Row:
+        """Return the row of the training photographs whose conditions are nearest to `--nearest` of the wanted ones."""
+        index, (train, _) = evenly_spaced(len(wanted), self.options.nearest), self.train
+        if kind == "canny":
+            batches = (train[i : i + CHUNK] for i in range(0, len(train), CHUNK))
+            found, _ = nearest(wanted[index] > 0, batches, device=self.pipe.model.device)
+        else:
+            found = nearest_by_depth(wanted[index], self.conditions(kind, train))
+        row = follow(kind, wanted[index], self.conditions(kind, train[found]))
+        seen = predict(self.classifier, train[found]) == self.chosen[1][index]
+        return row | share("recognised", seen) | {"images": len(index)}
 
     @cached_property
     def _base(self) -> Generate:
@@ -171,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = measure_parser("control-score", main.__doc__, CONTROL_KINDS)
     parser.add_argument("--base", help="A model without control that generates the same classes.")
     parser.add_argument("--num", type=int, default=5000, help="Test photographs, and images of each row.")
+    parser.add_argument("--nearest", type=int, default=500, help="Of them, for the nearest training photograph.")
     parser.add_argument("--seed", type=int, default=2_000_000)
     parser.add_argument(
         "--depth-model", help="An .onnx file, or a depth model of transformers by name; default: FastDepth."

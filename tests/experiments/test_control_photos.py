@@ -9,7 +9,7 @@ from PIL import Image
 from arpg import Pipeline
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from experiments import control_images, control_photos
-from experiments.control_photos import CEILING, CONTROL, PLAIN, REAL, follow
+from experiments.control_photos import CEILING, CONTROL, NEAREST, PLAIN, REAL, follow
 from experiments.meadow.__main__ import main
 from support.shapes import shapes
 
@@ -52,13 +52,15 @@ def test_kinds_are_scored_and_kept(world, tmp_path, monkeypatch, capsys):
     Classifier(ClassifierConfig(num_classes=5)).save(tmp_path / "classifier")
     out = tmp_path / "out"
     command = ["control-score", *world, "--classifier", str(tmp_path / "classifier"), "--out", str(out)]
-    command += ["--num", "4", "--batch-size", "3", "--base", "m"]
+    command += ["--num", "4", "--batch-size", "3", "--nearest", "3", "--base", "m"]
     assert main([*command, "--parts", "canny"]) == 0
     first = json.loads((out / "control-score.json").read_text())
     rows = first["canny"]["rows"]
-    assert list(rows) == [CONTROL, PLAIN, control_images.BASE, CEILING, REAL]
+    assert list(rows) == [CONTROL, PLAIN, control_images.BASE, CEILING, REAL, NEAREST]
     assert rows[CONTROL]["F1"] == rows[REAL]["F1"] == 1
     assert rows[PLAIN]["F1"] < 1
+    assert rows[PLAIN]["F1"] < rows[NEAREST]["F1"] < 1
+    assert rows[NEAREST]["images"] == 3
     assert {key: value for key, value in rows[PLAIN].items() if key != "seconds"} == {
         key: value for key, value in rows[control_images.BASE].items() if key != "seconds"
     }
@@ -71,6 +73,7 @@ def test_kinds_are_scored_and_kept(world, tmp_path, monkeypatch, capsys):
     assert both["canny"] == first["canny"]
     assert both["depth"]["depth model"] == "someone/depth"
     assert both["depth"]["rows"][CONTROL]["RMSE"] == 0
+    assert 0 < both["depth"]["rows"][NEAREST]["RMSE"] <= both["depth"]["rows"][PLAIN]["RMSE"]
     assert "soft" not in both, "the model does not take it"
     assert sorted(path.stem for path in out.glob("*.webp")) == ["canny", "depth"]
     assert "### depth" in (out / "control-score.md").read_text()
