@@ -64,7 +64,7 @@ def unpack(arguments: Sequence[str] | None = None) -> None:
 def tokenize(arguments: Sequence[str] | None = None) -> None:
     """Encode both splits: several views of each training image, the centre crop of each test image."""
     parser = _parser("tokenize", tokenize)
-    parser.add_argument("--set", default="meadow", help="A set of photographs (experiments/photo_sets.py).")
+    parser.add_argument("--set", default="meadow", help="A set of photographs (experiments/photos.py).")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--views", type=int, default=6)
