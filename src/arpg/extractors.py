@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from arpg.device import choose_device
 from arpg.errors import InputError, first_line, one_of, require
 from arpg.image import Pixels, resize, to_rgb
 from arpg.settings import CONTROL_KINDS
@@ -162,7 +163,10 @@ class FastDepth:
 
 
 class TransformersDepth:
-    """Any model of `AutoModelForDepthEstimation`: Depth Anything, DPT (MiDaS), GLPN, ZoeDepth, Depth Pro."""
+    """Any model of `AutoModelForDepthEstimation`: Depth Anything, DPT (MiDaS), GLPN, ZoeDepth, Depth Pro.
+
+    It runs on the GPU where there is one.
+    """
 
     def __init__(self, name: str) -> None:
         try:
@@ -173,20 +177,21 @@ class TransformersDepth:
             ) from None
         try:
             self.processor: Any = transformers.AutoImageProcessor.from_pretrained(name)
-            self.network: Any = transformers.AutoModelForDepthEstimation.from_pretrained(name).eval()
+            network: Any = transformers.AutoModelForDepthEstimation.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
             raise InputError(
                 f"depth model {name!r} could not be loaded ({first_line(error)}); expected an .onnx file, or a hub id "
                 "or a folder with a depth model of transformers"
             ) from None
-        config = self.network.config
+        self.network: Any = network.eval().to(choose_device("auto"))
+        config = network.config
         metric = getattr(config, "depth_estimation_type", "relative") == "metric"
         self.sign = -1.0 if metric or config.model_type in METRIC_DEPTH_MODELS else 1.0
 
     def __call__(self, image: Image.Image) -> NDArray[np.float32]:
         import torch
 
-        inputs = self.processor(images=image.convert("RGB"), return_tensors="pt")
+        inputs = self.processor(images=image.convert("RGB"), return_tensors="pt").to(self.network.device)
         with torch.inference_mode():
             outputs = self.network(**inputs)
         sizes = [(image.height, image.width)]
