@@ -18,6 +18,7 @@ VERBS = {
     "orders": ("queue:orders_verb", "a fine-tune on the orders that the model is surest of, before and after"),
     "guidance": ("queue:guidance_verb", "guidance as an input against guidance by a second pass"),
     "attention": ("queue:attention_verb", "Figures 3 and 11: attention maps, evenness over 1,000 images"),
+    "surest-orders": ("orders:main", "the order that a model is surest of, for every image, as training orders"),
     "send": ("queue:send", "the pieces that did not come back with the last call"),
     "report": ("report:main", "tables, figures and verdicts from the lines"),
 }

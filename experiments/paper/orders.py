@@ -1,10 +1,16 @@
-"""The orders that a model is surest of for images it is given, as training orders (arXiv 2504.17069).
+r"""The orders that a model is surest of for images it is given, as training orders (arXiv 2504.17069).
+
+    python -m experiments.paper surest-orders --model runs/meadow/model --tokens runs/tokens/meadow-train \
+        --out runs/orders.npy
+    arpg train recipes/meadow-orders.toml -o runs/meadow-orders
 
 Shapes: B batch, N grid tokens, M images.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,12 @@ import torch
 from torch import Tensor
 
 from arpg import make_plan, tasks
-from arpg.data.tokens import TokenSet
+from arpg.checkpoint import load_model
+from arpg.data.tokens import TokenSet, open_tokens
 from arpg.decode import decode
+from arpg.device import choose_device
 from arpg.files import write_array
+from arpg.hub import resolve
 from arpg.settings import SamplingSettings
 from experiments.paper.engine import RemainingSteps, RowEngine
 
@@ -49,3 +58,18 @@ def write_orders(engine: RowEngine, tokens: TokenSet, path: Path, *, batch_size:
             ids_BN = torch.from_numpy(tokens.gather(index, np.full_like(index, view)))
             orders[index, view] = surest_order(engine, ids_BN, tokens.labels[index].tolist()).cpu().numpy()
     write_array(path, orders)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the order that a model is surest of for every image and view of a token set."""
+    parser = argparse.ArgumentParser(prog="experiments.paper surest-orders", description=main.__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tokens", type=Path, required=True)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True, help="An npy file, for data.orders of a recipe.")
+    options = parser.parse_args(arguments)
+    device = choose_device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    engine = RowEngine(load_model(resolve(options.model), device=device, dtype=dtype))
+    write_orders(engine, open_tokens(options.tokens), options.out, batch_size=options.batch_size)

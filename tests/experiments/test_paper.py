@@ -11,7 +11,8 @@ import pytest
 from arpg import InputError
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.config import ModelConfig
-from arpg.data.tokens import TokenWriter
+from arpg.data.dataset import read_orders
+from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.train import report as training_report
 from experiments import photos, staged_run
 from experiments.paper import bench, queue, report
@@ -132,6 +133,26 @@ def test_every_table_runs_and_continues(world, tmp_path, table):
     assert files(out) == before
     assert main(["report", "--lines", str(out / "lines"), "--out", str(tmp_path / "page.md")]) == 0
     assert "Not measured yet" in (tmp_path / "page.md").read_text()
+
+
+def test_surest_orders_are_training_orders(world, tmp_path):
+    assert main(["designs", *world, "--rows", "2+2", "--train-only"]) == 0
+    (weights,) = (tmp_path / "out" / "weights").iterdir()
+    path = tmp_path / "orders.npy"
+    arguments = [
+        "--model",
+        weights,
+        "--tokens",
+        tmp_path / "tokens",
+        "--batch-size",
+        3,
+        "--device",
+        "cpu",
+        "--out",
+        path,
+    ]
+    assert main(["surest-orders", *map(str, arguments)]) == 0
+    assert read_orders(path, open_tokens(tmp_path / "tokens")).shape == (8, 1, 16)
 
 
 def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, tmp_path, monkeypatch, capsys):

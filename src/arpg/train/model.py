@@ -100,12 +100,12 @@ class ModelTraining(Training):
 
     def build_objective(self, model: ARPG) -> Objective:
         """Make the module that computes the loss."""
-        recipe, grid, device = self.recipe, self.dataset.tokens.grid, self.world.device
+        recipe, grid = self.recipe, self.dataset.tokens.grid
         if recipe.guidance_scales is None:
             return Objective(model, grid)
-        half = training_precision(recipe.run.precision, device) == "bf16"
-        dtype = torch.bfloat16 if half else torch.float32
-        teacher = load_model(resolve(present(recipe.init_from, "no teacher")), device=device, dtype=dtype)
+        teacher = load_model(
+            resolve(present(recipe.init_from, "no teacher")), device=self.world.device, dtype=torch.float32
+        )
         require(
             not teacher.takes_guidance,
             f"{recipe.init_from} takes the guidance scale as an input; expected a model that is guided by two passes",
