@@ -125,7 +125,8 @@ def draw_last_layer(network: TokenDecoder, batch: tuple[Tensor, Tensor, Tensor],
     last: dict[str, LayerAttention] = {}
     for part in layer_attention(network, *(x[:1] for x in batch)):
         last[part.rows] = part
-    figure = new_plot((3 * heads, 3 * len(last)), file=path.name)
+    heads = min(heads, network.config.num_heads)
+    figure = new_plot((3 * heads + 1, 3 * len(last)), file=path.name)
     if figure is None:
         return False
     grid = figure.subplots(len(last), heads, squeeze=False)
@@ -134,10 +135,11 @@ def draw_last_layer(network: TokenDecoder, batch: tuple[Tensor, Tensor, Tensor],
         even = part.weights_BHST[0] * part.seen_ST.sum(1, keepdim=True)
         shown = torch.where(part.seen_ST, even.clamp(1 / 16, 16).log2(), torch.nan).cpu()[..., slots]
         for head, axes in enumerate(row):
-            axes.set_axis_off()
-            if head < len(shown):
-                image = axes.imshow(np.asarray(shown[head]), cmap="coolwarm", vmin=-4, vmax=4, interpolation="nearest")
-                axes.set_title(f"{name}, head {head + 1}", fontsize=8)
+            image = axes.imshow(np.asarray(shown[head]), cmap="coolwarm", vmin=-4, vmax=4, interpolation="nearest")
+            axes.set_title(f"{name}, head {head + 1}", fontsize=8)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_xlabel("[MASK]s, then tokens" if part.is_mask_T.any() else "slots in decoding order", fontsize=7)
     figure.colorbar(image, ax=grid, label="log2 of attention over an even share", shrink=0.6)
     save_plot(figure, path)
     return True

@@ -314,7 +314,8 @@ class Bench:
         """Search by halves, with other seeds than those of the measurements; return the best first."""
 
         def measure(each: tuple[RowEngine, SamplingSettings], num: int) -> float:
-            return self.fid(self.features(*each, num, seed=10**6)[0])[0]
+            features, _ = self.features(*each, num, seed=10**6)
+            return frechet_distance(features.pool.to(self.device), self.reference.pool.to(self.device))
 
         return [each for each, _, _ in halving(samplers, measure, first=first, last=last)]
 
@@ -335,6 +336,10 @@ class Bench:
         `tokenizer`: images are made as well.
         """
         config = engine.model.config
+        engine.graphs.clear()
+        gc.collect()
+        if self.device.type == "cuda":  # memory of other rows is not counted
+            torch.cuda.empty_cache()
         labels = [i % config.num_classes for i in range(batch)]
 
         def generate(first: int) -> None:
@@ -360,10 +365,7 @@ class Bench:
         return found | {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"}
 
     def random_engine(self, row: Row, config: Any) -> RowEngine:
-        """Return an engine with random weights; what was on the device for another row leaves it first."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Return an engine with random weights."""
         network: TokenDecoder = row.build(config).init_weights(seed=0).to(self.device, self.dtype).eval()
         return RowEngine(network, confidence=row.confidence)
 

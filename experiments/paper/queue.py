@@ -136,7 +136,6 @@ def run_steps(bench: Bench) -> None:
                             tokenizer = VQTokenizer(TOKENIZERS["vq-16"]) if bench.options.large else bench.tokenizer
                             tokenizer = tokenizer.to(bench.device).eval()
                         engine = engine or bench.random_engine(Row(name, config), config)
-                        engine.graphs.clear()
                         settings = SamplingSettings(steps=steps, attention=attention, guidance=3.0)
                         return bench.speed(engine, settings, 64, tokenizer=tokenizer if pixels else None)
 

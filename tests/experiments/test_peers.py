@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 from arpg import ARPG, InputError, SamplingSettings
@@ -16,7 +17,8 @@ from arpg.evaluation.attention_maps import attention_maps, summarize
 from arpg.kernels.ops import guide
 from arpg.model.condition import class_condition
 from arpg.noise import Stream, gumbel, seed_keys
-from experiments.paper.attention import attention_line, layer_attention
+from arpg.train.objective import GraphedGradients
+from experiments.paper.attention import attention_line, draw_last_layer, layer_attention
 from experiments.paper.engine import RowEngine
 from experiments.paper.orders import surest_order
 from experiments.paper.peers import PEERS, Masked, NextToken, PeerObjective, known_tokens, num_known
@@ -211,6 +213,35 @@ def test_losses_are_cross_entropies_of_what_a_peer_predicts(kind):
             assert slot == NUM - 1 or moved[:, slot + 1 :].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", PEERS)
+def test_gradients_of_peers_are_replayed_from_a_graph(kind):
+    config = dataclasses.replace(CONFIG, width=128, dropout=0.0)
+    peer = PEERS[kind](config).init_weights(seed=1).cuda()
+    with torch.no_grad():
+        peer.head.weight.normal_(std=0.1)
+    peer.compile_blocks()
+    data = batch()
+    data = dataclasses.replace(
+        data, **{f.name: x.cuda() for f in dataclasses.fields(data) if (x := getattr(data, f.name)) is not None}
+    )
+    objective = PeerObjective(peer, config.grid)
+
+    def loss(batch):
+        with torch.autocast("cuda", torch.bfloat16):
+            return objective(batch)
+
+    expected = loss(data)
+    expected.backward()
+    grads = [parameter.grad.clone() for parameter in peer.parameters()]
+    graphed = GraphedGradients(loss, peer.parameters())
+    values = [graphed(data).item() for _ in range(6)]  # the last ones are replayed
+    assert values == pytest.approx([expected.item()] * 6, rel=1e-2)
+    for parameter, grad in zip(peer.parameters(), grads, strict=True):
+        assert (parameter.grad - grad).norm() <= 0.05 * grad.norm() + 1e-6
+
+
 def test_how_much_is_masked_follows_the_cosine():
     keys = torch.arange(0, 2**24, 2**24 // 4096).int()
     known = num_known(256, keys)
@@ -274,7 +305,7 @@ def test_attention_of_both_passes_is_that_of_the_decode_loop():
 
 
 @torch.no_grad()
-def test_attention_of_interleaved_positions():
+def test_attention_of_interleaved_positions(tmp_path):
     peer, data = make("interleaved"), batch()
     parts = list(layer_attention(peer, data.ids_BN, data.order_BN, data.labels_B))
     assert [(part.rows, part.layer) for part in parts] == [(rows, i) for i in range(3) for rows in ("masks", "tokens")]
@@ -298,6 +329,10 @@ def test_attention_of_interleaved_positions():
         is_mask_T=torch.tensor([False, True, False, True]),
     )
     assert (sharp.evenness().item(), sharp.on_masks().item(), sharp.low().item()) == (0.25, 0.0, 0.75)
+    drawn = tmp_path / "attention.png"
+    assert draw_last_layer(peer, (data.ids_BN, data.order_BN, data.labels_B), drawn)
+    with Image.open(drawn) as image:
+        assert image.width > image.height / 2
     line = attention_line(iter([(data.ids_BN, data.order_BN, data.labels_B)]), peer)
     assert line["images"] == 4
     assert line["masks: evenness"] == pytest.approx(parts[4].evenness().mean().item(), abs=1e-5)

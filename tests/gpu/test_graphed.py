@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from arpg.checkpoint import FolderConfig, write_folder
 from arpg.config import ModelConfig
 from arpg.data.tokens import TokenWriter
 from arpg.train import objective
@@ -14,6 +15,7 @@ from arpg.train.distributed import init_distributed, shutdown_distributed
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.objective import GraphedGradients
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
+from support.small import small_model
 
 GPU = torch.cuda.is_available()
 
@@ -62,7 +64,21 @@ def play(parameters):
     return record
 
 
-def test_a_replayed_run_is_the_run(recipe, world, tmp_path, monkeypatch):
+@pytest.fixture(params=["labels", "guidance"])
+def any_recipe(recipe, request, tmp_path):
+    """The recipe, and one that distills guidance."""
+    if request.param == "labels":
+        return recipe
+    model = small_model(recipe.model)
+    write_folder(tmp_path / "teacher", FolderConfig(model=recipe.model), model=model.state_dict())
+    student = dataclasses.replace(recipe.model, guidance_input=True)
+    return dataclasses.replace(
+        recipe, model=student, init_from=str(tmp_path / "teacher"), guidance_scales=(1.0, 4.0), label_drop=0.0
+    )
+
+
+def test_a_replayed_run_is_the_run(any_recipe, world, tmp_path, monkeypatch):
+    recipe = any_recipe
     plain, replayed = (ModelTraining(recipe, tmp_path / name, world) for name in ("plain", "replayed"))
     parameters = list(replayed.objective.parameters())
     monkeypatch.setattr(objective, "capture_graph", play(parameters))
@@ -84,7 +100,9 @@ def test_a_replayed_run_is_the_run(recipe, world, tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_graphs_change_no_loss_and_resume(recipe, tmp_path, precision):
+def test_graphs_change_no_loss_and_resume(any_recipe, tmp_path, precision):
+    recipe = any_recipe
+
     def run(name, *, resume=False, steps=10, **change):
         changed = dataclasses.replace(
             recipe.run, precision=precision, compile=precision == "bf16", steps=steps, **change
