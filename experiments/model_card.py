@@ -216,7 +216,8 @@ class Card(PhotoMeasures):
     def fid(self) -> dict[str, Any]:
         """Return all metrics of `--fid-num` samples against the training and the test split, with intervals.
 
-        Classes are as frequent as in the training split.
+        Measured for each of `--fid-steps`, at the model's settings for that number of steps. Classes are as frequent as
+        in the training split.
         """
         references = {
             split: collect(self.inception, from_array(images[0], where=split).batches(CHUNK))
@@ -224,18 +225,24 @@ class Card(PhotoMeasures):
         }
         counts = np.bincount(self.train[1], minlength=len(self.pipe.classes))
         scorers = Scorers(self.inception, references["train"])
-        settings = self.pipe.sampling.settings()
-        sampled = generate_features(
-            self.pipe,
-            settings,
-            scorers,
-            labels=labels_like(counts, self.options.fid_num),
-            seed=self.options.seed,
-            batch_size=self.options.batch_size,
-        )
-        device = self.pipe.model.device
-        reports = {name: evaluate(sampled.features, each, device=device) for name, each in references.items()}
-        return {"settings": json_settings(settings), "images/s": sampled.rate} | reports
+        found: dict[str, Any] = {}
+        for steps in self.options.fid_steps or [self.pipe.sampling.steps]:
+            settings = self.pipe.sampling.settings(steps=steps)
+            sampled = generate_features(
+                self.pipe,
+                settings,
+                scorers,
+                labels=labels_like(counts, self.options.fid_num),
+                seed=self.options.seed,
+                batch_size=self.options.batch_size,
+            )
+            reports = {
+                split: evaluate(sampled.features, each, device=self.pipe.model.device)
+                for split, each in references.items()
+            }
+            found[f"{steps} steps"] = {"settings": json_settings(settings), "images/s": sampled.rate} | reports
+            log.info("%d steps: FID %.3f", steps, reports["train"]["fid"]["value"])
+        return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -244,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = measure_parser("model-card", main.__doc__, PARTS)
     parser.add_argument("--num", type=int, default=20, help="Samples per class.")
     parser.add_argument("--fid-num", type=int, default=10_000)
+    parser.add_argument("--fid-steps", type=int, nargs="+", help="Numbers of steps; default: the model's.")
     parser.add_argument("--seed", type=int, default=1_000_000, help="Of the samples of FID; settings use others.")
     options = parser.parse_args(arguments)
     measure_parts("card", Card.open(options), options, began)

@@ -31,10 +31,17 @@ FINISHED = "finished"  # the file that marks a run which has reached its end
 SHORTEST = 60.0  # seconds below which training is not begun
 
 
-def run_stages(stages: Mapping[str, Callable[[], bool]], deadline: float, results: Path, target: Path | None) -> None:
+def run_stages(
+    stages: Mapping[str, Callable[[], bool]],
+    deadline: float,
+    results: Path,
+    target: Path | None,
+    *,
+    leave_out: Collection[Path] = (),
+) -> None:
     """Run one stage after the other until one returns that it is not finished; none begins after the deadline.
 
-    With `target`, the results are also written there as pieces of a zip file.
+    With `target`, the results, except the files `leave_out`, are also written there as pieces of a zip file.
     """
     for name, stage in stages.items():
         began = time.monotonic()
@@ -45,7 +52,7 @@ def run_stages(stages: Mapping[str, Callable[[], bool]], deadline: float, result
     else:
         log.info("done")
     if target is not None:
-        write_pieces(results, target)
+        write_pieces(results, target, leave_out=leave_out)
 
 
 def train_until(

@@ -134,7 +134,9 @@ def train(arguments: Sequence[str] | None = None) -> None:
     def stage() -> bool:
         return train_until(deadline, recipe, options.work, options.out, device=options.device, form=options.form)
 
-    run_stages({"train": stage}, deadline, options.out, options.pieces)
+    # 64 MiB come back: a model without its tokenizer, which training does not change.
+    leave_out = () if is_tokenizer else (options.out / "model" / "tokenizer.safetensors",)
+    run_stages({"train": stage}, deadline, options.out, options.pieces, leave_out=leave_out)
 
 
 def _sections(path: Path) -> set[str]:

@@ -107,7 +107,8 @@ def test_from_photographs_to_weights_that_come_back(data, tmp_path, capsys):
     trained = load_model(tmp_path / "w" / "model").state_dict()
     for key, tensor in trained.items():
         assert (weights[key] - tensor).abs().max() <= 0.02 * tensor.abs().max() + 1e-6, key
-    assert load_tokenizer(tmp_path / "back" / "model").config == tokenizer.config
+    assert not (tmp_path / "back" / "model" / "tokenizer.safetensors").exists()  # it is where the run was started
+    assert load_tokenizer(tmp_path / "r" / "model").config == tokenizer.config
     assert (tmp_path / "back" / "metrics.jsonl").exists()
     capsys.readouterr()
     again = [*run, "--work", str(tmp_path / "w2"), "--out", str(tmp_path / "r2")]

@@ -50,7 +50,7 @@ def test_a_search_is_measured_once(world, tmp_path):
 def test_a_card_is_measured_part_by_part(world, tmp_path):
     out = tmp_path / "card"
     command = ["model-card", *world, "--num", "2", "--fid-num", "40", "--batch-size", "16", "--out", str(out)]
-    command += ["--classifier", str(tmp_path / "c"), "--classifier-steps", "2"]
+    command += ["--classifier", str(tmp_path / "c"), "--classifier-steps", "2", "--fid-steps", "2", "3"]
     assert main([*command, "--parts", "tokenizer", "accuracy"]) == 0
     first = json.loads((out / "card.json").read_text())
     assert {"tokenizer", "accuracy"} == set(first) & set(model_card.PARTS)
@@ -61,9 +61,12 @@ def test_a_card_is_measured_part_by_part(world, tmp_path):
     assert card["accuracy"]["samples per class"] == 2
     assert set(card["nearest"]) == {"samples", "real test images"}
     assert card["diversity"]["share of real"] > 0
-    assert card["fid"]["train"]["fid"]["samples"] == 40
-    low, high = card["fid"]["test"]["fid"]["interval"]
-    assert low <= card["fid"]["test"]["fid"]["value"] <= high
+    assert set(card["fid"]) == {"2 steps", "3 steps"}
+    fid = card["fid"]["3 steps"]
+    assert fid["settings"]["steps"] == 3
+    assert fid["train"]["fid"]["samples"] == 40
+    low, high = fid["test"]["fid"]["interval"]
+    assert low <= fid["test"]["fid"]["value"] <= high
     assert card["tokenizer"]["pets"]["psnr"] > 0
     again = (out / "card.json").read_bytes()
     assert main(command) == 0
