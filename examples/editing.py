@@ -10,12 +10,16 @@ from PIL import Image
 from arpg import Pipeline
 from arpg.image import sheet
 
-ROWS = (("sunflowers", 5, "roses", "daisy"), ("Apple Red 1", 4, "Kiwi", "Lemon"), ("Banana", 1, "Strawberry", "Corn"))
-HOLE, MOST = (24, 24, 72, 72), (10, 10, 86, 86)
+ROWS = (
+    ("sunflower", 5, "rose", "oxeye daisy"),
+    ("siamese cat", 4, "pug", "beagle"),
+    ("golden retriever", 1, "puffin", "lotus"),
+)
+HOLE, MOST = (32, 32, 96, 96), (13, 13, 115, 115)
 
 
 def main() -> None:
-    pipe = Pipeline.from_pretrained("garden", device="cpu")
+    pipe = Pipeline.from_pretrained("meadow", device="cpu")
     images = []
     for name, seed, *others in ROWS:
         (image,) = pipe.generate(name, seed=seed)

@@ -19,7 +19,9 @@ from arpg.checkpoint import CLASSES, INDEX, MODEL, TOKENIZER, FolderConfig, load
 from arpg.checkpoint import write_folder as write_config
 from arpg.errors import InputError, present, require
 from arpg.files import write_text
+from arpg.hub import resolve
 from arpg.installed import CONFIG
+from arpg.quantization.storage import pack
 from arpg.tables import markdown_table
 from experiments.meadow.build_data import SOURCES
 from experiments.photos import photo_set
@@ -28,6 +30,7 @@ ABOUT = "{classes} classes of cats, dogs, birds, flowers and things in photograp
 EXAMPLES = ("golden retriever", "siamese cat", "sunflower", "puffin", "water lily", "church")
 TOKENIZER_TRAINING = "4,900 steps of 256 images, 19 minutes of steps on one NVIDIA H200"
 METRICS = {"fid": ("FID", 2), "sfid": ("sFID", 2), "is": ("Inception Score", 1), "kid": ("KID", 4)}
+WHAT = {"diversity": "the LPIPS between samples of a class", "nearest": "the LPIPS to the nearest training photograph"}
 METRICS |= {"precision": ("precision", 3), "recall": ("recall", 3)}
 
 log = logging.getLogger("experiments")
@@ -38,7 +41,7 @@ def card(name: str, folder: Path, found: Mapping[str, Any], counts: Mapping[str,
 
     `counts`: photographs of each split. `written`: what no record says, `training` and `limits`.
     """
-    missing = [part for part in ("tokenizer", "accuracy", "diversity", "nearest", "fid") if part not in found]
+    missing = [part for part in ("tokenizer", "accuracy", "fid") if part not in found]
     require(not missing, f"the record has no {', '.join(missing)}; run model-card again to measure it")
     parts = [
         f"# {name}",
@@ -111,47 +114,49 @@ def _sources(counts: Mapping[str, int]) -> str:
 
 
 def _numbers(found: Mapping[str, Any]) -> str:
-    reports = {split: found["fid"][split] for split in ("train", "test")}
-    num = reports["train"]["fid"]["samples"]
+    measured = {steps: {split: each[split] for split in ("train", "test")} for steps, each in found["fid"].items()}
+    reports = [report for each in measured.values() for report in each.values()]
+    columns = [f"{steps}, {split} split" for steps in measured for split in ("training", "test")]
     cells = []
     for metric, (title, digits) in METRICS.items():
-        if metric in reports["train"]:
-            cells.append([title, *(_with_interval(report[metric], digits) for report in reports.values())])
-    tokenizer = found["tokenizer"]
+        if metric in reports[0]:
+            cells.append([title, *(_with_interval(report[metric], digits) for report in reports)])
+    tokenizer, accuracy = found["tokenizer"], found["accuracy"]
     domains = {name: report for name, report in tokenizer.items() if isinstance(report, dict)}
-    accuracy, diversity, nearest = (found[part] for part in ("accuracy", "diversity", "nearest"))
     low, high = accuracy["interval"]
-    return "\n".join(
-        [
-            _wrapped(
-                f"On {found['device']}, float32, all defaults. {num:,} samples, classes as frequent as in the training "
-                "split; 95% intervals:"
-            ),
-            "",
-            markdown_table(["", "training split", "test split"], cells),
-            f"The tokenizer on {tokenizer['images']:,} test photographs: rFID {tokenizer['rfid, test images']:.2f}.",
-            "",
-            markdown_table(
-                ["reconstruction", "PSNR", "SSIM", "LPIPS", "codes used"],
-                [
-                    [name, f"{r['psnr']:.2f} dB", f"{r['ssim']:.3f}", f"{r['lpips']:.3f}", f"{r['usage']:.1%}"]
-                    for name, r in domains.items()
-                ],
-            ),
-            _wrapped(
-                f"A classifier trained on the real training split recognises {accuracy['samples']:.1%} of "
-                f"{accuracy['samples per class']} samples per class (95% interval {low:.1%} to {high:.1%}) and "
-                f"{accuracy['real test images']:.1%} of the real test photographs: {accuracy['share of real']:.2f} "
-                f"times as many. Pairs of samples of one class have a mean LPIPS of {diversity['samples']:.3f}, "
-                f"real training photographs {diversity['real training images']:.3f}."
-            ),
-            "",
-            markdown_table(
-                ["LPIPS to the nearest training photograph of the class", "mean", "closest 1%"],
-                [[name, f"{each['mean']:.3f}", f"{each['closest 1%']:.3f}"] for name, each in nearest.items()],
-            ),
-        ]
-    )
+    parts = [
+        _wrapped(
+            f"On {found['device']}, float32, the model's settings. {reports[0]['fid']['samples']:,} samples, classes "
+            "as frequent as in the training split; 95% intervals:"
+        ),
+        "",
+        markdown_table(["", *columns], cells),
+        f"The tokenizer on {tokenizer['images']:,} test photographs: rFID {tokenizer['rfid, test images']:.2f}.",
+        "",
+        markdown_table(
+            ["reconstruction", "PSNR", "SSIM", "LPIPS", "codes used"],
+            [
+                [name, f"{r['psnr']:.2f} dB", f"{r['ssim']:.3f}", f"{r['lpips']:.3f}", f"{r['usage']:.1%}"]
+                for name, r in domains.items()
+            ],
+        ),
+        _wrapped(
+            f"A classifier trained on the real training split recognises {accuracy['samples']:.1%} of "
+            f"{accuracy['samples per class']} samples per class (95% interval {low:.1%} to {high:.1%}) and "
+            f"{accuracy['real test images']:.1%} of the real test photographs: {accuracy['share of real']:.2f} "
+            "times as many."
+        ),
+    ]
+    if (diversity := found.get("diversity")) is not None:
+        said = "Pairs of samples of one class have a mean LPIPS of {samples:.3f}, real training photographs {real:.3f}."
+        parts += ["", _wrapped(said.format(samples=diversity["samples"], real=diversity["real training images"]))]
+    if (nearest := found.get("nearest")) is not None:
+        titles = ["LPIPS to the nearest training photograph of the class", "mean", "closest 1%"]
+        rows = [[name, f"{each['mean']:.3f}", f"{each['closest 1%']:.3f}"] for name, each in nearest.items()]
+        parts += ["", markdown_table(titles, rows)]
+    if unmeasured := [part for part in ("diversity", "nearest") if part not in found]:
+        parts += ["", f"Not measured yet: {', '.join(WHAT[part] for part in unmeasured)}."]
+    return "\n".join(parts)
 
 
 def _with_interval(entry: Mapping[str, Any], digits: int) -> str:
@@ -166,8 +171,9 @@ def _limits(found: Mapping[str, Any], written: str) -> str:
     accuracy = found["accuracy"]
     never, low = accuracy["classes never recognised"], accuracy["classes under 50%"]
     worst = [f"{name} {low[name]:.0%}" for name in sorted(low, key=lambda name: low[name]) if name not in never]
-    lines = [f"- No sample is recognised of {len(never)} classes: {', '.join(never) or 'none'}."]
-    lines += [f"- Fewer than half of the samples are recognised of {len(worst)} others: {', '.join(worst) or 'none'}."]
+    lines = [f"- No sample is recognised of {len(never)} classes: {', '.join(never)}."] if never else []
+    if worst:
+        lines.append(f"- Fewer than half of the samples are recognised of {len(worst)} classes: {', '.join(worst)}.")
     return "\n".join([*(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines), written.strip()])
 
 
@@ -177,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="A model folder in 8 bits.")
     parser.add_argument("record", type=Path, help="card.json of model-card.")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--tokenizer", help="Its tokenizer, where the folder has none (staged runs leave it out).")
     parser.add_argument("--set", default="meadow", help="The photographs it was trained on.")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--training", required=True, help="Steps, batch, time and hardware, in words.")
@@ -187,9 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in EXAMPLES:
         names.find(name)
     options.out.mkdir(parents=True, exist_ok=True)
-    for file in (MODEL, TOKENIZER, CLASSES, INDEX, CONFIG):
+    for file in (MODEL, CLASSES, INDEX, CONFIG):
         require((options.model / file).is_file(), f"{options.model / file} does not exist; store the model whole")
         shutil.copyfile(options.model / file, options.out / file)
+    state = load_tokenizer(options.model if options.tokenizer is None else resolve(options.tokenizer)).state_dict()
+    write_config(options.out, FolderConfig(tokenizer=described.tokenizer), tokenizer=pack(state, "int8"))
     photos = photo_set(options.set)
     about = ABOUT.format(classes=len(names), side=photos.size)
     write_config(options.out, FolderConfig(about=about, examples=EXAMPLES))

@@ -172,7 +172,7 @@ class TokenizerConfig:
         return int(2 ** (len(self.multipliers) - 1))
 
 
-DEFAULT_MODEL = "garden"
+DEFAULT_MODEL = "meadow"
 DEFAULT_TEXT_MODEL = "garden-text"  # where a prompt is given
 DEFAULT_CONTROL_MODEL = "garden-control"  # where a condition image is given
 

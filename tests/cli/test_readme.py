@@ -21,19 +21,19 @@ from support.paths import ROOT
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", DOCS / "get-started.md", *sorted((DOCS / "guides").glob("*.md"))]
 MADE = {
-    "README.md": ["out.png", "sunflowers.png"],
+    "README.md": ["out.png", "sunflower.png"],
     "get-started.md": ["out.png", "first.png", "preview.png"],
-    "generate.md": ["kiwi.png", "images/", "exact.png", "surprise.png", "attention.png", "orders.png"],
+    "generate.md": ["pug.png", "images/", "exact.png", "surprise.png", "attention.png", "orders.png"],
     "edit.md": ["edited.png", "filled/", "wide.png", "large.png", "outpainting.png"],
     "text.md": ["prompts.png"],
-    "python.md": ["kiwis.png", "filled.png", "mine/"],
+    "python.md": ["pugs.png", "filled.png", "mine/"],
     "finetune.md": ["star.png", "mine/"],
     "control.md": ["lemon.png", "kiwi-apples.png", "half-and-half.png"],
 }
 
 
 # The models that the pages need besides the default one.
-NEEDS = {"text.md": DEFAULT_TEXT_MODEL, "control.md": DEFAULT_CONTROL_MODEL}
+NEEDS = {"text.md": DEFAULT_TEXT_MODEL, "control.md": DEFAULT_CONTROL_MODEL, "finetune.md": "garden"}
 
 
 def blocks(path, language):

@@ -36,7 +36,7 @@ RECORD = {
     },
     "diversity": {"samples": 0.6, "real training images": 0.625, "share of real": 0.96},
     "nearest": {name: {"mean": 0.4, "closest 1%": 0.2} for name in ("samples", "real test images")},
-    "fid": {"settings": {}, "images/s": 1.0, "train": report(18.5), "test": report(21.25)},
+    "fid": {"24 steps": {"settings": {}, "images/s": 1.0, "train": report(18.5), "test": report(21.25)}},
 }
 
 
@@ -72,9 +72,11 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
         "| precision | 0.500 | 0.500 |",
         "rFID 6.25",
         "| pets | 24.50 dB | 0.710 | 0.155 | 99.9% |",
+        "a mean LPIPS of 0.600, real training photographs 0.625.",
+        "| samples | 0.400 | 0.200 |",
         "recognises 60.0% of 20 samples per class (95% interval 59.0% to 61.0%) and 80.0%",
         "No sample is recognised of 1 classes: class 1.",
-        "of 1 others: class 3 25%.",
+        "are recognised of 1 classes: class 3 25%.",
         "- Eyes are uneven.",
         "CUB-200-2011: non-commercial research",
         "research use",
@@ -83,4 +85,12 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
     assert max(map(len, (line for line in (out / "README.md").read_text().splitlines() if "|" not in line))) <= 120
     (tmp_path / "card.json").write_text(json.dumps({name: RECORD[name] for name in ("device", "tokenizer")}))
     assert main(command) == 2
-    assert "the record has no accuracy, diversity, nearest, fid" in capsys.readouterr().err
+    assert "the record has no accuracy, fid" in capsys.readouterr().err
+    (tmp_path / "card.json").write_text(
+        json.dumps({k: v for k, v in RECORD.items() if k not in ("nearest", "diversity")})
+    )
+    assert main([*command, "--tokenizer", str(tmp_path / "model")]) == 0
+    text = " ".join((out / "README.md").read_text().split())
+    assert (
+        "Not measured yet: the LPIPS between samples of a class, the LPIPS to the nearest training photograph." in text
+    )
