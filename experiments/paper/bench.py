@@ -62,7 +62,7 @@ class Bench:
         self.device = choose_device(options.device)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.queue = Queue(options.out / LINES, deadline=self.deadline)
+        self.queue = Queue(options.out / LINES, deadline=self.deadline, copy_to=options.pieces)
         self.made: set[Path] = set()  # weights and statistics that this call has made
         self.num_trained = 0
         self._subject: tuple[int, RowEngine] | None = None
@@ -187,6 +187,7 @@ class Bench:
         shutil.copyfile(work / METRICS, target / METRICS)
         self.made.add(target)
         self.num_trained += 1
+        self.write_pieces()
         return target
 
     def trained(self, row: Row, *, seed: int = 0) -> RowEngine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,10 +47,13 @@ def matching(lines: list[Line], **key: Any) -> list[Line]:
 
 
 class Queue:
-    """Measures what a folder of lines does not have yet, until a deadline."""
+    """Measures what a folder of lines does not have yet, until a deadline.
 
-    def __init__(self, folder: Path, *, deadline: float) -> None:
-        self.deadline = deadline
+    `copy_to`: a folder that gets a copy of this call's file after every line, should the call be killed.
+    """
+
+    def __init__(self, folder: Path, *, deadline: float, copy_to: Path | None = None) -> None:
+        self.deadline, self.copy_to = deadline, copy_to
         self.lines = read_lines(folder)
         self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.jsonl"
 
@@ -71,5 +75,8 @@ class Queue:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if self.copy_to is not None:
+            self.copy_to.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.path, self.copy_to / self.path.name)
         self.lines.append(json.loads(json.dumps(line)))
         return self.lines[-1]

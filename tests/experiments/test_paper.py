@@ -189,6 +189,8 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     assert main(["peers", *world, "--weights", str(weights), "--pieces", str(pieces)]) == 0
     staged_run.join_pieces(pieces, home)
     assert not (home / "weights").exists()  # nothing was trained
+    (beside,) = pieces.glob("*.jsonl")
+    assert beside.read_bytes() == (home / "lines" / beside.name).read_bytes()
     assert not list(home.glob("*.npz"))
     lines = read_lines(home / "lines")
     assert {(line["row"], line["measure"]) for line in lines} == {
