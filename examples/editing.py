@@ -11,9 +11,9 @@ from arpg import Pipeline
 from arpg.image import sheet
 
 ROWS = (
-    ("sunflower", 5, "rose", "oxeye daisy"),
-    ("siamese cat", 4, "pug", "beagle"),
-    ("golden retriever", 1, "puffin", "lotus"),
+    ("sunflower", 0, "gazania", "oxeye daisy"),
+    ("siamese cat", 2, "persian cat", "pug"),
+    ("water lily", 1, "lotus", "hibiscus"),
 )
 HOLE, MOST = (32, 32, 96, 96), (13, 13, 115, 115)
 
