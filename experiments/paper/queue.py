@@ -35,7 +35,7 @@ from arpg.tokenizer import VQTokenizer
 from experiments.paper.attention import attention_line, draw_last_layer
 from experiments.paper.bench import PIECES, SCALES, Bench, row_settings, send_pieces
 from experiments.paper.engine import RowEngine
-from experiments.paper.lines import OutOfTimeError
+from experiments.paper.lines import OutOfTimeError, matching
 from experiments.paper.rows import BASE, Row, designs, distilled, load_row, own_orders, peers, sizes
 from experiments.photos import PHOTO_SETS
 
@@ -49,19 +49,25 @@ WORK = Path("runs/paper/work")
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
     """Train each row and measure its quality at its numbers of steps; a row that is measured is not trained again."""
     for row in bench.chosen(rows):
-        keys = [bench.key(row.name, steps=steps, measure="quality") for steps in row.steps]
+        wanted = [(steps, seed) for steps in row.steps for seed in range(bench.options.quality_seeds)]
+        keys = [bench.key(row.name, steps=steps, seed=seed, measure="quality") for steps, seed in wanted]
         if bench.options.train_only:
             if not all(map(bench.queue.has, keys)):
                 bench.weights(row)
             continue
         engine: RowEngine | None = None
-        for steps, key in zip(row.steps, keys, strict=True):
+        for (steps, seed), key in zip(wanted, keys, strict=True):
 
-            def measure(row: Row = row, steps: int = steps) -> dict[str, Any]:
+            def measure(row: Row = row, steps: int = steps, seed: int = seed) -> dict[str, Any]:
                 nonlocal engine
                 engine = engine or bench.trained(row)
-                settings = bench.best_guidance(engine, row_settings(row, steps))
-                found = bench.quality(engine, settings, bench.options.num, seed=0)
+                settings = row_settings(row, steps)
+                if seed == 0:
+                    settings = bench.best_guidance(engine, settings)
+                else:  # that of the first seed
+                    first = matching(bench.queue.lines, **bench.key(row.name, steps=steps, seed=0, measure="quality"))
+                    settings = dataclasses.replace(settings, guidance=first[0]["settings"]["guidance"])
+                found = bench.quality(engine, settings, bench.options.num, seed=seed * 10**7)
                 count = sum(p.numel() for p in engine.model.parameters())
                 return {**found, "parameters": count, "losses": bench.curve(row)}
 
@@ -328,6 +334,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num", type=int, default=10_000, help="Samples of a measurement.")
     parser.add_argument("--sample-batch", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=3, help="Sampling seeds of block-causal.")
+    parser.add_argument("--quality-seeds", type=int, default=1, help="Sampling seeds of a row.")
     parser.add_argument("--training-seeds", type=int, default=1, help="Trainings that block-causal samples.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed batches.")
     parser.add_argument("--small", dest="large", action="store_false", help="Speed at the trained size (a trial run).")

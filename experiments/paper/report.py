@@ -21,14 +21,17 @@ from typing import Any
 import numpy as np
 
 from arpg.config import MODELS
+from arpg.evaluation.sample import json_settings
 from arpg.figures import new_plot, save_plot
 from arpg.files import write_text
+from arpg.settings import SamplingSettings
 from arpg.tables import markdown_table
 from experiments.paper.lines import Line, matching, read_lines
 from experiments.paper.rows import designs, peers, sizes
 
 QUOTED = json.loads((Path(__file__).parent / "quoted.json").read_text(encoding="utf-8"))
 AGREES, CONTRADICTS, UNSURE, MISSING = "agrees", "contradicts", "cannot tell", "not measured"
+NARROWLY = ", narrowly"
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,26 @@ def verdict(found: Estimate | None, *, at_least: float | None = None, at_most: f
     return AGREES if found.high <= at_most else CONTRADICTS if found.low > at_most else UNSURE
 
 
-def fid_difference(a: Line | None, b: Line | None) -> Estimate | None:
-    """Return FID of `a` less that of `b`, whose samples are independent."""
+def mean_of(lines: list[Line], name: str) -> Estimate | None:
+    """Return the mean of a measured number over lines with other seeds; the interval is that of the mean."""
+    if not lines:
+        return None
+    value = float(np.mean([line[name] for line in lines]))
+    half = math.hypot(*((line[f"{name} interval"][1] - line[f"{name} interval"][0]) / 2 for line in lines)) / len(lines)
+    return Estimate(value, value - half, value + half)
+
+
+def less(a: Estimate | None, b: Estimate | None) -> Estimate | None:
+    """Return a - b of independent estimates."""
     if a is None or b is None:
         return None
-    half = math.hypot(*((line["fid interval"][1] - line["fid interval"][0]) / 2 for line in (a, b)))
-    value = a["fid"] - b["fid"]
+    half, value = math.hypot(*((x.high - x.low) / 2 for x in (a, b))), a.value - b.value
     return Estimate(value, value - half, value + half)
+
+
+def fid_difference(lines: list[Line], a: str, b: str) -> Estimate | None:
+    """Return FID of row `a` less that of row `b`, whose samples are independent."""
+    return less(mean_of(matching(lines, row=a), "fid"), mean_of(matching(lines, row=b), "fid"))
 
 
 def rate_ratio(a: Line | None, b: Line | None) -> Estimate | None:
@@ -84,6 +100,9 @@ class Claim:
         """Return the cells of the claim: text, the paper's number, ours, verdict."""
         found = self.ours(lines)
         answer = verdict(found, at_least=self.at_least, at_most=self.at_most)
+        bound = self.at_least if self.at_most is None else self.at_most
+        if found is not None and answer != UNSURE and abs(found.value - (bound or 0.0)) < found.high - found.low:
+            answer += NARROWLY
         return [self.text, self.paper, "" if found is None else str(found), answer]
 
 
@@ -96,8 +115,7 @@ def _design(name: str) -> Callable[[list[Line]], Estimate | None]:
     """FID of a design less that of the even split."""
 
     def difference(lines: list[Line]) -> Estimate | None:
-        quality = matching(lines, table="designs", measure="quality")
-        return fid_difference(one(quality, row=name), one(quality, row="12+12"))
+        return fid_difference(matching(lines, table="designs", measure="quality"), name, "12+12")
 
     return difference
 
@@ -121,18 +139,12 @@ def _speedup(other: str, other_steps: int | None) -> Callable[[list[Line]], Esti
 
 def paired(lines: list[Line], steps: int) -> Estimate | None:
     """Return the mean over sampling seeds of FID block-wise less causal; the interval is that of the mean."""
-    found = matching(lines, table="block-causal", measure="paired", steps=steps)
-    if not found:
-        return None
-    value = float(np.mean([line["difference"] for line in found]))
-    halves = [(line["difference interval"][1] - line["difference interval"][0]) / 2 for line in found]
-    half = math.hypot(*halves) / len(found)
-    return Estimate(value, value - half, value + half)
+    return mean_of(matching(lines, table="block-causal", measure="paired", steps=steps), "difference")
 
 
 def larger_is_better(lines: list[Line]) -> Estimate | None:
     """Return the least share of logged steps at which a larger model has the lower loss, over neighbouring sizes."""
-    found = matching(lines, table="scaling", measure="quality")
+    found = matching(lines, table="scaling", measure="quality", seed=0)
     if len(found) < 2:
         return None
     curves = [dict(map(tuple, line["losses"]["loss"])) for line in sorted(found, key=lambda line: line["parameters"])]
@@ -148,23 +160,14 @@ def _attention(lines: list[Line], row: str, name: str) -> Estimate | None:
     return None if line is None else Estimate(line[name], *line[f"{name} interval"])
 
 
-def _less(a: Estimate | None, b: Estimate | None) -> Estimate | None:
-    """Return a - b of independent estimates."""
-    if a is None or b is None:
-        return None
-    half = math.hypot(*((x.high - x.low) / 2 for x in (a, b)))
-    return Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
-
-
 def _tuned(lines: list[Line], **key: Any) -> Estimate | None:
     """FID after the fine-tune on its own orders, less before it."""
-    found = matching(lines, table="orders", **key)
-    return fid_difference(one(found, row="after"), one(found, row="before"))
+    return fid_difference(matching(lines, table="orders", **key), "after", "before")
 
 
 def _distilled(lines: list[Line], steps: int) -> Estimate | None:
     found = matching(lines, table="guidance", measure="quality", steps=steps)
-    return fid_difference(one(found, row="distilled guidance"), one(found, row="two passes"))
+    return fid_difference(found, "distilled guidance", "two passes")
 
 
 def _distilled_speed(lines: list[Line], steps: int) -> Estimate | None:
@@ -199,7 +202,7 @@ CLAIMS = [
     Claim(
         "attention of Pass 2 is more even than that of a coupled decoder",
         "Figures 3 and 11",
-        lambda lines: _less(
+        lambda lines: less(
             _attention(lines, "ARPG", "pass2: evenness"), _attention(lines, "interleaved positions", "masks: evenness")
         ),
         at_least=0.0,
@@ -240,7 +243,7 @@ QUESTIONS = [
 
 def exponent(lines: list[Line]) -> float | None:
     """Return the exponent of final loss over parameters, fitted through the sizes on logarithmic axes."""
-    found = matching(lines, table="scaling", measure="quality")
+    found = matching(lines, table="scaling", measure="quality", seed=0)
     if len(found) < 2:
         return None
     sizes = np.log([line["parameters"] for line in found])
@@ -262,6 +265,7 @@ EXPECTED: dict[str, list[str]] = {
 COLUMNS = (
     *("row", "steps", "seed", "training seed", "order", "attention", "batch", "pixels"),
     *("fid", "fid block", "fid causal", "difference", "accuracy", "bits per token", "parameters"),
+    *("loss", "validation loss", "settings"),
     *("images/s", "seconds per batch", "GiB", "GiB reserved", "engine", "device"),
     *("pass1: evenness", "pass2: evenness", "masks: evenness", "tokens: evenness"),
     *("masks: on masks", "tokens: on masks", "pass1: low", "pass2: low", "masks: low", "tokens: low"),
@@ -270,7 +274,7 @@ COLUMNS = (
 
 def measured_table(lines: list[Line], table: str) -> str:
     """Return the measured rows as Markdown, one part for each measure, and name the rows that are missing."""
-    found, parts = matching(lines, table=table), []
+    found, parts = [_shown(line) for line in matching(lines, table=table)], []
     for measure in dict.fromkeys(line["measure"] for line in found if line["measure"] != "guidance"):
         some = matching(found, measure=measure)
         shown = [name for name in COLUMNS if any(name in line for line in some)]
@@ -280,6 +284,21 @@ def measured_table(lines: list[Line], table: str) -> str:
         what = "" if not rows else f": {'; '.join(missing)}"
         parts.append(f"Not measured yet{what} (`python -m experiments.paper {table}`).\n")
     return "\n".join(parts)
+
+
+def _shown(line: Line) -> Line:
+    """Return a line with its final losses, and its settings as one text: those that are not the defaults."""
+    losses = {name: curve[-1][1] for name, curve in line.get("losses", {}).items() if curve}
+    settings = line.get("settings")
+    if settings is None:
+        return {**line, **losses}
+    plain = json_settings(SamplingSettings())
+    chosen = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in settings.items()
+        if name != "steps" and value != plain[name]
+    ]
+    return {**line, **losses, "settings": ", ".join(chosen)}
 
 
 def _cell(line: Line, name: str) -> str | None:
@@ -318,7 +337,8 @@ Each row is a model on the same layers, trained here on the tokens of photograph
 pixels, 256 tokens) with the same optimizer, seed and number of steps, and measured in the same way: FID against the
 training split at the best guidance of a search with other seeds, weights in 8 bits; speed and memory with random
 weights at the size of ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" where the whole
-95 % interval is on one side of the claim, else "cannot tell". `experiments/paper/README.md` says how to fill the page,
+95 % interval is on one side of the claim, else "cannot tell"; narrowly: closer to the bound than two half intervals, so
+that three seeds are needed. `experiments/paper/README.md` says how to fill the page,
 which `python -m experiments.paper report` writes."""
 
 
@@ -361,7 +381,7 @@ def _given_table(given: dict[str, Any]) -> str:
 
 def draw_curves(lines: list[Line], path: Path) -> bool:
     """Plot the training losses of the sizes over samples; return whether there was something to plot."""
-    found = matching(lines, table="scaling", measure="quality")
+    found = matching(lines, table="scaling", measure="quality", seed=0)
     figure = new_plot((7, 4.5), file=path.name) if found else None
     if figure is None:
         return False
