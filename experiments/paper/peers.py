@@ -29,7 +29,7 @@ from arpg.config import ModelConfig
 from arpg.data.dataset import Batch
 from arpg.errors import require
 from arpg.kernels.ops import Limit, Rope, Stream
-from arpg.model.cache import Cache, CacheWriter
+from arpg.model.cache import Cache
 from arpg.model.condition import Condition, class_condition
 from arpg.model.decoder import TokenDecoder
 from arpg.model.layers import ResidualNorm
@@ -51,6 +51,8 @@ class Peer(TokenDecoder):
     """A stack of self-attention blocks over one sequence; subclasses say what the sequence is."""
 
     raster = False  # trained in raster order, whatever order the batch has
+    causal = True  # else bidirectional, without a cache
+    queries = True  # a [MASK] stands at each position that is predicted
     cache_type = PeerCache
 
     def __init__(self, config: ModelConfig) -> None:
@@ -66,6 +68,34 @@ class Peer(TokenDecoder):
         self._init_parameters(seed, std)
         return self
 
+    def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sequence of training after the class: embeddings `[B, S, D]` and positions.
+
+        `pos_BN2`: grid positions in raster order; `key_B`: what decides how many tokens are known.
+        """
+        raise NotImplementedError
+
+    def predictions(self, out_BTD: Tensor, order_BN: Tensor) -> Tensor:
+        """Return the outputs that predict the tokens in `order_BN`, `[B, N, D]`, of a sequence with its class."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        ids_BN: Tensor,
+        order_BN: Tensor,
+        condition: Condition,
+        *,
+        grid: tuple[int, int] | None = None,
+        pos_N2: Tensor | None = None,
+        dropout_key_B: Tensor | None = None,
+    ) -> Tensor:
+        """Return the outputs that predict the tokens in `order_BN`, `[B, N, D]`."""
+        if pos_N2 is None:
+            pos_N2 = grid_positions(*(grid or self.config.grid), device=ids_BN.device)
+        x, pos = self.slots(ids_BN, order_BN, pos_N2.expand(len(ids_BN), -1, -1), dropout_key_B)
+        x, pos = torch.cat((condition.prefix_BPD, x), dim=1), torch.cat((condition.pos_BP2, pos), dim=1)
+        return self.predictions(self.run(x, pos, "causal" if self.causal else None, dropout_key_B), order_BN)
+
     def run(self, x_BSD: Tensor, pos_BS2: Tensor, limit: Limit, dropout_key_B: Tensor | None = None) -> Tensor:
         """Return the normed output of every slot, `[B, S, D]`, without a cache."""
         keys = self._dropout_keys(dropout_key_B, len(self.pass1) + 1)
@@ -80,77 +110,6 @@ class Peer(TokenDecoder):
         assert rope is not None
         cache.pending.append((x_BSD, rope))
 
-    def _joined(self, cache: Cache, *more: tuple[Tensor, Rope]) -> tuple[Tensor, Rope]:
-        """Return the pending slots and `more` as one."""
-        assert isinstance(cache, PeerCache)
-        x, rope = zip(*cache.pending, *more, strict=True)
-        cos, sin = zip(*rope, strict=True)
-        return torch.cat(x, dim=1), Rope(torch.cat(cos, dim=1), torch.cat(sin, dim=1))
-
-    def _masks(self, pos_BS2: Tensor | Rope) -> tuple[Tensor, Rope]:
-        """Return [MASK] slots at the positions."""
-        rope = self._rope(pos_BS2)
-        assert rope is not None
-        mask_D = self.embedding.weight[self.config.mask_id]
-        return mask_D.expand(*rope.cos_BSK.shape[:2], -1), rope
-
-    def _last_logits(
-        self,
-        x_BSD: Tensor,
-        rope: Rope,
-        limit: Limit,
-        writer: CacheWriter | None,
-        *,
-        num_last: int,
-        scale_BS: Tensor | None,
-    ) -> Tensor:
-        """Run the slots; return the (guided) logits of the last ones, `[B, num_last, V]`."""
-        keys = self._dropout_keys(None, len(self.pass1) + 1)
-        stream, _ = self._self_attention(x_BSD, rope, limit, writer, keys)
-        if num_last < x_BSD.shape[1]:
-            delta = stream.delta_BSD
-            stream = Stream(
-                stream.x_BSD[:, -num_last:].contiguous(),
-                None if delta is None else delta[:, -num_last:].contiguous(),
-            )
-        return self._logits(stream, scale_BS)
-
-    def _appended_logits(
-        self, cache: Cache, x_BSD: Tensor, rope: Rope, *, num_last: int, scale_BS: Tensor | None
-    ) -> Tensor:
-        """Append slots to the cache, causally; return the logits of the last ones."""
-        assert isinstance(cache, PeerCache)
-        writer = cache.reserve(x_BSD.shape[1])
-        limit = writer.limit(causal=True, count_B=None)
-        logits_BSV = self._last_logits(x_BSD, rope, limit, writer, num_last=num_last, scale_BS=scale_BS)
-        cache.commit(writer.num_new)
-        cache.pending.clear()
-        return logits_BSV
-
-    def _positions(self, order_BN: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """`[B, N, 2]`: the grid positions of an order."""
-        return grid_positions(*(grid or self.config.grid), device=order_BN.device)[order_BN]
-
-
-class NextToken(Peer):
-    """Each token predicts the next one; the order is not an input, so in random orders the position is not known."""
-
-    def hidden(
-        self,
-        ids_BN: Tensor,
-        order_BN: Tensor,
-        condition: Condition,
-        *,
-        grid: tuple[int, int] | None = None,
-        pos_N2: Tensor | None = None,
-        dropout_key_B: Tensor | None = None,
-    ) -> Tensor:
-        """Return the output of each token's predecessor in the order, `[B, N, D]`."""
-        x_BND = self.embedding(ids_BN.gather(1, order_BN)[:, :-1])
-        pos_BN2 = self._positions(order_BN, grid)[:, :-1]
-        x = torch.cat((condition.prefix_BPD, x_BND), dim=1)
-        return self.run(x, torch.cat((condition.pos_BP2, pos_BN2), dim=1), "causal", dropout_key_B)
-
     def predict(
         self,
         pos_BS2: Tensor | Rope,
@@ -160,10 +119,47 @@ class NextToken(Peer):
         *,
         scale_BS: Tensor | None = None,
     ) -> Tensor:
+        """Run the pending slots and the queries; causal ones stay in the cache, others pending."""
+        rope = self._rope(pos_BS2)
+        assert isinstance(cache, PeerCache)
+        assert rope is not None
+        num_last, parts = rope.cos_BSK.shape[1], list(cache.pending)
+        if self.queries:
+            parts.append((self.embedding.weight[self.config.mask_id].expand(*rope.cos_BSK.shape[:2], -1), rope))
+        x_BTD = torch.cat([x for x, _ in parts], dim=1)
+        rope = Rope(*(torch.cat(angles, dim=1) for angles in zip(*(each for _, each in parts), strict=True)))
+        writer = cache.reserve(x_BTD.shape[1]) if self.causal else None
+        limit = None if writer is None else writer.limit(causal=True, count_B=None)
+        stream, _ = self._self_attention(x_BTD, rope, limit, writer, self._dropout_keys(None, len(self.pass1) + 1))
+        if writer is not None:
+            cache.commit(writer.num_new)
+            cache.pending.clear()
+        if num_last < x_BTD.shape[1]:
+            x, delta = stream.x_BSD, stream.delta_BSD
+            last = slice(-num_last, None)
+            stream = Stream(x[:, last].contiguous(), None if delta is None else delta[:, last].contiguous())
+        return self._logits(stream, scale_BS)
+
+
+class NextToken(Peer):
+    """Each token predicts the next one; the order is not an input, so in random orders the position is not known."""
+
+    queries = False
+
+    def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return all tokens but the last."""
+        before = order_BN[:, :-1]
+        return self.embedding(ids_BN.gather(1, before)), pos_BN2.take_along_dim(before[..., None], dim=1)
+
+    def predictions(self, out_BTD: Tensor, order_BN: Tensor) -> Tensor:
+        """Return the output of each token's predecessor in the order; the first has the class."""
+        return out_BTD
+
+    def predict(self, pos_BS2: Tensor | Rope, *args: Any, **options: Any) -> Tensor:
         """Append the token sampled last; it predicts the next."""
         asked = (pos_BS2.cos_BSK if isinstance(pos_BS2, Rope) else pos_BS2).shape[1]
         require(asked == 1, f"a step has {asked} tokens; a next-token model predicts one: ask for a step per token")
-        return self._appended_logits(cache, *self._joined(cache), num_last=1, scale_BS=scale_BS)
+        return super().predict(pos_BS2, *args, **options)
 
 
 class RasterNextToken(NextToken):
@@ -175,96 +171,42 @@ class RasterNextToken(NextToken):
 class InterleavedPositions(Peer):
     """A [MASK] at the position of the next token stands before each token, in the same causal sequence."""
 
-    def hidden(
-        self,
-        ids_BN: Tensor,
-        order_BN: Tensor,
-        condition: Condition,
-        *,
-        grid: tuple[int, int] | None = None,
-        pos_N2: Tensor | None = None,
-        dropout_key_B: Tensor | None = None,
-    ) -> Tensor:
-        """Return the outputs of the [MASK] slots, `[B, N, D]`."""
-        pos_BN2 = self._positions(order_BN, grid)
+    def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return pairs of a [MASK] and the token at its position; nothing follows the last [MASK]."""
         x_BND = self.embedding(ids_BN.gather(1, order_BN))
         mask_BND = self.embedding.weight[self.config.mask_id].expand_as(x_BND)
-        pairs = torch.stack((mask_BND, x_BND), dim=2).flatten(1, 2)[:, :-1]  # nothing follows the last token
-        pos = torch.stack((pos_BN2, pos_BN2), dim=2).flatten(1, 2)[:, :-1]
-        x, pos = torch.cat((condition.prefix_BPD, pairs), dim=1), torch.cat((condition.pos_BP2, pos), dim=1)
-        return self.run(x, pos, "causal", dropout_key_B)[:, condition.prefix_BPD.shape[1] :: 2]
+        pos = pos_BN2.take_along_dim(order_BN[..., None], dim=1).repeat_interleave(2, dim=1)
+        return torch.stack((mask_BND, x_BND), dim=2).flatten(1, 2)[:, :-1], pos[:, :-1]
+
+    def predictions(self, out_BTD: Tensor, order_BN: Tensor) -> Tensor:
+        """Return the outputs of the [MASK]s."""
+        return out_BTD[:, 1::2]
 
     def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
         """Allocate slots for the [MASK]s as well."""
         return super().allocate_cache(rows, slots + math.prod(self.config.grid), ragged=ragged)
 
-    def predict(
-        self,
-        pos_BS2: Tensor | Rope,
-        query_BSD: Tensor | None,
-        cache: Cache,
-        visible_BS: Tensor | None = None,
-        *,
-        scale_BS: Tensor | None = None,
-    ) -> Tensor:
-        """Append the tokens of the last step and the [MASK]s of this one; all of them stay in the cache."""
-        masks = self._masks(pos_BS2)
-        joined = self._joined(cache, masks)
-        return self._appended_logits(cache, *joined, num_last=masks[0].shape[1], scale_BS=scale_BS)
-
 
 class Masked(Peer):
-    """All tokens attend to all; those that are not known yet are [MASK]. Nothing can be cached."""
+    """All tokens attend to all; those that are not known yet are [MASK]. Nothing can be cached.
 
-    def run_masked(
-        self,
-        ids_BN: Tensor,
-        known_BN: Tensor,
-        condition: Condition,
-        *,
-        grid: tuple[int, int] | None = None,
-        dropout_key_B: Tensor | None = None,
-    ) -> Tensor:
-        """Return the outputs of all grid positions, `[B, N, D]`, where only the known tokens are seen."""
-        seen_BN = torch.where(known_BN, ids_BN, self.config.mask_id)
-        raster_N = torch.arange(ids_BN.shape[1], device=ids_BN.device)
-        pos_BN2 = self._positions(raster_N.expand_as(ids_BN), grid)
-        x = torch.cat((condition.prefix_BPD, self.embedding(seen_BN)), dim=1)
-        pos = torch.cat((condition.pos_BP2, pos_BN2), dim=1)
-        return self.run(x, pos, None, dropout_key_B)[:, condition.prefix_BPD.shape[1] :]
+    The positions that are predicted must be all that are left.
+    """
 
-    def hidden(
-        self,
-        ids_BN: Tensor,
-        order_BN: Tensor,
-        condition: Condition,
-        *,
-        grid: tuple[int, int] | None = None,
-        pos_N2: Tensor | None = None,
-        dropout_key_B: Tensor | None = None,
-    ) -> Tensor:
-        """Return outputs in the order of `order_BN`, given the tokens that `known_tokens` lets each sample see."""
-        assert dropout_key_B is not None, "how many tokens are known depends on the key of the sample"
-        known_BN = known_tokens(order_BN, dropout_key_B)
-        out = self.run_masked(ids_BN, known_BN, condition, grid=grid, dropout_key_B=dropout_key_B)
-        return out.gather(1, order_BN[..., None].expand_as(out))
+    causal = False
+
+    def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return all tokens in raster order; those that `known_tokens` hides are [MASK]."""
+        assert key_B is not None, "how many tokens are known depends on the key of the sample"
+        return self.embedding(torch.where(known_tokens(order_BN, key_B), ids_BN, self.config.mask_id)), pos_BN2
+
+    def predictions(self, out_BTD: Tensor, order_BN: Tensor) -> Tensor:
+        """Return the outputs of all positions, in the order."""
+        return out_BTD[:, 1:].take_along_dim(order_BN[..., None], dim=1)
 
     def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
         """Allocate no slots: the known tokens stay pending."""
         return super().allocate_cache(rows, 0, ragged=ragged)
-
-    def predict(
-        self,
-        pos_BS2: Tensor | Rope,
-        query_BSD: Tensor | None,
-        cache: Cache,
-        visible_BS: Tensor | None = None,
-        *,
-        scale_BS: Tensor | None = None,
-    ) -> Tensor:
-        """Run all known tokens with [MASK]s at the positions, which must be all that are left."""
-        masks = self._masks(pos_BS2)
-        return self._last_logits(*self._joined(cache, masks), None, None, num_last=masks[0].shape[1], scale_BS=scale_BS)
 
 
 def num_known(num: int, key_B: Tensor) -> Tensor:

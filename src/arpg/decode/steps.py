@@ -231,7 +231,7 @@ class PlannedSteps:
         """Return the next planned step."""
         return self.cursor.next_step()
 
-    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, None]:
+    def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accept every sampled token."""
         return sampled_BS, None
 
