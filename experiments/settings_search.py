@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,12 +33,12 @@ from experiments.photos import PHOTO_SETS, class_ids, evenly_spaced, photo_set
 
 log = logging.getLogger("experiments")
 
-Measure = Callable[[SamplingSettings, int], float]  # settings and number of samples -> FID
+T = TypeVar("T")  # settings, or whatever is measured with a number of samples
 
 
 def halving(
-    settings: Sequence[SamplingSettings], measure: Measure, *, first: int, last: int
-) -> list[tuple[SamplingSettings, float, int]]:
+    settings: Sequence[T], measure: Callable[[T, int], float], *, first: int, last: int
+) -> list[tuple[T, float, int]]:
     """Return the settings of every round with their FID and number of samples; the best of the last round comes first.
 
     Rounds have `first`, twice as many, ... samples; the better half (rounded up) of each goes on.
