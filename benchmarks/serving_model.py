@@ -9,8 +9,8 @@ lets as many real clients request one image after the other. `plan` takes the st
 `arpg bench --scaling` and searches the number of replicas for each rate of Poisson arrivals. `page` writes the tables
 of docs/performance/serving-cost.md from both records.
 
-The simulation (simpy) has the server's own rules: one decode thread, rows that join a running batch where
-`should_merge` says so, batches that take turns, pixels decoded on the same device, one image at a time.
+The simulation (simpy) has the server's own rules: one decode thread, rows that join the running batch before a step and
+leave it when they are finished, pixels decoded on the same device, one image at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch
 from arpg import Pipeline
 from arpg.config import DEFAULT_MODEL
 from arpg.decode import make_plan
-from arpg.decode.continuous import ContinuousBatch, should_merge
+from arpg.decode.continuous import ContinuousBatch
 from arpg.device import cpu_name
 from arpg.errors import present
 from arpg.tables import fill_page, markdown_table
@@ -71,24 +71,15 @@ class Row:
 
 
 @dataclass(eq=False)
-class Batch:
-    """Rows that are decoded together; `should_merge` reads it like a `ContinuousBatch`."""
-
-    rows: list[Row]
-    can_join: bool = True
-
-
-@dataclass(eq=False)
 class Server:
-    """One replica: its queue, its batches and its device."""
+    """One replica: its queue, its batch and its device."""
 
     env: simpy.Environment
     times: ServiceTimes
     max_batch: int
-    call_overhead_tokens: float
     max_wait: float
     waiting: deque[Row] = field(default_factory=deque)
-    batches: deque[Batch] = field(default_factory=deque)
+    running: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = simpy.Resource(self.env)
@@ -112,38 +103,23 @@ class Server:
         self.load -= 1
 
     def decode(self) -> Generator[simpy.Event, Any, None]:
-        """Run the decode thread: admit rows, take a step of the first batch, move it to the end."""
+        """Run the decode thread: admit rows up to `max_batch`, take a step of all."""
         while True:
-            if not self.batches and not self.waiting:
+            if not self.running and not self.waiting:
                 self.arrived = self.env.event()
                 yield self.arrived
                 yield self.env.timeout(self.max_wait)
-            self.admit()
-            batch = self.batches[0]
-            tokens = len(batch.rows) * max(row.remaining[0] for row in batch.rows)
+            while self.waiting and len(self.running) < self.max_batch:
+                self.running.append(self.waiting.popleft())
+            tokens = sum(row.remaining[0] for row in self.running)
             with self.device.request() as turn:
                 yield turn
                 yield self.env.timeout(self.times.step(tokens))
-            for row in batch.rows:
+            for row in self.running:
                 row.remaining = row.remaining[1:]
                 if not row.remaining:
                     row.done.succeed()
-            batch.rows = [row for row in batch.rows if row.remaining]
-            self.batches.rotate(-1)
-            if not batch.rows:
-                self.batches.remove(batch)
-
-    def admit(self) -> None:
-        """Admit waiting rows up to `max_batch`, into a running batch or one of their own."""
-        room = self.max_batch - sum(len(batch.rows) for batch in self.batches)
-        new = Batch([self.waiting.popleft() for _ in range(min(room, len(self.waiting)))])
-        if not new.rows:
-            return
-        for other in self.batches:
-            if should_merge(other, new, call_overhead_tokens=self.call_overhead_tokens):
-                other.rows += new.rows
-                return
-        self.batches.appendleft(new)
+            self.running = [row for row in self.running if row.remaining]
 
 
 def simulate(
@@ -154,7 +130,6 @@ def simulate(
     rate: float = 0.0,
     replicas: int = 1,
     max_batch: int = 16,
-    call_overhead_tokens: float = 16.0,
     max_wait: float = 0.01,
     seconds: float = 120.0,
     warmup: float = 10.0,
@@ -162,8 +137,7 @@ def simulate(
 ) -> dict[str, float]:
     """Simulate `clients` closed-loop clients, or Poisson arrivals of `rate` per second at the least loaded replica."""
     env, chance = simpy.Environment(), random.Random(seed)
-    rules = {"max_batch": max_batch, "call_overhead_tokens": call_overhead_tokens, "max_wait": max_wait}
-    servers = [Server(env, times, **rules) for _ in range(replicas)]
+    servers = [Server(env, times, max_batch=max_batch, max_wait=max_wait) for _ in range(replicas)]
     latencies: list[float] = []
 
     def one() -> Generator[simpy.Event, Any, None]:
@@ -282,7 +256,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     sizes = [256 // 32] * 32
     rows = []
     for rate in options.rates:
-        settings = {"max_batch": options.max_batch, "call_overhead_tokens": 4096.0, "seconds": 20.0, "warmup": 5.0}
+        settings = {"max_batch": options.max_batch, "seconds": 20.0, "warmup": 5.0}
         replicas = replicas_needed(times, sizes, rate=rate, p99=options.p99, **settings)
         found = simulate(times, sizes, rate=rate, replicas=replicas, **settings)
         rows.append({"rate": rate, "p99 wanted": options.p99, "replicas": replicas, **found})

@@ -5,8 +5,10 @@ import torch
 
 from arpg import tasks
 from arpg.decode import Request, decode, make_plan
-from arpg.decode.continuous import ContinuousBatch, should_merge
+from arpg.decode.continuous import ContinuousBatch, start_batch
 from arpg.decode.plan import Plan
+from arpg.kernels import ops
+from arpg.kernels.ops import Packing
 from arpg.model import class_condition
 from arpg.settings import SamplingSettings
 
@@ -48,12 +50,11 @@ def test_joined_samples_get_the_tokens_of_their_own(model, settings, gap):
         if turn % gap == 0 and waiting:
             name = min(waiting)
             request = waiting.pop(name)
-            new = ContinuousBatch(model, request, plan_of(request, settings), settings)
             names.append(name)
             if running is None:
-                running = new
+                running = ContinuousBatch(model, request, plan_of(request, settings), settings)
             else:
-                running.join(new)
+                running.add(request, plan_of(request, settings))
         if running is None:
             break
         running.step()
@@ -93,7 +94,6 @@ def test_a_uniform_batch_is_the_loop_bit_for_bit(model):
     running = ContinuousBatch(model, request, plan_of(request, settings), settings)
     for step in decode(model, request, plan_of(request, settings), settings):
         running.step()
-        assert running.state.cache.length_B is None  # no mask
         assert all(torch.equal(a, b) for a, b in zip(running.tokens([0, 1]), (step.ids_BN, step.known_BN), strict=True))
     assert all(row.finished for row in running.rows)
 
@@ -113,7 +113,7 @@ def test_different_plans_and_places_share_a_batch(model):
         pos_N2=torch.rand(16, 2, generator=torch.Generator().manual_seed(1)) * 4,
     )
     running.step()
-    running.join(ContinuousBatch(model, moved, plan_of(moved, own[1]), own[1]))
+    running.add(moved, plan_of(moved, own[1]))
     while not all(row.finished for row in running.rows):
         running.step()
     ids = running.tokens([0, 1, 2])[0]
@@ -122,26 +122,69 @@ def test_different_plans_and_places_share_a_batch(model):
     assert torch.equal(ids[2:], alone(model, moved, own[1]))
 
 
-def test_joining_pays_when_rows_are_at_like_steps(model):
-    settings = SamplingSettings(steps=8, schedule="arccos", guidance=2.0)
-    request = tasks.generate(model, [0], [0])
+def test_a_sample_keeps_its_slot_of_the_cache(model):
+    """Joining and leaving copy the samples concerned alone; the tensors stay, until there are too few slots."""
+    settings = SETTINGS[0]
+    names = list(range(4))
+    made = requests(model)
+    running = ContinuousBatch(model, made[0], plan_of(made[0], settings), settings)
+    for request in made[1:]:
+        running.add(request, plan_of(request, settings))
+    key = running._pool.cache.key_LBTHK
+    assert key.shape[1] == 2 * 4
+    running.step()
+    before = key.clone()
+    running.keep([3, 1, 0])  # the last slot moves into the third
+    names = [3, 1, 0]
+    moved = [i for i in range(8) if not torch.equal(key[:, i], before[:, i])]
+    assert moved == [4, 5]
+    assert torch.equal(key[:, 4:6], before[:, 6:8])
+    running.add(made[2], plan_of(made[2], settings))
+    names.append(2)
+    assert running._pool.cache.key_LBTHK.data_ptr() == key.data_ptr()
+    while not all(row.finished for row in running.rows):
+        running.step()
+    ids = running.tokens(range(4))[0]
+    for i, name in enumerate(names):
+        assert torch.equal(ids[i : i + 1], alone(model, made[name], settings)), name
 
-    def at(step):
-        running = ContinuousBatch(model, request, plan_of(request, settings), settings)
-        for _ in range(step):
-            running.step()
-        return running
 
-    assert should_merge(at(0), at(0), call_overhead_tokens=0.5)
-    assert should_merge(at(0), at(7), call_overhead_tokens=1000)
-    assert not should_merge(at(0), at(7), call_overhead_tokens=0.5)
+def test_a_request_that_does_not_fit_changes_nothing(model, monkeypatch):
+    settings = SETTINGS[0]
+    first, second = requests(model)[:2]
+    running = ContinuousBatch(model, first, plan_of(first, settings), settings)
+    running.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "allocate_cache", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            running.add(second, plan_of(second, settings))
+    while not running.rows[0].finished:
+        running.step()
+    assert torch.equal(running.tokens([0])[0], alone(model, first, settings))
+
+
+def test_packed_tokens_are_those_of_their_rows():
+    """Three samples of 2, 0 and 3 tokens, conditional and unconditional."""
+    x_CT1 = torch.arange(10.0).reshape(2, 5, 1)
+    packing = Packing(
+        torch.tensor([[0, 1, 0], [5, 6, 5], [0, 0, 0], [5, 5, 5], [2, 3, 4], [7, 8, 9]]),
+        torch.tensor([[0, 1, 12, 13, 14], [3, 4, 15, 16, 17]]),
+    )
+    rows = ops.unpack(x_CT1, packing)
+    assert rows.shape == (6, 3, 1)
+    assert rows[[0, 1], :2].flatten().tolist() == [0, 1, 5, 6]
+    assert rows[[4, 5]].flatten().tolist() == [2, 3, 4, 7, 8, 9]
+    assert torch.equal(ops.pack(rows, packing), x_CT1)
+    narrow = x_CT1.to(torch.float8_e4m3fn)
+    assert torch.equal(ops.pack(ops.unpack(narrow, packing), packing).float(), narrow.float())
+    assert ops.unpack(x_CT1, None) is ops.pack(x_CT1, None) is x_CT1
 
 
 @pytest.mark.parametrize("decode_", ["exact", "speculative"])
 def test_rows_leave_batches_that_guess(model, decode_):
     settings = SamplingSettings(steps=16, guidance=2.0, decode=decode_, attention="causal", draft=3)
     request = Request.gather([(r, 0) for r in requests(model)])
-    running = ContinuousBatch(model, request, plan_of(request, settings), settings)
+    running = start_batch(model, request, plan_of(request, settings), settings)
     names, found = [0, 1, 2, 3], {}
     for turn in range(100):
         running.step()
@@ -162,9 +205,10 @@ def test_rows_leave_batches_that_guess(model, decode_):
 def test_no_graph_is_built(model):
     """A graph over the cache would keep itself alive for ever."""
     settings = SETTINGS[0]
-    runnings = [ContinuousBatch(model, r, plan_of(r, settings), settings) for r in requests(model)[:2]]
-    runnings[0].join(runnings[1])
-    runnings[0].keep([1])
-    runnings[0].step()
-    state = runnings[0].state
-    assert not any(x.requires_grad for x in (state.cache.key_LBTHK, state.cache.value_LBTHK, state.pos_BN2))
+    first, second = requests(model)[:2]
+    running = ContinuousBatch(model, first, plan_of(first, settings), settings)
+    running.add(second, plan_of(second, settings))
+    running.keep([1])
+    running.step()
+    pool = running._pool
+    assert not any(x.requires_grad for x in (pool.cache.key_LBTHK, pool.cache.value_LBTHK, pool.pos_BN2))

@@ -220,8 +220,8 @@ def test_the_first_step_predicts_once_where_all_positions_are_alike():
 @pytest.fixture
 def seen_settled(monkeypatch):
     """What readers of a cache are told to be settled, checked: nothing that was written since the last `scatter`."""
-    seen, lowest = [], {}
-    reserve, read, scatter, gather = Cache.reserve, Cache.read, DecodeState.scatter, Cache.gather
+    seen, lowest, kept = [], {}, []
+    reserve, read, scatter, view = Cache.reserve, Cache.read, DecodeState.scatter, Cache.view
 
     def reserves(cache, num_new):
         first = cache.end if cache.length_B is None else int(cache.length_B.min())
@@ -238,15 +238,17 @@ def seen_settled(monkeypatch):
         lowest[id(state.cache)] = state.cache.end
         scatter(state, *args)
 
-    def gathers(*args):
-        cache = gather(*args)
-        lowest[id(cache)] = 0
-        return cache
+    def views(cache, rows, end, length_B):
+        """At the start of a step: the step before has ended with operations that wait for all before them."""
+        made = view(cache, rows, end, length_B)
+        lowest[id(made)] = end
+        kept.append(made)  # so that no other gets its id
+        return made
 
     monkeypatch.setattr(Cache, "reserve", reserves)
     monkeypatch.setattr(Cache, "read", reads)
     monkeypatch.setattr(DecodeState, "scatter", scatters)
-    monkeypatch.setattr(Cache, "gather", gathers)
+    monkeypatch.setattr(Cache, "view", views)
     return seen
 
 
@@ -267,21 +269,21 @@ def test_what_is_settled_was_written_before_the_last_scatter(model, seen_settled
 
 
 def test_what_is_settled_when_samples_join(model, seen_settled):
-    def running(seed, steps):
-        request, settings = tasks.generate(model, [1], [seed]), SamplingSettings(steps=steps)
-        return ContinuousBatch(
-            model, request, make_plan(request.grid, request.known_BN, request.seeds, settings), settings
-        )
+    def planned(seed):
+        request = tasks.generate(model, [1], [seed])
+        return request, make_plan(request.grid, request.known_BN, request.seeds, settings)
 
-    first, second = running(0, 4), running(1, 4)
-    for _ in range(2):
-        first.step()
-        second.step()
-    first.join(second)
-    first.step()
-    first.step()
+    settings = SamplingSettings(steps=4)
+    running = ContinuousBatch(model, *planned(0), settings)
+    running.add(*planned(1))
+    running.step()
+    running.step()
     assert all(told <= true for told, true in seen_settled)
-    assert seen_settled[-1][0] > 0  # of the same length, so settled again after one step
+    assert seen_settled[-1][0] > 0  # of the same length
+    running.add(*planned(2))
+    running.step()
+    assert all(told <= true for told, true in seen_settled)
+    assert seen_settled[-1][0] == 0  # of different lengths
 
 
 @torch.no_grad()

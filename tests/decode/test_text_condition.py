@@ -202,12 +202,12 @@ def test_prompts_join_and_leave_a_running_batch(text_model, guidance):
     while waiting or running is not None:
         if waiting:
             name = min(waiting)
-            new = ContinuousBatch(text_model, waiting.pop(name), plans[name], settings)
+            request = waiting.pop(name)
             names.append(name)
             if running is None:
-                running = new
+                running = ContinuousBatch(text_model, request, plans[name], settings)
             else:
-                running.join(new)
+                running.add(request, plans[name])
         running.step()
         done = [i for i, row in enumerate(running.rows) if row.finished]
         found |= {names[i]: running.tokens([i])[0] for i in done}

@@ -342,6 +342,30 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     assert dispatch.TRITON_AVAILABLE
 
 
+def test_a_continuous_batch_through_the_kernels(monkeypatch):
+    """Packed tokens of samples at different steps: the tokens of the same without the kernels."""
+    from arpg import make_plan, tasks
+    from arpg.decode.continuous import ContinuousBatch
+
+    model, settings = small_model().to(DEVICE), SamplingSettings(steps=3, guidance=3.0)
+
+    def run():
+        requests = [tasks.generate(model, [seed], [seed]) for seed in (1, 2, 3)]
+        plans = [make_plan((4, 4), request.known_BN, request.seeds, settings) for request in requests]
+        running = ContinuousBatch(model, requests[0], plans[0], settings)
+        for request, plan in zip(requests[1:], plans[1:], strict=True):
+            running.step()
+            running.add(request, plan)
+        while not all(row.finished for row in running.rows):
+            running.step()
+        return running.tokens(range(3))[0]
+
+    plain = run()
+    fuse_everywhere(monkeypatch)
+    with dispatch.kernel_policy(dispatch.KernelPolicy(small_gemm=False)):  # that one takes half precision only
+        assert torch.equal(run(), plain)
+
+
 @pytest.mark.parametrize("stream", [NoiseStream.TOKEN, NoiseStream.ORDER])
 @pytest.mark.parametrize("num_codes", [8, 100, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64, 200))])
 @pytest.mark.parametrize("static", [True, False])

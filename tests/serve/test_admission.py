@@ -174,7 +174,7 @@ def test_pixels_of_a_large_image_delay_no_small_one(served, monkeypatch):
 
 def test_keys_take_turns(model):
     """One key with many requests and another with one: rows alternate between the keys."""
-    batcher = SteppedBatcher(model, max_batch=4, call_overhead_tokens=1000)
+    batcher = SteppedBatcher(model, max_batch=4)
     try:
         many = [SubmittedRows(model, f"a{i}", seed=i) for i in range(6)]
         one = SubmittedRows(model, "b0", num=2, seed=9)

@@ -1,5 +1,7 @@
 """The batcher: rows of many requests in one batch, each with the tokens it gets alone; fairness, faults, cancelling."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_every_request_gets_its_own_tokens(model, batcher):
 
 
 def test_a_new_request_joins_the_running_batch_and_leaves_when_it_is_finished(model, slow):
-    batcher = slow(max_batch=8, call_overhead_tokens=1000)
+    batcher = slow(max_batch=8)
     first, second = SubmittedRows(model, "a", seed=1), SubmittedRows(model, "b", seed=2)
     batcher.submit(first.pending)
     batcher.step(2)
@@ -84,13 +86,13 @@ def test_the_queue_time_is_that_of_the_oldest_row_without_a_batch(model, slow):
 
 
 def test_rows_that_do_not_fit_together_take_turns(model, slow):
-    """Where merging does not pay (`call_overhead_tokens` below 0), batches take steps in turn."""
-    batcher = slow(max_batch=8, call_overhead_tokens=-1000)
+    """Rows of other sampling settings have a batch of their own; batches take steps in turn."""
+    batcher = slow(max_batch=8)
     first = SubmittedRows(model, "a")
     batcher.submit(first.pending)
     batcher.step(1)
     assert batcher.stepped.acquire(timeout=30)
-    second = SubmittedRows(model, "b")
+    second = SubmittedRows(model, "b", settings=dataclasses.replace(SETTINGS, temperature=0.5))
     batcher.submit(second.pending)
     batcher.allowed.release()
     batcher.step(8)
@@ -100,7 +102,7 @@ def test_rows_that_do_not_fit_together_take_turns(model, slow):
 
 
 def test_a_large_job_does_not_block_a_small_one(model, slow):
-    batcher = slow(max_batch=8, call_overhead_tokens=1000)
+    batcher = slow(max_batch=8)
     large, small = SubmittedRows(model, "large", num=16), SubmittedRows(model, "small")
     batcher.submit(large.pending)
     batcher.step(1)
@@ -116,7 +118,7 @@ def test_a_large_job_does_not_block_a_small_one(model, slow):
 
 
 def test_owners_are_served_in_turn(model, slow):
-    batcher = slow(max_batch=4, call_overhead_tokens=1000)
+    batcher = slow(max_batch=4)
     with batcher._wake:  # they all arrive before it admits any
         submitted = [SubmittedRows(model, name, num=3, seed=i) for i, name in enumerate("abc")]
         batcher._arrived += [rows.pending for rows in submitted]
@@ -148,7 +150,7 @@ def test_a_cancelled_row_leaves_before_the_next_step(model, slow):
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory")])
 def test_a_failing_step_fails_its_batch_alone(model, slow, monkeypatch, error, caplog):
     caplog.set_level("CRITICAL")
-    batcher = slow(max_batch=8, call_overhead_tokens=-1000)
+    batcher = slow(max_batch=8)
     bad, good = (
         SubmittedRows(model, "bad", num=2),
         SubmittedRows(model, "good", settings=SamplingSettings(steps=4, guidance=1.0)),

@@ -209,7 +209,7 @@ def test_rows_with_and_without_a_condition_get_their_own_tokens(pipe):
 
 def test_a_row_with_a_condition_joins_a_running_batch(pipe):
     batcher, settings = (
-        SteppedBatcher(pipe.model, max_batch=8, call_overhead_tokens=1000),
+        SteppedBatcher(pipe.model, max_batch=8),
         SamplingSettings(steps=5, guidance=2.0),
     )
     try:

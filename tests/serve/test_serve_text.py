@@ -256,7 +256,7 @@ def submitted_rows(pipe, owner, prompt, *, negative=None, settings=SETTINGS, num
 
 def test_prompts_of_all_lengths_share_a_batch_and_are_as_alone(pipe):
     """One joins before each step, some with a negative prompt. Each gets the tokens that it gets alone."""
-    batcher = SteppedBatcher(pipe.model, max_batch=16, call_overhead_tokens=1000)
+    batcher = SteppedBatcher(pipe.model, max_batch=16)
     try:
         submitted = [
             submitted_rows(pipe, i, text, seed=i, negative="star" if i % 2 else None) for i, text in enumerate(PROMPTS)

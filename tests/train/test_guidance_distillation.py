@@ -68,7 +68,7 @@ def test_exact_and_continuous_decoding_take_the_scale_too():
     batch = ContinuousBatch(model, request, plan, one_by_one)
     batch.step()
     late = tasks.generate(model, LABELS[2:], SEEDS[2:])
-    batch.join(ContinuousBatch(model, late, make_plan(late.grid, late.known_BN, late.seeds, one_by_one), one_by_one))
+    batch.add(late, make_plan(late.grid, late.known_BN, late.seeds, one_by_one))
     while not all(row.finished for row in batch.rows):
         batch.step()
     assert torch.equal(batch.tokens(range(3))[0], expected)

@@ -109,14 +109,6 @@ class DecodeState:
         self.filled_cache.roll_back(length_R1[:, 0])
         self.filled_cache.roll_back(self.num_prefix + longest)
 
-    def set_lengths(self, lengths: Sequence[int], *, ragged: bool) -> None:
-        """Set the image tokens in the cache of each row. Not `ragged`: rows stay equally long, no mask is needed."""
-        end, length_R = self.num_prefix + max(lengths), None
-        if ragged or len(set(lengths)) > 1 or self.prefix_length_R is not None:
-            length_B1 = torch.tensor(lengths, dtype=torch.long, device=self.ids_BN.device)[:, None]
-            length_R = (self._prefix_lengths() + ops.repeat_rows(length_B1, self.copies))[:, 0]
-        self.filled_cache.set_lengths(end, length_R)
-
     def image(self) -> tuple[Tensor, Tensor]:
         """Ids and known `[B, N]`, without the padding."""
         return self.ids_BN[:, :-1], self.known_BN[:, :-1]
@@ -127,44 +119,18 @@ class DecodeState:
             return self.prefix_length_R[:, None]
         return torch.full((len(self.prefix_RPD), 1), self.num_prefix, device=self.ids_BN.device)
 
-    @classmethod
-    def gather(cls, parts: Sequence[tuple[DecodeState, Sequence[int]]], *, num_slots: int) -> DecodeState:
-        """Return some rows of some states as one with room for `num_slots` image tokens: how rows join and leave.
-
-        The states must have the same grid and model, and be all guided or none.
-        """
-        first = parts[0][0]
-        assert len({(state.copies, state.ids_BN.shape[1]) for state, _ in parts}) == 1
-        device = first.ids_BN.device
-        index = [(state, torch.tensor(list(rows), dtype=torch.long, device=device)) for state, rows in parts]
-        # Conditional rows of all parts first, then unconditional ones.
-        index_R = [(s, c * len(s.ids_BN) + rows) for c in range(first.copies) for s, rows in index]
-        num_prefix = max(state.num_prefix for state, _ in parts)
-        lengths = None
-        if any(state.prefix_length_R is not None or state.num_prefix != num_prefix for state, _ in parts):
-            lengths = torch.cat([state._prefix_lengths()[rows, 0] for state, rows in index_R])
-
-        def samples(name: str) -> Tensor:
-            return torch.cat([getattr(state, name)[rows] for state, rows in index])
-
-        def prefix(name: str) -> Tensor:
-            padded = [(x := getattr(state, name)[rows], num_prefix - x.shape[1]) for state, rows in index_R]
-            return torch.cat([torch.nn.functional.pad(x, (0, 0, 0, more)) for x, more in padded])
-
-        queries = None
-        if first.query_RND is not None:
-            queries = torch.cat([state.query_RND[rows] for state, rows in index_R if state.query_RND is not None])
-        return cls(
-            ids_BN=samples("ids_BN"),
-            known_BN=samples("known_BN"),
-            pos_BN2=samples("pos_BN2"),
-            key_B2=samples("key_B2"),
-            prefix_RPD=prefix("prefix_RPD"),
-            prefix_pos_RP2=prefix("prefix_pos_RP2"),
-            prefix_length_R=lengths,
-            query_RND=queries,
+    def select(self, rows: Sequence[int]) -> DecodeState:
+        """Return the state of some of the samples."""
+        rows_B = torch.tensor(list(rows), dtype=torch.long, device=self.ids_BN.device)
+        rows_R = torch.cat([copy * len(self.ids_BN) + rows_B for copy in range(self.copies)])
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name)[rows_B] for name in ("ids_BN", "known_BN", "pos_BN2", "key_B2")},
+            **{name: getattr(self, name)[rows_R] for name in ("prefix_RPD", "prefix_pos_RP2")},
+            prefix_length_R=None if self.prefix_length_R is None else self.prefix_length_R[rows_R],
+            query_RND=None if self.query_RND is None else self.query_RND[rows_R],
             known=None,
-            cache=Cache.gather([(s.filled_cache, rows) for s, rows in index_R], num_prefix + num_slots),
+            cache=self.filled_cache.select(rows_R),
         )
 
 

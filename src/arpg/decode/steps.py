@@ -86,39 +86,29 @@ class RowProgress:
         first = sum(sizes[:step])
         return self.plan.order[first : first + sizes[step]]
 
-    @property
-    def remaining(self) -> tuple[int, ...]:
-        """The sizes of the steps that are still to be taken."""
-        return self.plan.sizes[self.done :]
-
 
 class PlanCursor:
-    """The remaining steps of a batch as padded tensors on the device, and which step comes next.
+    """The steps of a batch as padded tensors on the device, and which step comes next.
 
-    `position_BT` holds first what was sampled last and is not in the cache yet, then the positions of each remaining
-    step; every group is as wide as its longest row and padded with position N. All rows move together.
+    `position_BT` holds the positions of each step; every group is as wide as its longest row and padded with position
+    N. The first group is empty: it is what is encoded before the first step. All rows move together.
     """
 
     def __init__(
         self, rows: Sequence[RowProgress], *, num_tokens: int, device: torch.device, guided: bool, lookahead: int = 0
     ) -> None:
         """`num_tokens`: N; `lookahead`: columns of padding behind the last step."""
-        pending = [() if row.finished else row.positions(row.done - 1) for row in rows]
-        self.num_steps = max(len(row.remaining) for row in rows)
-        counts = [
-            [len(part), *row.remaining, *[0] * (self.num_steps - len(row.remaining))]
-            for row, part in zip(rows, pending, strict=True)
-        ]
+        plans = [row.plan for row in rows]
+        self.num_steps = max(len(plan.sizes) for plan in plans)
+        counts = [[0, *plan.sizes, *[0] * (self.num_steps - len(plan.sizes))] for plan in plans]
         columns = list(zip(*counts, strict=True))
         self.widths = [max(column) for column in columns] + [1] * lookahead
         lengths = [row.length for row in rows]
         self.ragged = any(len(set(column)) > 1 for column in (lengths, *columns))
-        order = [
-            [*part, *row.plan.order[sum(row.plan.sizes[: row.done]) :]] for row, part in zip(rows, pending, strict=True)
-        ]
+        order = [list(plan.order) for plan in plans]
         padded = [_pad(*each, self.widths, num_tokens) for each in zip(order, counts, strict=True)]
         self.position_BT = send(torch.tensor(padded, dtype=torch.long), device)
-        scales = [list(row.plan.scales[row.done :]) for row in rows]
+        scales = [plan.scales for plan in plans]
         width = self.num_steps + lookahead
         self.scale_BK = (
             send(torch.tensor([[*s, *[1.0] * (width - len(s))] for s in scales]), device) if guided else None

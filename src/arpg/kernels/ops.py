@@ -42,6 +42,16 @@ class Rope(NamedTuple):
     sin_BSK: Tensor
 
 
+class Packing(NamedTuple):
+    """Where tokens of rows of different lengths, packed one after the other as `[C, T]`, stand in padded rows `[R, S]`.
+
+    C: conditional and unconditional copies. Only attention and the cache take rows; all else takes packed tokens.
+    """
+
+    token_RS: Tensor  # the packed token at each place of a row; any where the row is shorter
+    place_CT: Tensor  # the place of each packed token, row * S + slot
+
+
 class Stream(NamedTuple):
     """The residual stream, what is still to be added to it, and partial sums of its squares where they are known."""
 
@@ -271,6 +281,28 @@ def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
 
 
 # Attention and the key-value cache
+
+
+def unpack(x_CTE: Tensor, packing: Packing | None) -> Tensor:
+    """Return packed tokens as padded rows, `[R, S, E]`."""
+    return x_CTE if packing is None else _take(x_CTE, packing.token_RS)
+
+
+def pack(x_RSE: Tensor, packing: Packing | None) -> Tensor:
+    """Return padded rows as packed tokens, `[C, T, E]`."""
+    return x_RSE if packing is None else _take(x_RSE, packing.place_CT)
+
+
+def unpack_rope(rope: Rope | None, packing: Packing | None) -> Rope | None:
+    """Return the rotation of packed tokens as that of padded rows."""
+    return None if rope is None else Rope(unpack(rope.cos_BSK, packing), unpack(rope.sin_BSK, packing))
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Take vectors by their index over the first two dimensions; float8 as bytes, which can be indexed everywhere."""
+    plain = x.view(torch.uint8) if x.dtype == FLOAT8 else x
+    taken = plain.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)
+    return taken.view(x.dtype)
 
 
 def attention_mask(limit: Limit, num_slots: int, x: Tensor) -> Mask:

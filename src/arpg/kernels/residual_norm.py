@@ -159,7 +159,7 @@ def _residual_norm_forward(  # type: ignore[no-untyped-def]
     tl.store(normed + high, high_normed.to(normed.dtype.element_ty), there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _residual_norm_guided(  # type: ignore[no-untyped-def]
     x, delta, weight, scales, guided, scale_b, scale_s, null, S, D, eps, ADD: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,

@@ -5,6 +5,7 @@ Shapes: L layers (Pass 1's, then Pass 2's one or more), B rows, S new slots, T s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arpg.kernels.ops import Limit
+from arpg.kernels.ops import Limit, Packing
 
 
 class KeyValue(NamedTuple):
@@ -21,6 +22,7 @@ class KeyValue(NamedTuple):
     key_BTHK: Tensor
     value_BTHK: Tensor
     settled: int = 0
+    packing: Packing | None = None  # of the queries
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class CacheSlots:
     first: int | Tensor  # the first new slot, of all rows or of each
     stop: int  # where the longest row ends with the new slots
     settled: int = 0  # slots before them that are complete, whichever kernels still run
+    packing: Packing | None = None  # of the new slots
 
     def visible(self) -> KeyValue:
         """Keys and values of all slots up to the new ones."""
@@ -42,7 +45,8 @@ class Cache:
     """Slots 0..end-1 may be in use. `length_B` says how many each row really has; None: all have `end`.
 
     A ragged cache may hold anything beyond a row's length: those slots are masked, and overwritten by the next write.
-    So rows with different numbers of tokens share one decode, and rolling back is setting the lengths.
+    So rows with different numbers of tokens share one decode, and rolling back is setting the lengths. With a
+    `packing`, the tokens of a call are packed; only attention sees them as rows.
     """
 
     def __init__(
@@ -64,25 +68,31 @@ class Cache:
         self.value_LBTHK = make(shape, device=device, dtype=dtype)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=device) if ragged else None
         self.end = 0
+        self.packing: Packing | None = None
         self._settled = 0
 
-    @classmethod
-    def gather(cls, parts: Sequence[tuple[Cache, Tensor]], slots: int) -> Cache:
-        """Return a new, ragged cache with some rows of some others, in this order."""
-        like = parts[0][0].key_LBTHK
-        num_layers, _, _, num_heads, head_dim = like.shape
-        rows = sum(len(index) for _, index in parts)
-        cache = cls(num_layers, rows, slots, num_heads, head_dim, ragged=True, device=like.device, dtype=like.dtype)
-        assert cache.length_B is not None
-        first = 0
-        for part, index in parts:
-            chosen, end = slice(first, first + len(index)), min(part.end, slots)  # a longer row may have left
-            cache.key_LBTHK[:, chosen, :end] = part.key_LBTHK[:, index, :end]
-            cache.value_LBTHK[:, chosen, :end] = part.value_LBTHK[:, index, :end]
-            cache.length_B[chosen] = end if part.length_B is None else part.length_B[index]
-            cache.end = max(cache.end, end)
-            first += len(index)
-        return cache
+    def select(self, rows_B: Tensor) -> Cache:
+        """Return a cache with some of the rows."""
+        made = copy.copy(self)
+        made.key_LBTHK, made.value_LBTHK = self.key_LBTHK[:, rows_B], self.value_LBTHK[:, rows_B]
+        made.length_B = None if self.length_B is None else self.length_B[rows_B]
+        made._settled = 0
+        return made
+
+    def view(self, rows: int, end: int, length_B: Tensor | None) -> Cache:
+        """Return the first `rows` with other lengths: of the longest row, and of each (None: all the same).
+
+        It writes where this one does. What was written before must be complete, as after `settle`.
+        """
+        made = copy.copy(self)
+        made.key_LBTHK, made.value_LBTHK = self.key_LBTHK[:, :rows], self.value_LBTHK[:, :rows]
+        made.end, made.length_B, made._settled = end, length_B, end
+        return made
+
+    def copy_rows(self, source: Cache, rows: Sequence[int], to: Sequence[int], *, end: int) -> None:
+        """Copy the first `end` slots of some rows of `source`, which may be this cache."""
+        for mine, given in ((self.key_LBTHK, source.key_LBTHK), (self.value_LBTHK, source.value_LBTHK)):
+            mine[:, list(to), :end] = given[:, list(rows), :end]
 
     @property
     def rows(self) -> int:
@@ -107,7 +117,8 @@ class Cache:
         self._settled = self.end
 
     def reserve(self, num_new: int) -> CacheWriter:
-        """Reserve `num_new` slots in every row, after what the row has."""
+        """Reserve `num_new` slots in every row, after what the row has; packed tokens: as their longest row needs."""
+        num_new = num_new if self.packing is None else self.packing.token_RS.shape[1]
         if self.end + num_new > self.slots:
             raise ValueError(f"the cache has {self.slots} slots; {self.end} + {num_new} do not fit")
         self._settled = self.settled  # what is written now is not
@@ -133,13 +144,10 @@ class Cache:
         if self.length_B is not None:
             self.length_B = self.length_B.clamp(max=length)
 
-    def set_lengths(self, end: int, length_B: Tensor | None) -> None:
-        """Set the length of the longest row, and of each row; None: all have that length."""
-        self.end, self.length_B = end, length_B
-
     def read(self, layer: int) -> KeyValue:
         """Return the keys and values of a layer, up to the longest row."""
-        return KeyValue(self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end], self.settled)
+        key_BTHK, value_BTHK = self.key_LBTHK[layer, :, : self.end], self.value_LBTHK[layer, :, : self.end]
+        return KeyValue(key_BTHK, value_BTHK, self.settled, self.packing)
 
 
 class CacheWriter:
@@ -167,4 +175,6 @@ class CacheWriter:
         """Return where a layer writes."""
         cache = self.cache
         first = cache.end if cache.length_B is None else cache.length_B
-        return CacheSlots(cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.stop, cache.settled)
+        return CacheSlots(
+            cache.key_LBTHK[layer], cache.value_LBTHK[layer], first, self.stop, cache.settled, cache.packing
+        )

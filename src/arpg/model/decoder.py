@@ -176,7 +176,7 @@ class TokenDecoder(nn.Module):
         self, x_BSD: Tensor, pos_BS2: Tensor | Rope, limit: Limit, writer: CacheWriter | None, keys: DropoutKeys
     ) -> tuple[Stream, Rope | None]:
         """Run the blocks of Pass 1; return their stream and the rotation of the slots."""
-        rope = self._rope(pos_BS2)
+        rope = ops.unpack_rope(self._rope(pos_BS2), None if writer is None else writer.cache.packing)
         x = self.token_dropout(ops.to_autocast(self._add_positions(x_BSD, pos_BS2)), keys.tokens)
         mask = ops.attention_mask(limit, x.shape[1] if writer is None else writer.stop, x)
         stream = Stream(x)

@@ -1,8 +1,7 @@
 """Continuous batching: one thread decodes the rows (images) of all requests, as many as possible in one batch.
 
-Rows that can share a batch (same grid, attention and sampling) are decoded together; new ones merge into a running
-batch before a step where that is faster than a batch of their own, and each row leaves when it is finished. Batches
-take turns.
+Rows that can share a batch (same grid, attention and sampling) are decoded together; new ones join a running batch
+before a step, and each row leaves when it is finished. Batches take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from arpg.decode import Plan, Request
-from arpg.decode.continuous import ContinuousBatch, should_merge
+from arpg.decode.continuous import ContinuousBatch, DraftingBatch, start_batch
 from arpg.model import ARPG
 from arpg.serve.observability import Metrics
 from arpg.settings import SamplingSettings
@@ -79,7 +78,7 @@ class Batch:
     """Rows that are decoded together."""
 
     key: tuple[Any, ...]
-    decode: ContinuousBatch
+    decode: ContinuousBatch | DraftingBatch
     rows: list[RowRef]
 
 
@@ -92,14 +91,11 @@ class Batcher:
         *,
         max_batch: int = 16,
         max_wait: float = 0.01,
-        call_overhead_tokens: float | None = None,
         threads: int | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """`max_wait`: seconds that an idle batcher waits for more rows; `call_overhead_tokens`: see `should_merge`."""
+        """`max_wait`: seconds that an idle batcher waits for more rows."""
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
-        default = 16.0 if model.device.type == "cpu" else 4096.0
-        self.call_overhead_tokens = default if call_overhead_tokens is None else call_overhead_tokens
         self.metrics = metrics or Metrics()
         self._threads = threads
         self._wake = threading.Condition()
@@ -241,7 +237,7 @@ class Batcher:
         return min(self.max_batch, -(-pending.request.num_tokens // (height * width)))
 
     def _start(self, key: tuple[Any, ...], rows: list[RowRef]) -> None:
-        """Merge new rows into a running batch, or start a batch with them."""
+        """Add new rows to a running batch, or start a batch with them."""
         unfinished = [ref for ref in rows if ref.pending.plan.samples[ref.row].sizes]
         for ref in rows:
             if not ref.pending.plan.samples[ref.row].sizes:  # all of its tokens are known
@@ -251,14 +247,13 @@ class Batcher:
         try:
             request = Request.gather([(ref.pending.request, ref.row) for ref in unfinished])
             plan = Plan(tuple(ref.pending.plan.samples[ref.row] for ref in unfinished))
-            settings = unfinished[0].pending.settings
-            batch = Batch(key, ContinuousBatch(self.model, request, plan, settings), unfinished)
             for other in self._batches:
-                overhead = self.call_overhead_tokens
-                if other.key == key and should_merge(other.decode, batch.decode, call_overhead_tokens=overhead):
-                    other.decode.join(batch.decode)
-                    other.rows += batch.rows
+                if other.key == key and isinstance(other.decode, ContinuousBatch):
+                    other.decode.add(request, plan)
+                    other.rows += unfinished
                     return
+            settings = unfinished[0].pending.settings
+            batch = Batch(key, start_batch(self.model, request, plan, settings), unfinished)
         except Exception as error:
             self._fail(unfinished, error)
             return
