@@ -248,3 +248,31 @@ def test_speculative_decoding_with_and_without_pdl(decode_with):
         early = tokens(seed)
         with kernel_policy(KernelPolicy(pdl=False)):
             assert tokens(seed) == early, seed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("num_images", [1, 5])
+def test_a_continuous_batch_with_and_without_pdl(num_images):
+    """Images that join at different steps: early launch changes no token."""
+    from arpg import SamplingSettings, make_plan, tasks
+    from arpg.decode.continuous import ContinuousBatch
+
+    model, settings = small_model().to(DEVICE, HALF).eval(), SamplingSettings(steps=6, guidance=3.0)
+
+    def run():
+        parts = [tasks.generate(model, [seed % 5], [seed]) for seed in range(num_images)]
+        made = [(part, make_plan(part.grid, part.known_BN, part.seeds, settings)) for part in parts]
+        running = ContinuousBatch(model, *made[0], settings)
+        for part in made[1:]:
+            running.step()
+            running.add(*part)
+        while not all(row.finished for row in running.rows):
+            running.step()
+        return running.tokens(range(num_images))[0]
+
+    expected = run()
+    for _ in range(5):
+        assert torch.equal(run(), expected)
+    with kernel_policy(KernelPolicy(pdl=False)):
+        assert torch.equal(run(), expected)
