@@ -6,6 +6,7 @@ Shapes: B batch, N grid tokens, S slots of this call, V vocabulary, D width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class DropoutKeys(NamedTuple):
     layers: Sequence[Tensor | None]  # one for each block and norm, in the order in which they run
 
 
-class TokenDecoder(nn.Module):
+class TokenDecoder(nn.Module, ABC):
     """Encodes known tokens into a cache and predicts others from it; subclasses say how."""
 
     cache_type: type[Cache] = Cache
@@ -86,6 +87,7 @@ class TokenDecoder(nn.Module):
             dtype=self.dtype,
         )
 
+    @abstractmethod
     def encode(
         self,
         x_BSD: Tensor,
@@ -101,8 +103,8 @@ class TokenDecoder(nn.Module):
         `pos_BS2`: grid positions, or already their rotation. In a ragged cache only the first `count_B` slots of each
         row count; `end` as in `Cache.commit`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(
         self,
         pos_BS2: Tensor | Rope,
@@ -118,7 +120,6 @@ class TokenDecoder(nn.Module):
         rows are then conditional ones and as many unconditional ones after them, and the logits are guided: half as
         many. A model that `takes_guidance` has no unconditional rows.
         """
-        raise NotImplementedError
 
     @property
     def takes_guidance(self) -> bool:
@@ -129,6 +130,7 @@ class TokenDecoder(nn.Module):
         """Whether `predict` gives the same logits at all positions, for [MASK] queries that see the whole cache."""
         return False
 
+    @abstractmethod
     def hidden(
         self,
         ids_BN: Tensor,
@@ -140,7 +142,6 @@ class TokenDecoder(nn.Module):
         dropout_key_B: Tensor | None = None,
     ) -> Tensor:
         """`forward` up to the head: `[B, N, D]`. A key per sample fixes its dropout masks."""
-        raise NotImplementedError
 
     def forward(
         self,
