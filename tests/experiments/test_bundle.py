@@ -6,8 +6,10 @@ import pytest
 
 from arpg import Pipeline
 from arpg.checkpoint import read_folder
+from arpg.evaluation.sample import fingerprint
 from experiments.meadow import bundle
 from experiments.meadow.__main__ import main
+from support.paths import ROOT
 
 
 def report(fid):
@@ -94,3 +96,14 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
     assert (
         "Not measured yet: the LPIPS between samples of a class, the LPIPS to the nearest training photograph." in text
     )
+
+
+def test_the_card_was_measured_with_the_bundled_weights():
+    record = json.loads((ROOT / "experiments" / "meadow" / "results" / "meadow.json").read_text())
+    pipe = Pipeline.from_pretrained("meadow", device="cpu", dtype="float32")
+    assert record["model"] == fingerprint(pipe)
+    fid = record["fid"][f"{pipe.sampling.steps} steps"]
+    assert fid["settings"]["order"] == pipe.sampling.order
+    assert fid["settings"]["guidance"] == pipe.sampling.guidance_for(pipe.sampling.steps)
+    card = (ROOT / "src" / "arpg" / "assets" / "meadow" / "README.md").read_text()
+    assert f"| FID | {fid['train']['fid']['value']:.2f} (" in card
