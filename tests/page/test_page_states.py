@@ -183,6 +183,20 @@ def test_dark_follows_the_system_or_the_button(visit):
     assert lightness(visit(color_scheme="light")) > 220
 
 
+def test_the_page_may_be_used_before_the_model_is_known(fake, visit):
+    fake.loaded.clear()
+    page = visit(fake.url, ready=False)
+    page.click("#theme")  # draws the canvases again
+    page.keyboard.press("Control+Enter")
+    assert page.evaluate("document.querySelector('main').inert")
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        assert not page.evaluate("document.querySelector('main').contains(document.activeElement)")
+    fake.loaded.set()
+    page.wait_for_selector("#go:not([disabled])")
+    submit(page)
+
+
 @pytest.mark.parametrize(
     ("options", "rules"),
     [

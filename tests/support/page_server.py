@@ -111,6 +111,8 @@ class Fake:
         self.info = INFO
         self.models = {}  # the /info of each model by its name, where there are several
         self.failures = []  # (status, error, headers), each used once, before any job
+        self.loaded = threading.Event()  # /info answers once it is set
+        self.loaded.set()
         self.late = False  # errors come as an event, after the stream has begun
         self.break_after = None  # a stream breaks off after this many steps
         self.requests = []
@@ -126,6 +128,7 @@ class Fake:
         return f"http://127.0.0.1:{self.port}"
 
     def stop(self):
+        self.loaded.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -167,6 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/v1/") and not self.allowed():
             return None
         if path == "/v1/arpg/info":
+            self.fake.loaded.wait()
             models = self.fake.models
             if name is not None and name not in models:
                 error = {"message": f"model {name!r} is not served here", "type": "invalid_request_error"}

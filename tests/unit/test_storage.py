@@ -1,11 +1,14 @@
 """Storage: the same files through local paths, memory and an S3 server that fails in the middle."""
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -216,3 +219,23 @@ def test_a_lease_is_renewed_and_its_loss_is_noticed(folder, monkeypatch):
         with pytest.raises(InputError, match="taken over by another job"):
             lease.check()
     assert other._read()["owner"] == other.owner  # the loser leaves it
+
+
+def test_arrays_are_read_by_several_threads(tmp_path):
+    """Without the lock of `read_array`, Python 3.11 raises SystemError here, in about one of a thousand reads."""
+    path = tmp_path / "x.npy"
+    write_array(path, np.arange(5))
+
+    def give_way(*_):  # garbage is collected within the parsing of a header; another thread runs then
+        time.sleep(1e-5)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(give_way)
+    gc.set_threshold(7, 1000, 1000)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            sums = list(pool.map(lambda _: int(read_array(path, advice="").sum()), range(4000)))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(give_way)
+    assert sums == [10] * 4000

@@ -46,6 +46,7 @@ async function boot() {
 async function start() {
   byId("settings").open = TALL.matches && !SMALL.matches;
   if (SMALL.matches) byId("box-field").open = false;
+  document.querySelector("main").inert = false; // nothing there works before the model is known
   byId("go").disabled = false;
   byId("go-key").textContent = /Mac|iPhone|iPad/.test(navigator.platform) ? "⌘ ↵" : "Ctrl ↵";
   listen();

@@ -277,7 +277,7 @@ export class Stage {
 
   #redrawMap() {
     if (this.lastMap) drawOrderMap(byId("order-map"), this.lastMap);
-    else drawEmptyMap(byId("order-map"), this.info.grid);
+    else if (this.info) drawEmptyMap(byId("order-map"), this.info.grid);
   }
 
   #strip() {
