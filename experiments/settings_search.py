@@ -6,7 +6,7 @@ r"""The best sampling settings of a model, searched by halves: few samples for m
 For each number of steps, all combinations are measured with FID on `--first` samples against the training split; the
 better half goes on with twice as many, until one is left or `--last` samples are reached. The seeds are not those of
 the model card, so that what is reported was not what was chosen by. Lines are those of a sweep: an interrupted search
-continues.
+continues. `best.json` has the best settings and all that were searched.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--guidance-schedule", nargs="+", default=["linear", "constant"])
     parser.add_argument("--order", nargs="+", default=["random", "halton"])
     parser.add_argument("--schedule", nargs="+", default=["arccos", "linear"])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--top-p", type=float, nargs="+", default=[1.0])
     parser.add_argument("--first", type=int, default=1000, help="Samples of the first round.")
     parser.add_argument("--last", type=int, default=4000, help="Samples of the last round.")
     parser.add_argument("--seed", type=int, default=0)
@@ -102,15 +104,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log.info("%5d samples  FID %7.3f  %s", num, line["fid"], json_settings(settings))
         return float(line["fid"])
 
-    axes: Mapping[str, Sequence[Any]] = {
-        name: getattr(options, name) for name in ("guidance", "guidance_schedule", "order", "schedule")
-    }
+    names = ("guidance", "guidance_schedule", "order", "schedule", "temperature", "top_p")
+    axes: Mapping[str, Sequence[Any]] = {name: getattr(options, name) for name in names}
     best: dict[str, Any] = {}
     try:
         for steps in options.steps:
             combos = combinations(pipe.sampling, {**axes, "steps": [steps]})
-            settings, fid, num = halving(combos, measure, first=options.first, last=options.last)[0]
-            best[str(steps)] = {"settings": json_settings(settings), "fid": fid, "samples": num}
+            lines = halving(combos, measure, first=options.first, last=options.last)
+            searched = [
+                {**{name: getattr(settings, name) for name in names}, "fid": fid, "samples": num}
+                for settings, fid, num in lines
+            ]
+            settings, fid, num = lines[0]
+            best[str(steps)] = {"settings": json_settings(settings), "fid": fid, "samples": num, "searched": searched}
             write_json(options.out / "best.json", best)
     except TimeoutError:
         log.info("no time is left; run it again to go on")

@@ -33,13 +33,18 @@ def test_the_better_half_goes_on_with_twice_as_many_samples():
 @pytest.mark.parametrize("world", [4], indirect=True)
 def test_a_search_is_measured_once(world, tmp_path):
     out = tmp_path / "settings"
-    grid = ["--steps", "2", "--guidance", "1.5", "3", "--order", "random", "raster", "--schedule", "arccos"]
+    grid = ["--steps", "2", "--guidance", "1.5", "--order", "random", "raster", "--schedule", "arccos"]
+    grid += ["--temperature", "0.9", "1"]
     command = ["search-settings", *world, *grid, "--guidance-schedule", "linear", "--first", "8", "--last", "16"]
     assert main([*command, "--out", str(out)]) == 0
     best = json.loads((out / "best.json").read_text())["2"]
     lines = [json.loads(line) for line in (out / "samples-16" / "results.jsonl").read_text().splitlines()]
     assert len(lines) == 2
     assert best["fid"] == min(line["fid"] for line in lines)
+    assert [line["samples"] for line in best["searched"]] == [16, 16, 8, 8, 8, 8]
+    assert {(line["order"], line["temperature"]) for line in best["searched"]} == {
+        (order, temperature) for order in ("random", "raster") for temperature in (0.9, 1.0)
+    }
     before = {path: path.read_bytes() for path in out.rglob("*.jsonl")}
     assert main([*command, "--out", str(out)]) == 0
     assert {path: path.read_bytes() for path in out.rglob("*.jsonl")} == before
