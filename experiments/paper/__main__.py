@@ -10,7 +10,7 @@ from experiments.verbs import run_verb
 VERBS = {
     "reference": ("queue:reference_verb", "the statistics of the training photographs, once"),
     "designs": ("queue:designs_verb", "Table 5: how layers are divided, what is shared, positions"),
-    "peers": ("queue:peers_verb", "Table 2: raster, interleaved and masked models on equal terms"),
+    "peers": ("queue:peers_verb", "Table 2: raster, interleaved, grouped and masked models on equal terms"),
     "scaling": ("queue:scaling_verb", "Figure 10: losses and FID of three sizes"),
     "steps": ("queue:steps_verb", "Table 8: speed and memory of L, XL, XXL by steps and attention"),
     "block-causal": ("queue:block_causal_verb", "block-wise against causal attention, paired"),

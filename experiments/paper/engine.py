@@ -21,7 +21,7 @@ from arpg.errors import require
 from arpg.model import TokenDecoder
 from arpg.noise import Stream, gumbel
 from arpg.settings import SamplingSettings
-from experiments.paper.peers import Masked
+from experiments.paper.peers import GROUP, Masked, Regions
 
 
 class RemainingSteps(PlannedSteps):
@@ -94,7 +94,11 @@ class RowEngine(Engine):
 
     @torch.no_grad()
     def fill(self, request: Request, settings: SamplingSettings) -> Tensor:
-        """Sample what a request leaves open; return ids `[B, N]`."""
+        """Sample what a request leaves open; return ids `[B, N]`. `Regions` have an order and steps of their own."""
+        if isinstance(self.model, Regions):
+            order = self.model.fixed_order(torch.device("cpu"))
+            sizes = (*[1] * GROUP, *[GROUP] * (len(order) // GROUP - 1))
+            settings = dataclasses.replace(settings, order=order, schedule=sizes)
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
         *_, last = self.decode(request, plan, settings, every_step=False)
         return last.ids_BN

@@ -1,11 +1,12 @@
-"""Peers of ARPG on the same layers: next-token models, with and without positions of what comes next, and a masked
-one.
+"""Peers of ARPG on the same layers: next-token models, with and without positions of what comes next, one that
+predicts fixed groups, and a masked one.
 
 | peer | sequence | attention | cache | the paper's name |
 |---|---|---|---|---|
 | `NextToken`, raster order | class, tokens | causal | yes | standard AR (LlamaGen), 24+0 |
 | `NextToken`, random orders | class, tokens; the next position is not told | causal | yes | 24+0 without guidance |
 | `InterleavedPositions` | class, then [MASK] at a position before its token | causal | yes, twice as long | RandAR |
+| `Regions` | class, a token of each region, [MASK]s, then groups of one token of each region | group-wise | yes | PAR |
 | `Masked` | class, all tokens or [MASK] | bidirectional | no | MaskGIT |
 
 A peer has as many layers as both passes of its configuration together, all of them self-attention. It takes the place
@@ -37,6 +38,8 @@ from arpg.model.rope import grid_positions
 from arpg.train.objective import Objective
 
 IGNORED = -100  # a target that does not count
+SIDE = 2  # regions of `Regions` in each direction
+GROUP = SIDE * SIDE
 
 
 class PeerCache(Cache):
@@ -50,9 +53,10 @@ class PeerCache(Cache):
 class Peer(TokenDecoder):
     """A stack of self-attention blocks over one sequence; subclasses say what the sequence is."""
 
-    raster = False  # trained in raster order, whatever order the batch has
     causal = True  # else bidirectional, without a cache
-    queries = True  # a [MASK] stands at each position that is predicted
+    grouped = False  # new slots of a call see each other
+    queries = True  # a [MASK] stands at each position that is predicted; else the tokens before predict
+    step_tokens: tuple[int, ...] | None = None  # of a step; None: any number
     cache_type = PeerCache
 
     def __init__(self, config: ModelConfig) -> None:
@@ -68,6 +72,10 @@ class Peer(TokenDecoder):
         self._init_parameters(seed, std)
         return self
 
+    def fixed_order(self, device: torch.device) -> Tensor | None:
+        """Return the order `[N]` in which it is trained, whatever order the batch has; None: that of the batch."""
+        return None
+
     def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sequence of training after the class: embeddings `[B, S, D]` and positions.
 
@@ -78,6 +86,10 @@ class Peer(TokenDecoder):
     def predictions(self, out_BTD: Tensor, order_BN: Tensor) -> Tensor:
         """Return the outputs that predict the tokens in `order_BN`, `[B, N, D]`, of a sequence with its class."""
         raise NotImplementedError
+
+    def limit(self, num: int, device: torch.device) -> Limit:
+        """Return how many slots each of the `num` slots of training sees."""
+        return "causal" if self.causal else None
 
     def hidden(
         self,
@@ -94,7 +106,7 @@ class Peer(TokenDecoder):
             pos_N2 = grid_positions(*(grid or self.config.grid), device=ids_BN.device)
         x, pos = self.slots(ids_BN, order_BN, pos_N2.expand(len(ids_BN), -1, -1), dropout_key_B)
         x, pos = torch.cat((condition.prefix_BPD, x), dim=1), torch.cat((condition.pos_BP2, pos), dim=1)
-        return self.predictions(self.run(x, pos, "causal" if self.causal else None, dropout_key_B), order_BN)
+        return self.predictions(self.run(x, pos, self.limit(x.shape[1], x.device), dropout_key_B), order_BN)
 
     def run(self, x_BSD: Tensor, pos_BS2: Tensor, limit: Limit, dropout_key_B: Tensor | None = None) -> Tensor:
         """Return the normed output of every slot, `[B, S, D]`, without a cache."""
@@ -124,12 +136,20 @@ class Peer(TokenDecoder):
         assert isinstance(cache, PeerCache)
         assert rope is not None
         num_last, parts = rope.cos_BSK.shape[1], list(cache.pending)
-        if self.queries:
-            parts.append((self.embedding.weight[self.config.mask_id].expand(*rope.cos_BSK.shape[:2], -1), rope))
+        expected = " or ".join(map(str, self.step_tokens or ()))
+        require(
+            self.step_tokens is None or num_last in self.step_tokens,
+            f"a step has {num_last} tokens; this model predicts {expected} at once",
+        )
+        num_known = 0 if self.queries else parts[-1][0].shape[1]  # slots whose outputs predict
+        if num_known < num_last:
+            mask_D = self.embedding.weight[self.config.mask_id]
+            asked = Rope(*(angles[:, num_known:] for angles in rope))
+            parts.append((mask_D.expand(*asked.cos_BSK.shape[:2], -1), asked))
         x_BTD = torch.cat([x for x, _ in parts], dim=1)
         rope = Rope(*(torch.cat(angles, dim=1) for angles in zip(*(each for _, each in parts), strict=True)))
         writer = cache.reserve(x_BTD.shape[1]) if self.causal else None
-        limit = None if writer is None else writer.limit(causal=True, count_B=None)
+        limit = None if writer is None else writer.limit(causal=not self.grouped, count_B=None)
         stream, _ = self._self_attention(x_BTD, rope, limit, writer, self._dropout_keys(None, len(self.pass1) + 1))
         if writer is not None:
             cache.commit(writer.num_new)
@@ -145,6 +165,7 @@ class NextToken(Peer):
     """Each token predicts the next one; the order is not an input, so in random orders the position is not known."""
 
     queries = False
+    step_tokens = (1,)
 
     def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return all tokens but the last."""
@@ -155,17 +176,60 @@ class NextToken(Peer):
         """Return the output of each token's predecessor in the order; the first has the class."""
         return out_BTD
 
-    def predict(self, pos_BS2: Tensor | Rope, *args: Any, **options: Any) -> Tensor:
-        """Append the token sampled last; it predicts the next."""
-        asked = (pos_BS2.cos_BSK if isinstance(pos_BS2, Rope) else pos_BS2).shape[1]
-        require(asked == 1, f"a step has {asked} tokens; a next-token model predicts one: ask for a step per token")
-        return super().predict(pos_BS2, *args, **options)
-
 
 class RasterNextToken(NextToken):
     """The standard autoregressive model: trained and decoded in raster order."""
 
-    raster = True
+    def fixed_order(self, device: torch.device) -> Tensor:
+        """Return raster order."""
+        return torch.arange(math.prod(self.config.grid), device=device)
+
+
+class Regions(Peer):
+    """The grid is parted into 2 x 2 regions, whose tokens at the same place are sampled together.
+
+    The first token of each region comes alone. Then each group predicts the next: a token that of its region. Between
+    the two, [MASK]s at the positions of the first group stand beside the last single token.
+    """
+
+    queries = False
+    grouped = True
+    step_tokens = (1, GROUP)
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        height, width = config.grid
+        require(
+            height % SIDE == width % SIDE == 0 and height * width > GROUP,
+            f"grid is {height}x{width}; {SIDE} x {SIDE} regions need multiples of {SIDE}, and two tokens each",
+        )
+
+    def fixed_order(self, device: torch.device) -> Tensor:
+        """Return the first tokens of all regions, the second ones, ..., in raster order each."""
+        height, width = self.config.grid
+        cells = torch.arange(height * width, device=device).view(SIDE, height // SIDE, SIDE, width // SIDE)
+        return cells.permute(1, 3, 0, 2).flatten()
+
+    def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return single tokens, [MASK]s, then all groups but the last."""
+        slots = (slice(GROUP), slice(GROUP + 1, 2 * GROUP), slice(GROUP, -GROUP))
+        order_BS = torch.cat([order_BN[:, part] for part in slots], dim=1)
+        ids_BS = ids_BN.gather(1, order_BS)
+        ids_BS[:, GROUP : 2 * GROUP - 1] = self.config.mask_id
+        return self.embedding(ids_BS), pos_BN2.take_along_dim(order_BS[..., None], dim=1)
+
+    def predictions(self, out_BTD: Tensor, order_BN: Tensor) -> Tensor:
+        """Return all outputs: there are as many [MASK]s as a group has tokens besides the one that predicts."""
+        return out_BTD
+
+    def limit(self, num: int, device: torch.device) -> Limit:
+        """Return where the group of each slot ends; the class and all single tokens but the last are alone."""
+        slot_S = torch.arange(num, device=device)
+        return torch.where(slot_S < GROUP, slot_S + 1, (slot_S // GROUP + 1) * GROUP)[None]
+
+    def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
+        """Allocate slots for the [MASK]s as well."""
+        return super().allocate_cache(rows, slots + GROUP - 1, ragged=ragged)
 
 
 class InterleavedPositions(Peer):
@@ -227,14 +291,13 @@ def known_tokens(order_BN: Tensor, key_B: Tensor) -> Tensor:
 
 
 class PeerObjective(Objective):
-    """The training loss of a peer: that of ARPG, in raster order where the peer has one, on masked tokens only."""
+    """The training loss of a peer: that of ARPG, in the peer's order where it has one, on masked tokens only."""
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss of `batch`."""
         peer: Peer = self.model  # type: ignore[assignment]
-        if peer.raster:
-            raster_BN = torch.arange(batch.order_BN.shape[1], device=batch.order_BN.device).expand_as(batch.order_BN)
-            batch = dataclasses.replace(batch, order_BN=raster_BN)
+        if (order_N := peer.fixed_order(batch.order_BN.device)) is not None:
+            batch = dataclasses.replace(batch, order_BN=order_N.expand_as(batch.order_BN))
         if not isinstance(peer, Masked):
             return super().forward(batch)
         condition = class_condition(peer, batch.labels_B)
@@ -248,5 +311,6 @@ PEERS: dict[str, type[Peer]] = {
     "raster": RasterNextToken,
     "random": NextToken,
     "interleaved": InterleavedPositions,
+    "regions": Regions,
     "masked": Masked,
 }

@@ -16,7 +16,7 @@ from arpg.train.loop import train
 from arpg.train.model import ModelTraining
 from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe
-from experiments.paper.peers import PEERS, Peer, PeerObjective
+from experiments.paper.peers import GROUP, PEERS, Peer, PeerObjective
 
 WEIGHTS = "peer.safetensors"
 BASE = ModelConfig(width=384, num_heads=6, pass1_layers=12, pass2_layers=12, vocab_size=8192, num_classes=225)
@@ -81,6 +81,7 @@ def peers(base: ModelConfig = BASE) -> list[Row]:
         Row("ARPG", base, steps=some),
         Row("raster AR", base, peer="raster", order="raster", steps=(tokens,)),
         Row("interleaved positions", base, peer="interleaved", steps=some),
+        Row("2x2 regions", base, peer="regions", steps=(GROUP + tokens // GROUP - 1,)),
         Row("masked, confidence", base, peer="masked", confidence=4.5, steps=few or (tokens,)),
         Row("masked, Halton", base, peer="masked", order="halton", steps=few or (tokens,)),
     ]

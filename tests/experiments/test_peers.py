@@ -24,7 +24,7 @@ from experiments.paper.orders import surest_order
 from experiments.paper.peers import PEERS, Masked, NextToken, PeerObjective, known_tokens, num_known
 from support.small import small_model
 
-CONFIG = ModelConfig(32, 2, 1, 2, vocab_size=12, num_classes=3, grid=(3, 4), dropout=0.1)
+CONFIG = ModelConfig(32, 2, 1, 2, vocab_size=12, num_classes=3, grid=(2, 6), dropout=0.1)
 NUM = 12
 SEEDS, LABELS = [5, 6, 9], [0, 2, 1]
 GUIDED = SamplingSettings(steps=4, guidance=2.5, guidance_schedule="constant")
@@ -60,7 +60,7 @@ def test_next_token_models_decode_as_without_a_cache(kind, order):
     order_BN, sizes = plan_of(settings)
     assert sizes == (1,) * NUM
     prefix, prefix_pos = conditions(peer)
-    pos_N2 = torch.tensor([[i // 4, i % 4] for i in range(NUM)]).float()
+    pos_N2 = torch.tensor([[i // 6, i % 6] for i in range(NUM)]).float()
     ids = torch.zeros(3, NUM, dtype=torch.long)
     for k in range(NUM):  # the whole sequence again for every token
         before = order_BN[:, :k]
@@ -71,7 +71,7 @@ def test_next_token_models_decode_as_without_a_cache(kind, order):
         ids.scatter_(1, here, sampled(peer, peer.head(out), here, settings))
     assert torch.equal(RowEngine(peer).generate(LABELS, SEEDS, settings), ids)
     assert len(ids.unique()) > 4
-    with pytest.raises(InputError, match="a step has 2 tokens; a next-token model predicts one"):
+    with pytest.raises(InputError, match="a step has 2 tokens; this model predicts 1 at once"):
         RowEngine(peer).generate(LABELS, SEEDS, GUIDED)
 
 
@@ -82,7 +82,7 @@ def test_interleaved_positions_decode_as_without_a_cache(steps):
     settings = dataclasses.replace(GUIDED, steps=steps)
     order_BN, sizes = plan_of(settings)
     prefix, prefix_pos = conditions(peer)
-    pos_N2 = torch.tensor([[i // 4, i % 4] for i in range(NUM)]).float()
+    pos_N2 = torch.tensor([[i // 6, i % 6] for i in range(NUM)]).float()
     mask_D = peer.embedding.weight[CONFIG.mask_id]
     ids = torch.zeros(3, NUM, dtype=torch.long)
     x, pos, first = prefix, prefix_pos, 0
@@ -108,6 +108,39 @@ def test_interleaved_positions_decode_as_without_a_cache(steps):
 
 
 @torch.no_grad()
+def test_regions_decode_as_without_a_cache():
+    """Four single tokens, one of each region of 1 x 3, then two groups of four; each row may see where it ends."""
+    peer = make("regions")
+    order = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert peer.fixed_order(torch.device("cpu")).tolist() == order
+    prefix, prefix_pos = conditions(peer)
+    pos_N2 = torch.tensor([[i // 6, i % 6] for i in range(NUM)]).float()
+    mask_D, ids = peer.embedding.weight[CONFIG.mask_id], torch.zeros(3, NUM, dtype=torch.long)
+    x, pos, ends = prefix, prefix_pos, [1]
+    for first, size in ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 4)):
+        here = torch.tensor(order[first : first + size]).expand(3, -1)
+        if first == 4:  # three [MASK]s beside the fourth token
+            x = torch.cat((x, mask_D.expand(6, 3, -1)), 1)
+            pos = torch.cat((pos, pos_N2[here[:, 1:]].repeat(2, 1, 1)), 1)
+            ends[-1:] = [8] * 4
+        out = peer.run(x, pos, torch.tensor([ends]))
+        ids.scatter_(1, here, sampled(peer, peer.head(out[:, -size:]), here, GUIDED))
+        x = torch.cat((x, peer.embedding(ids.gather(1, here)).repeat(2, 1, 1)), 1)
+        pos = torch.cat((pos, pos_N2[here].repeat(2, 1, 1)), 1)
+        ends += [len(ends) + size] * size
+    assert torch.equal(RowEngine(peer).generate(LABELS, SEEDS, GUIDED), ids)
+    assert len(ids.unique()) > 4
+    condition = class_condition(peer, torch.tensor(LABELS))
+    unguided = dataclasses.replace(GUIDED, guidance=1.0)
+    made = RowEngine(peer).generate(LABELS, SEEDS, unguided)
+    order_BN = torch.tensor(order).expand(3, -1)
+    again = sample(peer(made, order_BN, condition), unguided, seed_keys(SEEDS), order_BN)
+    assert torch.equal(torch.zeros_like(made).scatter(1, order_BN, again), made)  # the sequence of training
+    with pytest.raises(InputError, match="grid is 3x4; 2 x 2 regions need multiples of 2"):
+        make("regions", grid=(3, 4))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("confidence", [None, 0.0, 3.0])
 @pytest.mark.parametrize("order", ["random", "halton"])
 def test_masked_models_decode_as_one_sample_at_a_time(confidence, order):
@@ -124,7 +157,7 @@ def test_masked_models_decode_as_one_sample_at_a_time(confidence, order):
             out = []
             for prefix in (condition.prefix_BPD, condition.null_prefix_BPD):
                 x = torch.cat((prefix, peer.embedding(seen)), 1)
-                pos = torch.tensor([[[i // 4, i % 4] for i in range(NUM)]]).float()
+                pos = torch.tensor([[[i // 6, i % 6] for i in range(NUM)]]).float()
                 out.append(peer.head(peer.run(x, torch.cat((condition.pos_BP2, pos), 1), None)[:, 1:]))
             logits = out[1] + settings.guidance * (out[0] - out[1])
             every = torch.arange(NUM)[None]
@@ -160,7 +193,12 @@ def test_predicting_all_that_is_left_in_planned_order_is_planned_decoding(order,
 @pytest.mark.parametrize(
     ("kind", "order", "confidence"),
     [
-        *(("raster", "raster", None), ("random", "random", None), ("interleaved", "random", None)),
+        *(
+            ("raster", "raster", None),
+            ("random", "random", None),
+            ("interleaved", "random", None),
+            ("regions", "random", None),
+        ),
         *(("masked", "halton", None), ("masked", "random", 3.0), (None, "random", None), (None, "random", 2.0)),
     ],
 )
@@ -193,7 +231,9 @@ def test_losses_are_cross_entropies_of_what_a_peer_predicts(kind):
     peer, data = make(kind), batch()
     loss = PeerObjective(peer, CONFIG.grid)(data)
     condition = class_condition(peer, data.labels_B)
-    order = torch.arange(NUM).expand(4, -1) if kind == "raster" else data.order_BN
+    fixed = peer.fixed_order(torch.device("cpu"))
+    assert (fixed is None) == (kind not in ("raster", "regions"))
+    order = data.order_BN if fixed is None else fixed.expand(4, -1)
     logits = peer(data.ids_BN, order, condition, dropout_key_B=data.dropout_key_B)
     counted = torch.ones(4, NUM, dtype=torch.bool)
     if kind == "masked":
@@ -208,6 +248,10 @@ def test_losses_are_cross_entropies_of_what_a_peer_predicts(kind):
         moved = (peer(changed, order, condition, dropout_key_B=data.dropout_key_B) - logits).abs().amax(-1) > 1e-6
         if kind == "masked":
             assert not moved[counted[:, slot]].any()
+        elif kind == "regions":  # nor of its group
+            end = slot + 1 if slot < 4 else (slot // 4 + 1) * 4
+            assert not moved[:, :end].any()
+            assert end == NUM or moved[:, end:].any()
         else:
             assert not moved[:, : slot + 1].any()
             assert slot == NUM - 1 or moved[:, slot + 1 :].any()
