@@ -68,6 +68,7 @@ def tokenize(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--views", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0, help="Of the crops; a later piece of training takes others.")
     parser.add_argument("--control", default="", help="Also keep condition images of this kind.")
     parser.add_argument("--depth-model", help="For depth: an .onnx file or a model of transformers; none: FastDepth.")
     parser.add_argument("--batch-size", type=int, default=1536)
@@ -86,6 +87,7 @@ def tokenize(arguments: Sequence[str] | None = None) -> None:
             size=photos.size,
             views=views,
             zoom=True,
+            seed=options.seed,
             batch_size=options.batch_size,
             control=options.control,
             depth=options.depth_model,
