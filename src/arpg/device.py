@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from arpg.errors import InputError, require
 log = logging.getLogger(__name__)
 
 VARIABLE = "ARPG_THREADS"
+_tuning, _num_tuning, _tuned_before = threading.Lock(), 0, False  # blocks of `tuned_convolutions`, in all threads
 _OLDEST_GPU = (7, 0)  # compute capability: Volta, the first with tensor cores
 _DEVICES = "auto, cpu, cuda, cuda:0 or mps"
 
@@ -157,14 +159,24 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def tuned_convolutions(tune: bool) -> Iterator[None]:
     """Let cuDNN time its algorithms for each convolution inside that it has not timed yet, where `tune` is set.
 
-    A flag of the process: convolutions of other threads may be tuned meanwhile.
+    A flag of the process: convolutions of other threads may be tuned meanwhile. The last thread to leave restores it.
     """
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or tune
+    global _num_tuning, _tuned_before
+    if not tune:
+        yield
+        return
+    with _tuning:
+        if _num_tuning == 0:
+            _tuned_before = torch.backends.cudnn.benchmark
+            torch.backends.cudnn.benchmark = True
+        _num_tuning += 1
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        with _tuning:
+            _num_tuning -= 1
+            if _num_tuning == 0:
+                torch.backends.cudnn.benchmark = _tuned_before
 
 
 def synchronize(device: torch.device) -> None:

@@ -144,3 +144,15 @@ def test_convolutions_are_tuned_inside_only(monkeypatch):
     with device.tuned_convolutions(False):
         assert torch.backends.cudnn.benchmark
     assert torch.backends.cudnn.benchmark
+
+
+def test_threads_that_tune_convolutions_at_once_leave_the_flag_as_it_was(monkeypatch):
+    """The first to enter leaves first, as where a server decodes previews beside images."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    first, second = device.tuned_convolutions(True), device.tuned_convolutions(True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.backends.cudnn.benchmark
+    second.__exit__(None, None, None)
+    assert not torch.backends.cudnn.benchmark
