@@ -19,6 +19,7 @@ VERBS = {
     "guidance": ("queue:guidance_verb", "guidance as an input against guidance by a second pass"),
     "attention": ("queue:attention_verb", "Figures 3 and 11: attention maps, evenness over 1,000 images"),
     "surest-orders": ("orders:main", "the order that a model is surest of, for every image, as training orders"),
+    "collect": ("queue:collect", "what a call sent back, into the results"),
     "send": ("queue:send", "the pieces that did not come back with the last call"),
     "report": ("report:main", "tables, figures and verdicts from the lines"),
 }

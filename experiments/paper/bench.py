@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from experiments.paper.orders import write_orders
 from experiments.paper.rows import BASE, Row, designs, load_row, store_row, train_row
 from experiments.photos import evenly_spaced, photo_set
 from experiments.settings_search import halving
-from experiments.staged_run import train_until, write_pieces
+from experiments.staged_run import FINISHED, train_until, write_pieces
 
 log = logging.getLogger("experiments")
 
@@ -52,6 +52,9 @@ METRICS = "metrics.jsonl"
 SCALES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the guidance that is searched
 GUIDANCE_RANGE = (1.0, 8.0)  # of the guidance that is distilled
 SENT = 60_000_000  # bytes that come back with a call
+SENT_BACK = "sent-back"  # the file that marks a training whose weights came back
+
+Sampler = tuple[RowEngine, SamplingSettings]
 
 
 class Bench:
@@ -63,9 +66,7 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.deadline = time.monotonic() + 60 * options.minutes
         self.queue = Queue(options.out / LINES, deadline=self.deadline, copy_to=options.pieces)
-        self.made: set[Path] = set()  # weights and statistics that this call has made
-        self.num_trained = 0
-        self._subject: tuple[int, RowEngine] | None = None
+        self._engine: tuple[Any, RowEngine] | None = None  # that was loaded last
 
     @cached_property
     def base(self) -> Any:
@@ -106,7 +107,7 @@ class Bench:
             pixels = center_crops(images, photo_set(self.options.set).size)
             found = collect(self.inception, from_array(pixels, where="train").batches(CHUNK))
             dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None).save(path)
-            self.made.add(path)
+            self.send_back(path)
         return Features.load(path)
 
     @cached_property
@@ -156,7 +157,7 @@ class Bench:
                 log_every=max(1, steps // 50),
                 validate_every=max(1, steps // 10),
                 sample_every=10**9,
-                save_every=10**9,
+                save_every=max(1, steps // 4),
             ),
             seed=seed,
             **more,
@@ -168,14 +169,17 @@ class Bench:
         With `--pieces`, one row per call: more weights do not come back at once.
         """
         o, name = self.options, f"{row.trained_as}-seed{seed}"
-        target = o.out / WEIGHTS / name
-        for folder in (target, *([] if o.weights is None else [o.weights / name])):
-            if folder.exists():
-                return folder
-        if o.pieces is not None and self.num_trained:
+        target, work = o.out / WEIGHTS / name, o.work / name
+        if target.exists():
+            if (work / FINISHED).exists() and not (work / SENT_BACK).exists() and not self.sends_back:
+                self.send_back(target, mark=work / SENT_BACK)  # the call that trained it was killed
+            return target
+        if o.weights is not None and (o.weights / name).exists():
+            return Path(o.weights / name)
+        if self.sends_back:
             raise OutOfTimeError
-        recipe, work = self.recipe(row, seed=seed), o.work / name
-        if o.pieces is not None and self.num_trained:  # what a fine-tune starts from
+        recipe = self.recipe(row, seed=seed)
+        if self.sends_back:  # what a fine-tune starts from
             raise OutOfTimeError
 
         def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
@@ -183,17 +187,28 @@ class Bench:
 
         if not train_until(self.deadline, recipe, work, o.out / TRAIN / name, device=o.device, train=run):
             raise OutOfTimeError
-        store_row(row, work / "model", target)
-        shutil.copyfile(work / METRICS, target / METRICS)
-        self.made.add(target)
-        self.num_trained += 1
-        self.write_pieces()
+        part = target.with_name(f".{name}")
+        store_row(row, work / "model", part)
+        shutil.copyfile(work / METRICS, part / METRICS)
+        part.rename(target)
+        self.send_back(target, mark=work / SENT_BACK)
         return target
 
     def trained(self, row: Row, *, seed: int = 0) -> RowEngine:
         """Return the engine of a trained row; raise `OutOfTimeError` where the call ends before its training."""
-        network = load_row(row, self.weights(row, seed=seed), device=self.device, dtype=self.dtype)
-        return RowEngine(network, confidence=row.confidence)
+
+        def load() -> RowEngine:
+            network = load_row(row, self.weights(row, seed=seed), device=self.device, dtype=self.dtype)
+            return RowEngine(network, confidence=row.confidence)
+
+        return self._loaded((row.trained_as, row.confidence, seed), load)
+
+    def _loaded(self, key: Any, load: Callable[[], RowEngine]) -> RowEngine:
+        """Return the engine of `key`; the last one stays loaded."""
+        if self._engine is None or self._engine[0] != key:
+            self._engine = None
+            self._engine = key, load()
+        return self._engine[1]
 
     @property
     def subject_name(self) -> str:
@@ -201,14 +216,11 @@ class Bench:
         return str(self.options.model or designs(self.base)[0].name)
 
     def subject(self, seed: int = 0) -> RowEngine:
-        """Return the engine of that model, loaded once; `seed`: of the training of a row."""
-        if self._subject is None or self._subject[0] != seed:
-            if self.options.model is None:
-                engine = self.trained(designs(self.base)[0], seed=seed)
-            else:
-                engine = RowEngine(load_model(resolve(self.options.model), device=self.device, dtype=self.dtype))
-            self._subject = seed, engine
-        return self._subject[1]
+        """Return the engine of that model; `seed`: of the training of a row."""
+        name = self.options.model
+        if name is None:
+            return self.trained(designs(self.base)[0], seed=seed)
+        return self._loaded(name, lambda: RowEngine(load_model(resolve(name), device=self.device, dtype=self.dtype)))
 
     def curve(self, row: Row, *, seed: int = 0) -> dict[str, Any]:
         """Return the losses of a finished run by the number of samples."""
@@ -220,16 +232,23 @@ class Bench:
             for name in ("loss", "validation loss")
         }
 
-    def write_pieces(self) -> None:
-        """Write what this call adds to the results where it comes back: not the weights that were there before.
+    @property
+    def sends_back(self) -> bool:
+        """Whether this call sends something back already, perhaps by another verb: nothing else may take its place."""
+        return self.options.pieces is not None and any(self.options.pieces.glob("*.zip.*"))
+
+    def send_back(self, made: Path, *, mark: Path | None = None) -> None:
+        """Write a file or folder of the results where it comes back with this call; then touch `mark`.
 
         What does not fit is fetched by later calls (`send_pieces`).
         """
         o = self.options
-        if o.pieces is not None:
-            large = {*(o.out / WEIGHTS).glob("*"), *o.out.glob("reference-*.npz")}
-            write_pieces(o.out, o.work / PIECES, leave_out=large - self.made)
+        if o.pieces is not None and not self.sends_back:
+            others = {path for path in o.out.rglob("*") if path.is_file() and made not in (path, *path.parents)}
+            write_pieces(o.out, o.work / PIECES, leave_out=others)
             send_pieces(o.work / PIECES, o.pieces, first=0)
+            if mark is not None:
+                mark.touch()
 
     # Quality
 
@@ -309,22 +328,29 @@ class Bench:
         line = self.fid_line(*self.features(engine, settings, num, seed=seed))
         return {**line, "settings": sampler_settings(engine, settings)}
 
-    def search(
-        self, samplers: Sequence[tuple[RowEngine, SamplingSettings]], *, first: int, last: int
-    ) -> list[tuple[RowEngine, SamplingSettings]]:
-        """Search by halves, with other seeds than those of the measurements; return the best first."""
+    def search(self, row: str, samplers: Sequence[Sampler], *, first: int | None = None, **where: Any) -> list[Sampler]:
+        """Search by halves, with other seeds than those of the measurements; return the best first.
 
-        def measure(each: tuple[RowEngine, SamplingSettings], num: int) -> float:
-            features, _ = self.features(*each, num, seed=10**6)
-            return frechet_distance(features.pool.to(self.device), self.reference.pool.to(self.device))
+        Every measurement is a line of its own, of the row `row` and with the values `where`, so that a search goes on
+        in the next call. `first`: samples of the first of two rounds; an eighth of `--num` where it is not given.
+        """
 
-        return [each for each, _, _ in halving(samplers, measure, first=first, last=last)]
+        def measure(each: Sampler, num: int) -> float:
+            def fid() -> dict[str, Any]:
+                features, _ = self.features(*each, num, seed=10**6)
+                value = frechet_distance(features.pool.to(self.device), self.reference.pool.to(self.device))
+                return {"fid": round(value, 4)}
 
-    def best_guidance(self, engine: RowEngine, settings: SamplingSettings) -> SamplingSettings:
+            key = self.key(row, **where, samples=num, settings=sampler_settings(*each), measure="search")
+            return float(self.queue.line(key, fid)["fid"])
+
+        first = max(2, first or self.options.num // 8)
+        return [each for each, _, _ in halving(samplers, measure, first=first, last=2 * first)]
+
+    def best_guidance(self, row: str, engine: RowEngine, settings: SamplingSettings, **where: Any) -> SamplingSettings:
         """Search the guidance scale."""
         options = [(engine, dataclasses.replace(settings, guidance=scale)) for scale in SCALES]
-        first = max(2, self.options.num // 8)
-        return self.search(options, first=first, last=2 * first)[0][1]
+        return self.search(row, options, steps=settings.steps, **where)[0][1]
 
     # Speed
 
@@ -366,9 +392,16 @@ class Bench:
         return found | {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"}
 
     def random_engine(self, row: Row, config: Any) -> RowEngine:
-        """Return an engine with random weights."""
-        network: TokenDecoder = row.build(config).init_weights(seed=0).to(self.device, self.dtype).eval()
-        return RowEngine(network, confidence=row.confidence)
+        """Return an engine with random weights, made on the device: on a CPU, 1.3 billion of them take long."""
+
+        def load() -> RowEngine:
+            with self.device:
+                network: TokenDecoder = row.build(config).to(self.dtype).eval().requires_grad_(False)
+            for parameter in network.parameters():
+                parameter.normal_(std=0.02) if parameter.dim() >= 2 else parameter.fill_(1.0)
+            return RowEngine(network, confidence=row.confidence)
+
+        return self._loaded(("random", row.peer, config, row.confidence), load)
 
 
 def send_pieces(folder: Path, target: Path, *, first: int) -> int:

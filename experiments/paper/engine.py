@@ -6,7 +6,9 @@ Shapes: B batch, R rows (2B when guided), N grid tokens, S tokens of a step, V v
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from arpg import make_plan, tasks
 from arpg.decode import Engine, Plan, Request
 from arpg.decode.engine import row_progress
 from arpg.decode.sampling import warp
+from arpg.decode.schedule import guidance_scales
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import DecodeStrategy, EncodeArgs, PlanCursor, PlannedSteps, StepPlan
 from arpg.errors import require
@@ -73,6 +76,11 @@ class RemainingSteps(PlannedSteps):
         return sampled_BS, torch.zeros_like(sampled_BS, dtype=torch.bool).scatter(1, index_BS, True)
 
 
+@lru_cache(maxsize=64)
+def _plan_from_nothing(grid: tuple[int, int], seeds: tuple[int, ...], settings: SamplingSettings) -> Plan:
+    return make_plan(grid, torch.zeros(len(seeds), math.prod(grid), dtype=torch.bool), seeds, settings)
+
+
 class RowEngine(Engine):
     """Decodes a network of a row. `confidence`: as in `RemainingSteps`; a masked model always predicts what is left."""
 
@@ -88,6 +96,15 @@ class RowEngine(Engine):
         cursor = PlanCursor(rows, num_tokens=request.num_tokens, device=device, guided=plan.guided)
         return RemainingSteps(cursor, settings, confidence=self.confidence)
 
+    def plan(self, request: Request, settings: SamplingSettings) -> Plan:
+        """Plan a request; the orders of one that starts from nothing are kept: a search changes the guidance alone."""
+        if request.known_BN.any():
+            return make_plan(request.grid, request.known_BN, request.seeds, settings)
+        orders = SamplingSettings(steps=settings.steps, order=settings.order, schedule=settings.schedule)
+        samples = _plan_from_nothing(request.grid, tuple(request.seeds), orders).samples
+        scales = guidance_scales(settings.guidance_schedule, settings.guidance, samples[0].sizes)
+        return Plan(tuple(dataclasses.replace(sample, scales=scales) for sample in samples))
+
     def generate(self, labels: Sequence[int], seeds: Sequence[int], settings: SamplingSettings) -> Tensor:
         """Sample ids `[B, N]`; image i has label i and seed i, with the orders and step sizes of `settings`."""
         return self.fill(tasks.generate(self.model, labels, seeds), settings)
@@ -99,6 +116,6 @@ class RowEngine(Engine):
             order = self.model.fixed_order(torch.device("cpu"))
             sizes = (*[1] * GROUP, *[GROUP] * (len(order) // GROUP - 1))
             settings = dataclasses.replace(settings, order=order, schedule=sizes)
-        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        plan = self.plan(request, settings)
         *_, last = self.decode(request, plan, settings, every_step=False)
         return last.ids_BN

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from arpg.errors import InputError
+from arpg.files import write_text
 
 Line = dict[str, Any]
 
@@ -24,8 +24,9 @@ class OutOfTimeError(Exception):
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of all files of a folder; a last line that was cut off is left out."""
-    return [line for path in sorted(folder.glob("*.jsonl")) for line in _read_file(path)]
+    """Read the lines of all files of a folder, each once; a last line that was cut off is left out."""
+    found = [line for path in sorted(folder.glob("*.jsonl")) for line in _read_file(path)]
+    return list({json.dumps(line, sort_keys=True): line for line in found}.values())
 
 
 def _read_file(path: Path) -> list[Line]:
@@ -49,34 +50,48 @@ def matching(lines: list[Line], **key: Any) -> list[Line]:
 class Queue:
     """Measures what a folder of lines does not have yet, until a deadline.
 
-    `copy_to`: a folder that gets a copy of this call's file after every line, should the call be killed.
+    `copy_to`: a folder that gets a file of all lines after every measurement, should the call be killed, or should what
+    an earlier call sent back be lost.
     """
 
     def __init__(self, folder: Path, *, deadline: float, copy_to: Path | None = None) -> None:
         self.deadline, self.copy_to = deadline, copy_to
         self.lines = read_lines(folder)
         self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.jsonl"
+        self._copy()
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Whether there is a line of `key`."""
         return bool(matching(self.lines, **json.loads(json.dumps(key))))
 
-    def line(self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Line:
-        """Return the line of `key`; where there is none, measure and append it. No measurement begins too late."""
+    def line(
+        self, key: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]], *, same: Mapping[str, Any] | None = None
+    ) -> Line:
+        """Return the line of `key`; where there is none, measure and append it. No measurement begins too late.
+
+        `same`: a line with these values, of another table, is the same measurement.
+        """
         wanted = json.loads(json.dumps(key))
         if found := matching(self.lines, **wanted):
             return found[0]
+        if same is not None and (found := matching(self.lines, **same)):
+            return self._append({**found[0], **wanted})
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
         began = time.monotonic()
-        line = {**wanted, **measure(), "seconds": round(time.monotonic() - began, 2)}
+        made = measure()
+        return self._append({**wanted, **made, "seconds": round(time.monotonic() - began, 2)})
+
+    def _append(self, line: Line) -> Line:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if self.copy_to is not None:
-            self.copy_to.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.path, self.copy_to / self.path.name)
         self.lines.append(json.loads(json.dumps(line)))
+        self._copy()
         return self.lines[-1]
+
+    def _copy(self) -> None:
+        if self.copy_to is not None and self.lines:
+            write_text(self.copy_to / self.path.name, "".join(json.dumps(line) + "\n" for line in self.lines))

@@ -30,20 +30,23 @@ from arpg.data.tokens import open_tokens
 from arpg.decode.likelihood import make_orders
 from arpg.evaluation.metrics import bootstrap
 from arpg.evaluation.sample import json_settings
+from arpg.files import write_text
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
 from experiments.paper.attention import attention_line, draw_last_layer
-from experiments.paper.bench import PIECES, SCALES, Bench, row_settings, send_pieces
+from experiments.paper.bench import LINES, PIECES, SCALES, WEIGHTS, Bench, row_settings, send_pieces
 from experiments.paper.engine import RowEngine
-from experiments.paper.lines import OutOfTimeError, matching
+from experiments.paper.lines import OutOfTimeError, matching, read_lines
 from experiments.paper.rows import BASE, Row, designs, distilled, load_row, own_orders, peers, sizes
 from experiments.photos import PHOTO_SETS
+from experiments.staged_run import join_pieces
 
 log = logging.getLogger("experiments")
 
 ALL_STEPS = (16, 24, 32, 64, 128, 256)
 FEW_STEPS = (8, 12, 16, 24)
-WORK = Path("runs/paper/work")
+BLOCK_CAUSAL_STEPS = (16, 32, 64, 8, 24, 256, 128, 12)  # those of the paper's claims first
+RESULTS, WORK = Path("runs/paper/results"), Path("runs/paper/work")
 
 
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
@@ -63,15 +66,16 @@ def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
                 engine = engine or bench.trained(row)
                 settings = row_settings(row, steps)
                 if seed == 0:
-                    settings = bench.best_guidance(engine, settings)
+                    settings = bench.best_guidance(row.name, engine, settings)
                 else:  # that of the first seed
                     first = matching(bench.queue.lines, **bench.key(row.name, steps=steps, seed=0, measure="quality"))
                     settings = dataclasses.replace(settings, guidance=first[0]["settings"]["guidance"])
                 found = bench.quality(engine, settings, bench.options.num, seed=seed * 10**7)
                 count = sum(p.numel() for p in engine.model.parameters())
-                return {**found, "parameters": count, "losses": bench.curve(row)}
+                return {**found, "sampled_as": row.sampled_as, "parameters": count, "losses": bench.curve(row)}
 
-            line = bench.queue.line(key, measure)
+            same = {"sampled_as": row.sampled_as, "steps": steps, "seed": seed, "measure": "quality"}
+            line = bench.queue.line(key, measure, same=same)
             log.info("%-24s %4d steps  FID %.2f", row.name, steps, line["fid"])
 
 
@@ -91,9 +95,12 @@ def speed_rows(bench: Bench, rows: Sequence[Row]) -> None:
                 def measure(
                     row: Row = row, config: Any = config, steps: int = steps, batch: int = batch
                 ) -> dict[str, Any]:
-                    return bench.speed(bench.random_engine(row, config), row_settings(row, steps), batch)
+                    found = bench.speed(bench.random_engine(row, config), row_settings(row, steps), batch)
+                    return {**found, "sampled_as": row.sampled_as}
 
-                line = bench.queue.line(bench.key(row.name, steps=steps, batch=batch, measure="speed"), measure)
+                values = {"steps": steps, "batch": batch, "measure": "speed"}
+                same = {**values, "sampled_as": row.sampled_as}
+                line = bench.queue.line(bench.key(row.name, **values), measure, same=same)
                 log.info("%-24s %4d steps  batch %d  %.1f images/s", row.name, steps, batch, line["images/s"])
 
 
@@ -153,11 +160,14 @@ def run_steps(bench: Bench) -> None:
 def run_block_causal(bench: Bench) -> None:
     """The central claim: block-wise against causal attention, paired by seed, with intervals of the differences."""
     for training_seed in range(1 if bench.options.model else bench.options.training_seeds):
-        for steps in (s for s in (8, 12, 16, 24, 32, 64, 128, 256) if s <= math.prod(bench.base.grid)):
+        for steps in (s for s in BLOCK_CAUSAL_STEPS if s <= math.prod(bench.base.grid)):
             where = {"steps": steps, "training seed": training_seed}
 
             def search(steps: int = steps, training_seed: int = training_seed) -> dict[str, Any]:
-                found = bench.best_guidance(bench.subject(training_seed), SamplingSettings(steps=steps))
+                more = {"training seed": training_seed}
+                found = bench.best_guidance(
+                    bench.subject_name, bench.subject(training_seed), SamplingSettings(steps=steps), **more
+                )
                 return {"guidance": found.guidance}
 
             key = bench.key(bench.subject_name, **where, measure="guidance")
@@ -193,7 +203,7 @@ SHAPES = ("linear", "constant", "cutoff")
 
 
 def run_few_steps(bench: Bench) -> None:
-    """Few steps: order and schedule first, then shape and scale of the guidance for the best three; by halves.
+    """Few steps: order and schedule first, then shape and scale of the guidance for the best two; by halves.
 
     The best is confirmed with all samples and other seeds.
     """
@@ -207,15 +217,15 @@ def run_few_steps(bench: Bench) -> None:
             orders = [(engine, dataclasses.replace(start, order=order)) for order in ORDERS]
             orders += [(each, start) for each in confident]
             options = [(e, dataclasses.replace(s, schedule=kind)) for e, s in orders for kind in ("arccos", "linear")]
-            kept = bench.search(options, first=first, last=2 * first)[:3]
+            search = partial(bench.search, bench.subject_name, first=first, steps=steps)
+            kept = search(options)[:2]
             guided = [
                 (e, dataclasses.replace(s, guidance_schedule=shape, guidance=scale))
                 for e, s in kept
                 for shape in SHAPES
                 for scale in SCALES
             ]
-            best = bench.search(guided, first=first, last=2 * first)[0]
-            return bench.quality(*best, bench.options.num, seed=0)
+            return bench.quality(*search(guided)[0], bench.options.num, seed=0)
 
         line = bench.queue.line(bench.key(bench.subject_name, steps=steps, measure="quality"), measure)
         log.info("%d steps: FID %.2f with %s", steps, line["fid"], line["settings"])
@@ -238,13 +248,12 @@ def run_orders(bench: Bench) -> None:
                 def measure(row: Row = row, steps: int = steps, noises: Any = noises) -> dict[str, Any]:
                     network = bench.trained(row).model
                     engines = [RowEngine(network, confidence=noise) for noise in noises]
-                    first = max(2, bench.options.num // 8)
                     options = [
                         (engine, SamplingSettings(steps=steps, guidance=scale))
                         for engine in engines
                         for scale in SCALES
                     ]
-                    best = bench.search(options, first=first, last=2 * first)[0]
+                    best = bench.search(row.name, options, steps=steps)[0]
                     return bench.quality(*best, bench.options.num, seed=0)
 
                 line = bench.queue.line(bench.key(row.name, steps=steps, order=order, measure="quality"), measure)
@@ -292,7 +301,9 @@ def run_attention(bench: Bench) -> None:
                     order_BN = make_orders("random", tokens.grid, range(start, start + len(index)))
                     yield ids_BN, order_BN, torch.from_numpy(tokens.labels[index].astype(np.int64))
 
-            draw_last_layer(network, next(batches()), bench.options.out / f"attention-{row.trained_as}.png")
+            figure = bench.options.out / f"attention-{row.trained_as}.png"
+            if draw_last_layer(network, next(batches()), figure):
+                bench.send_back(figure)
             return attention_line(batches(), network)
 
         line = bench.queue.line(bench.key(row.name, measure="attention"), measure)
@@ -328,7 +339,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--classifier", type=Path, help="Folder of a trained classifier; without it no accuracy.")
     parser.add_argument("--width", type=int, default=BASE.width)
     parser.add_argument("--layers", type=int, default=24, help="Of both passes together.")
-    parser.add_argument("--steps", type=int, default=2500, help="Of training.")
+    parser.add_argument("--steps", type=int, default=2000, help="Of training.")
     parser.add_argument("--batch-size", type=int, default=512, help="Of training.")
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--num", type=int, default=10_000, help="Samples of a measurement.")
@@ -345,16 +356,28 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--work", type=Path, default=WORK, help="Snapshots; kept while a machine is.")
     parser.add_argument("--weights", type=Path, help="More trained rows, beside those in OUT/weights.")
-    parser.add_argument("--out", type=Path, default=Path("runs/paper/results"), help="Lines, weights, losses.")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="Lines, weights, losses.")
     parser.add_argument("--pieces", type=Path, help="Also write what this call adds to OUT here, in pieces.")
     bench = Bench(parser.parse_args(arguments), table)
     try:
         TABLES[table](bench)
         log.info("everything is measured")
     except OutOfTimeError:
-        log.info("no time is left; run it again to go on")
-    finally:
-        bench.write_pieces()
+        log.info("not finished; run it again to go on")
+
+
+def collect(arguments: Sequence[str] | None = None) -> None:
+    """Put what a call sent back, the lines and what it has made, into the results."""
+    parser = argparse.ArgumentParser(prog="experiments.paper collect", description=collect.__doc__)
+    parser.add_argument("folder", type=Path, help="What came back; pieces of one call that came in two: in one folder.")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    for path in options.folder.glob("*.jsonl"):
+        write_text(options.out / LINES / path.name, path.read_text(encoding="utf-8"))
+    if any(options.folder.glob("*.zip.*")):
+        join_pieces(options.folder, options.out)
+    weights = sorted(path.name for path in (options.out / WEIGHTS).glob("*"))
+    log.info("%d lines; weights: %s", len(read_lines(options.out / LINES)), ", ".join(weights))
 
 
 def send(arguments: Sequence[str] | None = None) -> None:

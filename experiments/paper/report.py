@@ -262,10 +262,11 @@ EXPECTED: dict[str, list[str]] = {
     "guidance": ["two passes", "distilled guidance"],
     "attention": ["ARPG", "interleaved positions"],
 }
+SEARCHES = ("guidance", "search")  # measures that are not shown: what settings were chosen by
 COLUMNS = (
     *("row", "steps", "seed", "training seed", "order", "attention", "batch", "pixels"),
     *("fid", "fid block", "fid causal", "difference", "accuracy", "bits per token", "parameters"),
-    *("loss", "validation loss", "settings"),
+    *("samples", "loss", "validation loss", "settings"),
     *("images/s", "seconds per batch", "GiB", "GiB reserved", "engine", "device"),
     *("pass1: evenness", "pass2: evenness", "masks: evenness", "tokens: evenness"),
     *("masks: on masks", "tokens: on masks", "pass1: low", "pass2: low", "masks: low", "tokens: low"),
@@ -274,21 +275,39 @@ COLUMNS = (
 
 def measured_table(lines: list[Line], table: str) -> str:
     """Return the measured rows as Markdown, one part for each measure, and name the rows that are missing."""
-    found, parts = [_shown(line) for line in matching(lines, table=table)], []
-    for measure in dict.fromkeys(line["measure"] for line in found if line["measure"] != "guidance"):
+    chosen = [line for line in matching(lines, table=table) if line["measure"] not in SEARCHES]
+    found, parts = [_shown(line) for line in chosen], []
+    for measure in dict.fromkeys(line["measure"] for line in found):
         some = matching(found, measure=measure)
         shown = [name for name in COLUMNS if any(name in line for line in some)]
         parts.append(markdown_table(shown, [[_cell(line, name) for name in shown] for line in some]))
-    rows = {line["row"] for line in found if line["measure"] != "guidance"}
+    rows = {line["row"] for line in found}
     if missing := [name for name in EXPECTED[table] if name not in rows]:
         what = "" if not rows else f": {'; '.join(missing)}"
         parts.append(f"Not measured yet{what} (`python -m experiments.paper {table}`).\n")
     return "\n".join(parts)
 
 
+def searched_table(lines: list[Line]) -> str:
+    """Return FID of the orders and schedules that few steps were searched with, by steps, as Markdown."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    lines = matching(lines, table="few-steps", measure="search")
+    fewest = min((line["samples"] for line in lines), default=0)
+    for line in matching(lines, samples=fewest):
+        settings = line["settings"]
+        if (settings["guidance_schedule"], settings["guidance"]) == ("linear", 3.0):
+            found.setdefault((settings["order"], settings["schedule"]), {})[line["steps"]] = line["fid"]
+    steps = sorted({each for fids in found.values() for each in fids})
+    rows = [[*name, *(f"{fids[s]:.1f}" if s in fids else None for s in steps)] for name, fids in found.items()]
+    about = f"FID of {fewest} samples by order, schedule and number of steps, linear guidance 3:\n\n"
+    return about + markdown_table(["order", "schedule", *map(str, steps)], rows) if rows else ""
+
+
 def _shown(line: Line) -> Line:
     """Return a line with its final losses, and its settings as one text: those that are not the defaults."""
     losses = {name: curve[-1][1] for name, curve in line.get("losses", {}).items() if curve}
+    if losses:
+        losses["samples"] = line["losses"]["loss"][-1][0]  # of the training, equal for all rows of a table
     settings = line.get("settings")
     if settings is None:
         return {**line, **losses}
@@ -355,6 +374,8 @@ def page(lines: list[Line]) -> str:
         text += ["", f"Final loss falls with the number of parameters to the power {fitted:.3f}.", ""]
     for title, table, quoted in SECTIONS:
         text += [f"## {title}", "", measured_table(lines, table)]
+        if table == "few-steps" and (searched := searched_table(lines)):
+            text += [searched]
         if quoted is not None:
             text += ["The paper's:", "", quoted_table(quoted)]
         if table == "peers":

@@ -41,6 +41,12 @@ class Row:
         parts = [self.peer or "arpg", f"{c.pass1_layers}-{c.pass2_layers}", str(c.width), c.positions]
         return "-".join([*parts, *([] if c.shared_kv else ["unshared"]), *([self.tuned] if self.tuned else [])])
 
+    @property
+    def sampled_as(self) -> str:
+        """The training run and how it is sampled: rows of several tables with the same one are measured once."""
+        how = self.order if self.confidence is None else f"confidence {self.confidence:g}"
+        return f"{self.trained_as}, {how}"
+
     def untuned(self) -> Row:
         """Return the row that a tuned one starts from."""
         model = replace(self.model, guidance_input=False, dropout=BASE.dropout)
@@ -75,7 +81,7 @@ def designs(base: ModelConfig = BASE) -> list[Row]:
 def peers(base: ModelConfig = BASE) -> list[Row]:
     """Return the rows of the comparison with peers: ARPG and what Table 2 compares it with, on equal terms."""
     tokens = base.grid[0] * base.grid[1]
-    few = tuple(steps for steps in (8, 12, 24) if steps <= tokens)
+    few = tuple(steps for steps in (8, 16) if steps <= tokens)
     some = tuple(steps for steps in (24, 32, 64) if steps <= tokens) or (tokens,)
     return [
         Row("ARPG", base, steps=some),

@@ -1,7 +1,9 @@
 """The paper's tables: lines that survive a cut, rows that train and decode, verdicts and pages from made-up lines."""
 
 import json
+import os
 import shutil
+import subprocess
 import time
 import zipfile
 
@@ -47,6 +49,15 @@ def test_a_cut_off_line_is_measured_again(tmp_path):
     assert late.line({"row": 1}, measure(9))["value"] == 1
     with pytest.raises(OutOfTimeError):
         late.line({"row": 3}, measure(3))
+    same = late.line({"row": 4}, measure(4), same={"row": 1, "value": 1})  # measured for another table
+    assert (same["row"], same["value"]) == (4, 1)
+    copied = tmp_path / "copies"
+    everything = Queue(tmp_path, deadline=0.0, copy_to=copied)
+    (copy,) = copied.iterdir()
+    assert read_lines(copied) == everything.lines
+    shutil.copy(copy, tmp_path / "collected.jsonl")
+    assert read_lines(tmp_path) == everything.lines  # each once
+    (tmp_path / "collected.jsonl").unlink()
     path.write_text("{\n" + path.read_text())
     with pytest.raises(InputError, match="line 1 is not valid JSON"):
         read_lines(tmp_path)
@@ -128,7 +139,7 @@ def test_every_table_runs_and_continues(world, tmp_path, table):
     assert bool(lines) == (table != "reference")
     assert {line["table"] for line in lines} <= {table}
     for line in lines:
-        if "fid" in line:
+        if "fid" in line and line["measure"] != "search":
             assert line["fid interval"][0] <= line["fid"] <= line["fid interval"][1]
     before = files(out)
     assert main([table, *world]) == 0  # nothing is measured twice
@@ -169,15 +180,24 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     monkeypatch.setattr(bench, "SENT", 45_000)
     for _ in range(3):
         shutil.rmtree(pieces, ignore_errors=True)
+        pieces.mkdir()
         assert main(["peers", *world, "--train-only", "--pieces", str(pieces)]) == 0
         sent = len(list(pieces.iterdir()))
         assert sent <= 2
         for first in range(sent, len(list((tmp_path / "work" / "pieces").iterdir())), 2):
             assert main(["send", "--first", str(first), "--pieces", str(pieces), "--work", str(tmp_path / "work")]) == 0
-        staged_run.join_pieces(pieces, home)
+        assert main(["collect", str(pieces), "--out", str(home)]) == 0
         sizes.append(len(list((home / "weights").iterdir())))
     assert sizes == [1, 2, 2]
     assert not (home / "lines").exists()
+    for name in ("sent-back", "finished"):
+        assert len(list((tmp_path / "work").glob(f"*/{name}"))) == 2
+    marks = sorted((tmp_path / "work").glob("*/sent-back"))
+    marks[0].unlink()  # as if the call that trained it was killed before it came back
+    shutil.rmtree(pieces)
+    assert main(["peers", *world, "--train-only", "--pieces", str(pieces)]) == 0
+    assert marks[0].exists()
+    assert len(list(pieces.iterdir())) == 2
     monkeypatch.setattr(bench, "SENT", 10**8)
     monkeypatch.setattr(staged_run.write_pieces, "__defaults__", (10**8,))
     shutil.rmtree(pieces)
@@ -188,13 +208,15 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     (tmp_path / "meadow-pets.zip").unlink()
     moved = home.rename(tmp_path / "out")
     weights = (moved / "weights").rename(tmp_path / "sent")
+    shutil.rmtree(pieces)
     assert main(["peers", *world, "--weights", str(weights), "--pieces", str(pieces)]) == 0
-    staged_run.join_pieces(pieces, home)
-    assert not (home / "weights").exists()  # nothing was trained
-    (beside,) = pieces.glob("*.jsonl")
-    assert beside.read_bytes() == (home / "lines" / beside.name).read_bytes()
-    assert not list(home.glob("*.npz"))
+    assert [path.suffix for path in pieces.iterdir()] == [".jsonl"]  # nothing was made
+    assert main(["collect", str(pieces), "--out", str(home)]) == 0
     lines = read_lines(home / "lines")
+    assert lines == read_lines(moved / "lines")
+    searched = [line for line in lines if line["measure"] == "search"]
+    assert len(searched) == 2 * (2 + 1)  # two rows: two scales, then the better one
+    lines = [line for line in lines if line not in searched]
     assert {(line["row"], line["measure"]) for line in lines} == {
         (name, measure) for name in ("ARPG", "interleaved positions") for measure in ("quality", "speed")
     }
@@ -206,6 +228,39 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     assert [samples for samples, _ in quality["losses"]["loss"]] == [4, 8]
     speed = next(line for line in lines if line["measure"] == "speed")
     assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
+
+
+def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
+    """With a python3 that writes down its arguments."""
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\nfor x; do printf "%s|" "$x"; done >> {tmp_path}/calls\necho >> {tmp_path}/calls\n')
+    stub.chmod(0o755)
+    repo, keep = tmp_path / "repo", tmp_path / "keep"
+    for name in (
+        "runs/carry-tokens/train/bits.json",
+        "runs/carry-tokens/test/bits.json",
+        "weights/inception.safetensors",
+    ):
+        (repo / name).parent.mkdir(parents=True)
+        (repo / name).touch()
+    (keep / "runs/tokens/meadow-test").mkdir(parents=True)
+    (keep / "runs/tokens/meadow-test/tokens.json").touch()  # unpacked by an earlier call
+    command = [queue.__file__.replace("queue.py", "holding.sh")]
+    command += ["""designs --rows 12+12 "24+0, raster order" --train-only""", "send --first 4"]
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    env = {"PATH": path, "OUT": f"{tmp_path}/back", "KEEP": str(keep), "MINUTES": "8"}
+    subprocess.run(command, cwd=repo, env=env, check=True)
+    calls = [line.rstrip("|").split("|") for line in (tmp_path / "calls").read_text().splitlines()]
+    verb = ["-m", "experiments.paper", "designs", "--inception", "weights/inception.safetensors", "--minutes"]
+    unpack = ["unpack-tokens", "runs/carry-tokens/train/", "runs/tokens/meadow-train"]
+    assert calls[0] == ["-m", "experiments.meadow", *unpack]
+    assert calls[1][: len(verb)] == verb
+    assert 7 <= float(calls[1][len(verb)]) <= 8
+    rows = ["--rows", "12+12", "24+0, raster order", "--train-only"]
+    assert calls[1][len(verb) + 1 :] == ["--pieces", f"{tmp_path}/back", *rows]
+    assert calls[2:] == [["-m", "experiments.paper", "send", "--pieces", f"{tmp_path}/back", "--first", "4"]]
+    assert (keep / "weights/inception.safetensors").exists()
 
 
 def test_verdicts_come_from_intervals():
@@ -271,3 +326,19 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert all(f"experiments.paper {table}" in empty for table in queue.TABLES if table != "reference")
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
     assert "Nothing has been measured yet." in empty
+    searched = [
+        {"table": "few-steps", "row": "12+12", "measure": "search", "steps": steps, "samples": samples, "fid": fid}
+        | {"settings": {**settings, "order": order, "guidance": guidance}}
+        for steps, samples, order, guidance, fid in (
+            (8, 1000, "random", 3.0, 41.0),
+            (12, 1000, "random", 3.0, 31.0),
+            (8, 1000, "halton", 3.0, 40.0),
+            (8, 2000, "halton", 3.0, 38.0),
+            (8, 1000, "halton", 4.0, 39.0),
+        )
+        for settings in [json_settings(SamplingSettings())]
+    ]
+    page = report.page(searched)
+    assert "| order | schedule | 8 | 12 |\n|---|---:|---:|---:|\n| random | arccos | 41.0 | 31.0 |\n" in page
+    assert "| halton | arccos | 40.0 |  |" in page
+    assert "Not measured yet (`python -m experiments.paper few-steps`)" in page

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# One call of a holding: run verbs of experiments.paper one after the other, until $MINUTES of this call are over.
+#
+#   experiments/paper/holding.sh 'designs --rows 12+12 "unshared KV" --train-only' 'steps'
+#
+# From the root of the repository. What was carried under runs/ and weights/ is copied to $KEEP, where the verbs work and
+# where it stays while the machine is held; tokens are unpacked once. What comes back lies in $OUT.
+set -u
+repo=$PWD keep=${KEEP:-/tmp/paper} minutes=${MINUTES:-9}
+export PYTHONPATH="$repo:$repo/src" PYTHONUNBUFFERED=1
+mkdir -p "$keep"
+for folder in runs weights data; do
+  [ -d "$folder" ] && cp -rn "$folder" "$keep/"
+done
+cd "$keep" || exit 1
+for packed in runs/carry-tokens/*/; do
+  target=runs/tokens/meadow-$(basename "$packed")
+  [ -d "$packed" ] && [ ! -f "$target/tokens.json" ] || continue
+  python3 -m experiments.meadow unpack-tokens "$packed" "$target" || exit 1
+done
+common=()
+[ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
+[ -d weights/classifier ] && common+=(--classifier weights/classifier)
+code=0
+for verb in "$@"; do
+  eval "set -- $verb"
+  table=$1
+  shift
+  if [ "$table" = send ]; then
+    python3 -m experiments.paper send --pieces "$OUT" "$@" || code=$?
+    continue
+  fi
+  left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
+  echo "== $verb: $left minutes left"
+  python3 -m experiments.paper "$table" "${common[@]}" --minutes "$left" --pieces "$OUT" "$@" || code=$?
+  echo "== $SECONDS s"
+done
+exit "$code"
