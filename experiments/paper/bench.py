@@ -328,11 +328,12 @@ class Bench:
         line = self.fid_line(*self.features(engine, settings, num, seed=seed))
         return {**line, "settings": sampler_settings(engine, settings)}
 
-    def search(self, row: str, samplers: Sequence[Sampler], *, first: int | None = None, **where: Any) -> list[Sampler]:
+    def search(self, row: str, samplers: Sequence[Sampler], **where: Any) -> list[Sampler]:
         """Search by halves, with other seeds than those of the measurements; return the best first.
 
         Every measurement is a line of its own, of the row `row` and with the values `where`, so that a search goes on
-        in the next call. `first`: samples of the first of two rounds; an eighth of `--num` where it is not given.
+        in the next call. The first of two rounds has a tenth of `--num` samples: 1,000 are two batches of 500, the
+        one shape that graphs are captured for.
         """
 
         def measure(each: Sampler, num: int) -> float:
@@ -342,9 +343,11 @@ class Bench:
                 return {"fid": round(value, 4)}
 
             key = self.key(row, **where, samples=num, settings=sampler_settings(*each), measure="search")
-            return float(self.queue.line(key, fid)["fid"])
+            line = self.queue.line(key, fid)
+            log.info("%-24s %d samples  FID %.2f  %.1f s", row, num, line["fid"], line["seconds"])
+            return float(line["fid"])
 
-        first = max(2, first or self.options.num // 8)
+        first = max(2, self.options.num // 10)
         return [each for each, _, _ in halving(samplers, measure, first=first, last=2 * first)]
 
     def best_guidance(self, row: str, engine: RowEngine, settings: SamplingSettings, **where: Any) -> SamplingSettings:

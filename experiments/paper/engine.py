@@ -26,6 +26,8 @@ from arpg.noise import Stream, gumbel
 from arpg.settings import SamplingSettings
 from experiments.paper.peers import GROUP, Masked, Regions
 
+GRAPH_SHARE = 1 / 8  # of the GPU's memory that the graphs of one engine may hold: a search has several engines
+
 
 class RemainingSteps(PlannedSteps):
     """Each step predicts all positions that are left and accepts as many as planned.
@@ -85,7 +87,8 @@ class RowEngine(Engine):
     """Decodes a network of a row. `confidence`: as in `RemainingSteps`; a masked model always predicts what is left."""
 
     def __init__(self, model: TokenDecoder, mode: str = "auto", *, confidence: float | None = None) -> None:
-        super().__init__(model, mode)
+        total = torch.cuda.get_device_properties(model.device).total_memory if model.device.type == "cuda" else 0
+        super().__init__(model, mode, graph_memory=int(GRAPH_SHARE * total))
         self.confidence = confidence
 
     def make_strategy(self, request: Request, plan: Plan, settings: SamplingSettings) -> DecodeStrategy:

@@ -14,9 +14,13 @@ for folder in runs weights data; do
 done
 cd "$keep" || exit 1
 for packed in runs/carry-tokens/*/; do
-  target=runs/tokens/meadow-$(basename "$packed")
-  [ -d "$packed" ] && [ ! -f "$target/tokens.json" ] || continue
-  python3 -m experiments.meadow unpack-tokens "$packed" "$target" || exit 1
+  [ -d "$packed" ] && [ ! -f "runs/tokens/meadow-$(basename "$packed")/tokens.json" ] || continue
+  python3 -c '
+from pathlib import Path
+from experiments.token_bits import unpack_tokens
+for packed in Path("runs/carry-tokens").iterdir():
+    unpack_tokens(packed, Path("runs/tokens", f"meadow-{packed.name}"))
+' || exit 1
 done
 common=()
 [ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)

@@ -211,13 +211,12 @@ def run_few_steps(bench: Bench) -> None:
 
         def measure(steps: int = steps) -> dict[str, Any]:
             engine = bench.subject()
-            first = max(2, bench.options.num // 10)
             confident = [RowEngine(engine.model, confidence=noise) for noise in CONFIDENCES]
             start = SamplingSettings(steps=steps, guidance=3.0)
             orders = [(engine, dataclasses.replace(start, order=order)) for order in ORDERS]
             orders += [(each, start) for each in confident]
             options = [(e, dataclasses.replace(s, schedule=kind)) for e, s in orders for kind in ("arccos", "linear")]
-            search = partial(bench.search, bench.subject_name, first=first, steps=steps)
+            search = partial(bench.search, bench.subject_name, steps=steps)
             kept = search(options)[:2]
             guided = [
                 (e, dataclasses.replace(s, guidance_schedule=shape, guidance=scale))
@@ -343,7 +342,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=512, help="Of training.")
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--num", type=int, default=10_000, help="Samples of a measurement.")
-    parser.add_argument("--sample-batch", type=int, default=512)
+    parser.add_argument("--sample-batch", type=int, default=500, help="Images sampled together.")
     parser.add_argument("--seeds", type=int, default=3, help="Sampling seeds of block-causal.")
     parser.add_argument("--quality-seeds", type=int, default=1, help="Sampling seeds of a row.")
     parser.add_argument("--training-seeds", type=int, default=1, help="Trainings that block-causal samples.")

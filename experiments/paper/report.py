@@ -266,7 +266,7 @@ SEARCHES = ("guidance", "search")  # measures that are not shown: what settings 
 COLUMNS = (
     *("row", "steps", "seed", "training seed", "order", "attention", "batch", "pixels"),
     *("fid", "fid block", "fid causal", "difference", "accuracy", "bits per token", "parameters"),
-    *("samples", "loss", "validation loss", "settings"),
+    *("training samples", "loss", "validation loss", "settings"),
     *("images/s", "seconds per batch", "GiB", "GiB reserved", "engine", "device"),
     *("pass1: evenness", "pass2: evenness", "masks: evenness", "tokens: evenness"),
     *("masks: on masks", "tokens: on masks", "pass1: low", "pass2: low", "masks: low", "tokens: low"),
@@ -307,7 +307,7 @@ def _shown(line: Line) -> Line:
     """Return a line with its final losses, and its settings as one text: those that are not the defaults."""
     losses = {name: curve[-1][1] for name, curve in line.get("losses", {}).items() if curve}
     if losses:
-        losses["samples"] = line["losses"]["loss"][-1][0]  # of the training, equal for all rows of a table
+        losses["training samples"] = line["losses"]["loss"][-1][0]  # of the training, equal for all rows of a table
     settings = line.get("settings")
     if settings is None:
         return {**line, **losses}

@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from experiments.paper.__main__ import main
 from experiments.paper.lines import OutOfTimeError, Queue, read_lines
 from experiments.paper.report import AGREES, CONTRADICTS, MISSING, NARROWLY, UNSURE, Estimate, verdict
 from experiments.paper.rows import designs, peers, sizes
+from experiments.token_bits import pack_tokens
 from support.features import Eye
 from support.small import noise, small_tokenizer
 
@@ -231,36 +234,37 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
 
 
 def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
-    """With a python3 that writes down its arguments."""
+    """With a python3 that writes down the arguments of verbs."""
     stub = tmp_path / "bin" / "python3"
     stub.parent.mkdir()
-    stub.write_text(f'#!/bin/sh\nfor x; do printf "%s|" "$x"; done >> {tmp_path}/calls\necho >> {tmp_path}/calls\n')
+    record = f'for x; do printf "%s|" "$x"; done >> {tmp_path}/calls; echo >> {tmp_path}/calls'
+    stub.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n{record}\n')
     stub.chmod(0o755)
-    repo, keep = tmp_path / "repo", tmp_path / "keep"
-    for name in (
-        "runs/carry-tokens/train/bits.json",
-        "runs/carry-tokens/test/bits.json",
-        "weights/inception.safetensors",
-    ):
-        (repo / name).parent.mkdir(parents=True)
-        (repo / name).touch()
-    (keep / "runs/tokens/meadow-test").mkdir(parents=True)
-    (keep / "runs/tokens/meadow-test/tokens.json").touch()  # unpacked by an earlier call
-    command = [queue.__file__.replace("queue.py", "holding.sh")]
+    root, keep = Path(queue.__file__).parents[2], tmp_path / "keep"
+    repo = tmp_path / "repo"
+    for split in ("train", "test"):
+        writer = TokenWriter(tmp_path / split, grid=(4, 4), vocab_size=24, classes=("a", "b"), views=1)
+        writer.add(np.random.default_rng(0).integers(24, size=(8, 1, 16)), np.arange(8) % 2)
+        writer.close()
+        pack_tokens(open_tokens(tmp_path / split), repo / "runs" / "carry-tokens" / split, views=1)
+    (repo / "weights").mkdir()
+    (repo / "weights" / "inception.safetensors").touch()
+    for name in ("src", "experiments"):
+        (repo / name).symlink_to(root / name)
+    command = ["experiments/paper/holding.sh"]
     command += ["""designs --rows 12+12 "24+0, raster order" --train-only""", "send --first 4"]
     path = f"{stub.parent}:{os.environ['PATH']}"
     env = {"PATH": path, "OUT": f"{tmp_path}/back", "KEEP": str(keep), "MINUTES": "8"}
     subprocess.run(command, cwd=repo, env=env, check=True)
-    calls = [line.rstrip("|").split("|") for line in (tmp_path / "calls").read_text().splitlines()]
-    verb = ["-m", "experiments.paper", "designs", "--inception", "weights/inception.safetensors", "--minutes"]
-    unpack = ["unpack-tokens", "runs/carry-tokens/train/", "runs/tokens/meadow-train"]
-    assert calls[0] == ["-m", "experiments.meadow", *unpack]
-    assert calls[1][: len(verb)] == verb
-    assert 7 <= float(calls[1][len(verb)]) <= 8
-    rows = ["--rows", "12+12", "24+0, raster order", "--train-only"]
-    assert calls[1][len(verb) + 1 :] == ["--pieces", f"{tmp_path}/back", *rows]
-    assert calls[2:] == [["-m", "experiments.paper", "send", "--pieces", f"{tmp_path}/back", "--first", "4"]]
-    assert (keep / "weights/inception.safetensors").exists()
+    verb, send = ((tmp_path / "calls").read_text()).splitlines()
+    before = "-m|experiments.paper|designs|--inception|weights/inception.safetensors|--minutes|"
+    after = f"|--pieces|{tmp_path}/back|--rows|12+12|24+0, raster order|--train-only|"
+    assert verb.startswith(before)
+    assert verb.endswith(after)
+    assert 0 < float(verb.removeprefix(before).removesuffix(after)) <= 8
+    assert send == f"-m|experiments.paper|send|--pieces|{tmp_path}/back|--first|4|"
+    for split in ("train", "test"):
+        assert len(open_tokens(keep / "runs" / "tokens" / f"meadow-{split}")) == 8
 
 
 def test_verdicts_come_from_intervals():
