@@ -34,7 +34,10 @@ for verb in "$@"; do
     python3 -m experiments.paper send --pieces "$OUT" "$@" || code=$?
     continue
   fi
-  left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { printf "%.2f", m - s / 60 }')
+  if ! left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then
+    echo "== $verb: not begun, $left minutes left"
+    continue
+  fi
   echo "== $verb: $left minutes left"
   python3 -m experiments.paper "$table" "${common[@]}" --minutes "$left" --pieces "$OUT" "$@" || code=$?
   echo "== $SECONDS s"

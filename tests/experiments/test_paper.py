@@ -256,6 +256,10 @@ def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
     path = f"{stub.parent}:{os.environ['PATH']}"
     env = {"PATH": path, "OUT": f"{tmp_path}/back", "KEEP": str(keep), "MINUTES": "8"}
     subprocess.run(command, cwd=repo, env=env, check=True)
+    late = subprocess.run(
+        [command[0], "steps"], cwd=repo, env={**env, "MINUTES": "0"}, check=True, capture_output=True, text=True
+    )
+    assert late.stdout.startswith("== steps: not begun, ")
     verb, send = ((tmp_path / "calls").read_text()).splitlines()
     before = "-m|experiments.paper|designs|--inception|weights/inception.safetensors|--minutes|"
     after = f"|--pieces|{tmp_path}/back|--rows|12+12|24+0, raster order|--train-only|"
