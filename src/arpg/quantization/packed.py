@@ -7,6 +7,7 @@ Shapes: O outputs, I inputs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Self, TypeVar
@@ -21,7 +22,7 @@ _LAYOUT_ROWS = 16  # the number of rows that the layout is chosen for; it suits 
 PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(nn.Module, ABC):
     """A linear layer without bias that keeps its weight in another form than a parameter. For inference only.
 
     Saved and moved like a plain layer: `state_dict` has `weight`, and `to` converts it and stores it again.
@@ -42,14 +43,14 @@ class QuantizedLinear(nn.Module):
         made.store((layer.weight if weight_OI is None else weight_OI).detach())
         return made.train(layer.training)
 
+    @abstractmethod
     def store(self, weight_OI: Tensor) -> None:
         """Store a weight in this layer's form."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def weight(self) -> Tensor:
         """A plain copy of the weight, `[O, I]`."""
-        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Describe the layer in `repr(model)`."""
