@@ -28,6 +28,7 @@ from torch import Tensor
 from arpg.config import MODELS, TOKENIZERS
 from arpg.data.tokens import open_tokens
 from arpg.decode.likelihood import make_orders
+from arpg.errors import require
 from arpg.evaluation.metrics import bootstrap
 from arpg.evaluation.sample import json_settings
 from arpg.files import write_text
@@ -371,9 +372,11 @@ def collect(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="What came back; pieces of one call that came in two: in one folder.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    for path in options.folder.glob("*.jsonl"):
+    lines, pieces = (list(options.folder.glob(kind)) for kind in ("*.jsonl", "*.zip.*"))
+    require(bool(lines or pieces), f"{options.folder} has neither lines (*.jsonl) nor pieces (*.zip.*) of a call")
+    for path in lines:
         write_text(options.out / LINES / path.name, path.read_text(encoding="utf-8"))
-    if any(options.folder.glob("*.zip.*")):
+    if pieces:
         join_pieces(options.folder, options.out)
     weights = sorted(path.name for path in (options.out / WEIGHTS).glob("*"))
     log.info("%d lines; weights: %s", len(read_lines(options.out / LINES)), ", ".join(weights))

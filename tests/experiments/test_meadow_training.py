@@ -96,6 +96,14 @@ def test_from_photographs_to_weights_that_come_back(data, tmp_path, capsys):
     train, test = (open_tokens(tmp_path / "t" / f"meadow-{split}") for split in ("train", "test"))
     assert (train.num_images, train.views, test.num_images, test.views) == (8, 3, 4, 1)
     assert train.classes == ("cat", "wren")
+    again = [*options[:-1], str(tmp_path / "t1")]
+    assert main(["tokenize", "--data", str(there), *again, "--seed", "1"]) == 0
+    others = open_tokens(tmp_path / "t1" / "meadow-train")
+    first, last = (
+        np.stack([each.gather(np.arange(8), np.full(8, view)) for view in range(3)]) for each in (train, others)
+    )
+    np.testing.assert_array_equal(first[0], last[0])  # the centre crop
+    assert (first[1:] != last[1:]).any(axis=(1, 2)).all()
 
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(tokens=tmp_path / "t"))

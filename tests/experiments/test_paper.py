@@ -214,6 +214,7 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     shutil.rmtree(pieces)
     assert main(["peers", *world, "--weights", str(weights), "--pieces", str(pieces)]) == 0
     assert [path.suffix for path in pieces.iterdir()] == [".jsonl"]  # nothing was made
+    assert main(["collect", str(tmp_path / "missing"), "--out", str(home)]) == 2
     assert main(["collect", str(pieces), "--out", str(home)]) == 0
     lines = read_lines(home / "lines")
     assert lines == read_lines(moved / "lines")
