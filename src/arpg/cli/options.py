@@ -193,7 +193,7 @@ def with_sampling_options(command: Command) -> Command:
         return typer.Option(help=setting_help(name), show_default="the model's", rich_help_panel="Sampling")
 
     settings = [
-        _parameter(name, Annotated[setting.kind | None, option(name)], None) for name, setting in SETTINGS.items()
+        make_parameter(name, Annotated[setting.kind | None, option(name)], None) for name, setting in SETTINGS.items()
     ]
     return add_options(command, _read_sampling, "sampling", more=settings)
 
@@ -210,7 +210,7 @@ def with_axes(*names: str) -> Callable[[Command], Command]:
             choices = ", ".join(SETTINGS[name].names)
             values = f"One or more of {choices}." if choices else "One or more values, with commas."
             option = typer.Option(help=f"{SETTINGS[name].help} {values}")
-            parameters.append(_parameter(name, Annotated[str, option], ""))
+            parameters.append(make_parameter(name, Annotated[str, option], ""))
         return add_options(command, read, "axes", more=parameters)
 
     return decorate
@@ -329,7 +329,8 @@ def _read_sampling(
     return SamplingOptions(model or DEFAULT_MODEL, named, seed, device, dtype, engine, settings, tuple(lora or ()))
 
 
-def _parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:
+def make_parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:
+    """Return a keyword parameter with a default, for `add_options`."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
 
 

@@ -4,20 +4,67 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from arpg.cli.options import DeviceOption, EngineOption, LoraOption, PrecisionOption, err
+from arpg.cli.options import (
+    Command,
+    DeviceOption,
+    EngineOption,
+    LoraOption,
+    PrecisionOption,
+    add_options,
+    err,
+    make_parameter,
+)
 from arpg.errors import InputError, require
 from arpg.serve.server_config import ServeSettings
 
 if TYPE_CHECKING:
     from arpg.serve.auth import ApiKeys
 
-DEFAULTS = ServeSettings()
+# The help of the settings of a server that are numbers; the name of an option has no _s.
+SETTING_HELP = {
+    "max_batch": "Images decoded together.",
+    "max_wait_ms": "How long an idle server waits for more requests.",
+    "max_pending_requests": "Requests waiting or running; more get a 429.",
+    "max_pending_cost": "Work waiting or running, in images of the model's own size; more gets a 429.",
+    "key_share": "Share of both limits for one key, where there are several.",
+    "deadline": "Seconds for one request.",
+    "drain_delay_s": "Seconds after SIGTERM in which /readyz is a 503 and requests are still accepted.",
+    "io_timeout_s": "Seconds for a body to arrive, or for a client to read on.",
+    "header_timeout_s": "Seconds for the headers of a request to arrive.",
+    "keep_alive_s": "Seconds that an idle connection stays open.",
+    "max_connections": "Open connections; for more, idle ones are closed.",
+    "max_header_bytes": "Bytes of a request line and its headers; more get a 431.",
+    "max_headers": "Headers of a request; more get a 431.",
+    "max_body_bytes": "Bytes of all request bodies in memory; more get a 503.",
+    "threads": "CPU threads of a step; by default one per core.",
+}
 
 
+def with_serve_settings(command: Command) -> Command:
+    """Give a command the options of a server; its parameter `settings` receives `ServeSettings`."""
+    kinds, defaults = get_type_hints(ServeSettings), ServeSettings()
+    numbers = []
+    for name, text in SETTING_HELP.items():
+        option = typer.Option(f"--{name.removesuffix('_s').replace('_', '-')}", help=text)
+        numbers.append(make_parameter(name, Annotated[kinds[name], option], getattr(defaults, name)))
+    return add_options(command, _read_settings, "settings", more=numbers)
+
+
+def _read_settings(
+    lora: LoraOption = None,
+    device: DeviceOption = "auto",
+    dtype: PrecisionOption = "auto",
+    engine: EngineOption = "auto",
+    **numbers: Any,
+) -> ServeSettings:
+    return ServeSettings(device=device, precision=dtype, engine=engine, lora=tuple(lora or ()), **numbers)
+
+
+@with_serve_settings
 def serve(
     model: Annotated[
         list[str] | None,
@@ -27,7 +74,6 @@ def serve(
             help="An installed name, a folder, a published name or a hub id; repeatable. By default all installed.",
         ),
     ] = None,
-    lora: LoraOption = None,
     host: Annotated[str, typer.Option(help="Address to bind; all but loopback addresses need keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[
@@ -35,42 +81,8 @@ def serve(
     ] = None,
     keys_file: Annotated[Path | None, typer.Option(help="API keys, one per line; also $ARPG_API_KEYS.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Bind any address without keys.")] = False,
-    max_batch: Annotated[int, typer.Option(help="Images decoded together.")] = 16,
-    max_wait_ms: Annotated[float, typer.Option(help="How long an idle server waits for more requests.")] = 10.0,
-    max_pending_requests: Annotated[int, typer.Option(help="Requests waiting or running; more get a 429.")] = 64,
-    max_pending_cost: Annotated[
-        float, typer.Option(help="Work waiting or running, in images of the model's own size; more gets a 429.")
-    ] = 256.0,
-    key_share: Annotated[float, typer.Option(help="Share of both limits for one key, where there are several.")] = 0.5,
-    deadline: Annotated[float, typer.Option(help="Seconds for one request.")] = 120.0,
-    drain_delay: Annotated[
-        float, typer.Option(help="Seconds after SIGTERM in which /readyz is a 503 and requests are still accepted.")
-    ] = DEFAULTS.drain_delay_s,
-    io_timeout: Annotated[
-        float, typer.Option(help="Seconds for a body to arrive, or for a client to read on.")
-    ] = DEFAULTS.io_timeout_s,
-    header_timeout: Annotated[
-        float, typer.Option(help="Seconds for the headers of a request to arrive.")
-    ] = DEFAULTS.header_timeout_s,
-    keep_alive: Annotated[
-        float, typer.Option(help="Seconds that an idle connection stays open.")
-    ] = DEFAULTS.keep_alive_s,
-    max_connections: Annotated[
-        int, typer.Option(help="Open connections; for more, idle ones are closed.")
-    ] = DEFAULTS.max_connections,
-    max_header_bytes: Annotated[
-        int, typer.Option(help="Bytes of a request line and its headers; more get a 431.")
-    ] = DEFAULTS.max_header_bytes,
-    max_headers: Annotated[int, typer.Option(help="Headers of a request; more get a 431.")] = DEFAULTS.max_headers,
-    max_body_bytes: Annotated[
-        int, typer.Option(help="Bytes of all request bodies in memory; more get a 503.")
-    ] = DEFAULTS.max_body_bytes,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate (chain), for HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of a step; by default one per core.")] = None,
-    device: DeviceOption = "auto",
-    dtype: PrecisionOption = "auto",
-    engine: EngineOption = "auto",
     ray: Annotated[bool, typer.Option("--ray", help="Deploy on Ray Serve, on this machine or a cluster.")] = False,
     replicas: Annotated[int, typer.Option(help="With --ray: replicas to start with.")] = 1,
     gpus: Annotated[float | None, typer.Option(help="With --ray: GPUs per replica; by default 1 if any.")] = None,
@@ -78,6 +90,8 @@ def serve(
     target_queue_s: Annotated[
         float, typer.Option(help="With --ray: scale up while images wait longer than this for a batch, in seconds.")
     ] = 1.0,
+    *,
+    settings: ServeSettings,
 ) -> None:
     """Serve a model over HTTP: the OpenAI Images API, routes for all tasks, and a web page at /."""
     try:
@@ -91,27 +105,6 @@ def serve(
 
     keys = read_keys(keys_file, os.environ.get(KEYS_VARIABLE))
     check_exposure(host, keys, insecure=insecure)
-    settings = ServeSettings(
-        device=device,
-        precision=dtype,
-        engine=engine,
-        lora=tuple(lora or ()),
-        max_batch=max_batch,
-        max_wait_ms=max_wait_ms,
-        max_pending_requests=max_pending_requests,
-        max_pending_cost=max_pending_cost,
-        key_share=key_share,
-        deadline=deadline,
-        drain_delay_s=drain_delay,
-        io_timeout_s=io_timeout,
-        header_timeout_s=header_timeout,
-        keep_alive_s=keep_alive,
-        max_connections=max_connections,
-        max_header_bytes=max_header_bytes,
-        max_headers=max_headers,
-        max_body_bytes=max_body_bytes,
-        threads=threads,
-    )
     models = model or _installed()
     tls = app.tls_options(ssl_certfile, ssl_keyfile)
     if ray:
