@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from arpg.errors import InputError
 from arpg.model.condition import class_condition
 from arpg.storage import RemotePath, as_path, fetch, list_files
 from arpg.train.distributed import World, init_distributed, mean_over_ranks, parallelize, shutdown_distributed
-from arpg.train.snapshot import MANIFEST, RemoteSnapshots, Snapshots
+from arpg.train.snapshot import MANIFEST, Snapshots
 from support.paths import ROOT
 from support.small import SMALL, small_model
 
@@ -214,7 +215,7 @@ def damage(folder, how):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("missing", "__0_0.distcp: No such file"),
+        ("missing", "__0_0.distcp is missing"),
         ("truncated", "__0_0.distcp has"),
         ("changed", "__0_0.distcp has changed"),
         ("manifest", "manifest.json is not a manifest"),
@@ -253,11 +254,11 @@ def test_all_damaged(world, tmp_path):
 )
 def test_a_damaged_remote_snapshot_is_passed_over(world, bucket, caplog, how, said):
     store = as_path(f"{bucket}/snapshots")
-    saved = RemoteSnapshots(store, world, keep=2)
+    saved = Snapshots(store, world, keep=2)
     for step in (1, 2):
         saved.save(step, example(step), wait=True)
     damage(store / "step-00000002", how)
-    state, again = example(), RemoteSnapshots(store, world, keep=1)
+    state, again = example(), Snapshots(store, world, keep=1)
     with caplog.at_level(logging.WARNING, logger="arpg"):
         assert again.load(state) == 1
     assert same(state, 1)
@@ -274,7 +275,7 @@ def test_a_damaged_remote_snapshot_is_passed_over(world, bucket, caplog, how, sa
 def test_a_store_that_fails_during_an_upload(world, bucket, monkeypatch, faults, file):
     """The last good snapshot stays the newest, and what was uploaded of the other is removed later."""
     store = as_path(f"{bucket}/snapshots")
-    saved = RemoteSnapshots(store, world)
+    saved = Snapshots(store, world)
     saved.save(1, example(1), wait=True)
     upload = RemotePath.upload
 
@@ -291,7 +292,7 @@ def test_a_store_that_fails_during_an_upload(world, bucket, monkeypatch, faults,
     faults.errors = 0
     saved._flight = None
     assert saved.steps() == [1]
-    again, state = RemoteSnapshots(store, world), example()
+    again, state = Snapshots(store, world), example()
     assert {name.partition("/")[0] for name in list_files(store)} == {"step-00000001"}
     assert again.load(state) == 1
     assert same(state, 1)
@@ -304,7 +305,7 @@ def test_a_store_that_fails_during_an_upload(world, bucket, monkeypatch, faults,
 def test_a_store_that_fails_during_a_download(world, bucket, monkeypatch, faults):
     """A snapshot that cannot be reached is not a damaged one: an older one must not take its place."""
     store = as_path(f"{bucket}/snapshots")
-    saved = RemoteSnapshots(store, world)
+    saved = Snapshots(store, world)
     for step in (1, 2):
         saved.save(step, example(step), wait=True)
 
@@ -313,7 +314,7 @@ def test_a_store_that_fails_during_a_download(world, bucket, monkeypatch, faults
             faults.errors = 10**6
         return fetch(path)
 
-    again, state = RemoteSnapshots(store, world), example()
+    again, state = Snapshots(store, world), example()
     with monkeypatch.context() as patch:
         patch.setattr("arpg.train.snapshot.fetch", fails)
         with pytest.raises(InputError, match=r"step-00000002/__0_0\.distcp cannot be reached"):
@@ -325,9 +326,11 @@ def test_a_store_that_fails_during_a_download(world, bucket, monkeypatch, faults
 
 def test_what_a_crash_leaves(world, tmp_path):
     Snapshots(tmp_path, world).save(1, example(1), wait=True)
-    (tmp_path / "step-00000002.partial").mkdir()
-    (tmp_path / "step-00000002.partial" / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.replaced")  # killed between two renames
+    saved = tmp_path / "step-00000001"
+    for step, left in ((2, ("__0_0.distcp",)), (3, ("__0_0.distcp", ".metadata"))):  # killed before the manifest
+        (tmp_path / f"step-{step:08d}").mkdir()
+        for name in left:
+            shutil.copyfile(saved / name, tmp_path / f"step-{step:08d}" / name)
     again, state = Snapshots(tmp_path, world), example()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert again.load(state) == 1

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -36,7 +35,7 @@ from arpg.train.distributed import World, init_distributed, mean_over_ranks, shu
 from arpg.train.optim import EMA, learning_rate
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe
 from arpg.train.report import Report
-from arpg.train.snapshot import RemoteSnapshots, Snapshots
+from arpg.train.snapshot import Snapshots
 
 _NEVER = 2**62
 _LOSS = "validation loss"  # the metric that ends a run early
@@ -77,8 +76,7 @@ class Training(ABC):
     @cached_property
     def snapshots(self) -> Snapshots:
         """The snapshots of this run; the first access is a collective call."""
-        kind = Snapshots if isinstance(self.folder, Path) else RemoteSnapshots
-        return kind(self.folder / "snapshots", self.world, keep=self.recipe.run.keep)
+        return Snapshots(self.folder / "snapshots", self.world, keep=self.recipe.run.keep)
 
     @abstractmethod
     def step(self, step: int) -> dict[str, Tensor]:
