@@ -382,48 +382,16 @@ def _folded(name: str, weight: Tensor, gamma: Tensor | None, beta: Tensor, mean:
 
 
 def _pytorch_fid_names() -> dict[str, str]:
-    stem = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
-    names = {theirs: f"conv_{i}" if i else "conv" for i, theirs in enumerate(stem)}
-    small = {
-        "branch1x1": "conv",
-        "branch5x5_1": "tower.conv",
-        "branch5x5_2": "tower.conv_1",
-        "branch3x3dbl_1": "tower_1.conv",
-        "branch3x3dbl_2": "tower_1.conv_1",
-        "branch3x3dbl_3": "tower_1.conv_2",
-        "branch_pool": "tower_2.conv",
-    }
-    first = {
-        "branch3x3": "conv",
-        "branch3x3dbl_1": "tower.conv",
-        "branch3x3dbl_2": "tower.conv_1",
-        "branch3x3dbl_3": "tower.conv_2",
-    }
-    middle = {
-        "branch1x1": "conv",
-        **{f"branch7x7_{i + 1}": f"tower.conv_{i}" if i else "tower.conv" for i in range(3)},
-        **{f"branch7x7dbl_{i + 1}": f"tower_1.conv_{i}" if i else "tower_1.conv" for i in range(5)},
-        "branch_pool": "tower_2.conv",
-    }
-    second = {
-        "branch3x3_1": "tower.conv",
-        "branch3x3_2": "tower.conv_1",
-        **{f"branch7x7x3_{i + 1}": f"tower_1.conv_{i}" if i else "tower_1.conv" for i in range(4)},
-    }
-    last = {
-        "branch1x1": "conv",
-        "branch3x3_1": "tower_conv",
-        "branch3x3_2a": "tower_mixed_conv",
-        "branch3x3_2b": "tower_mixed_conv_1",
-        "branch3x3dbl_1": "tower_1_conv",
-        "branch3x3dbl_2": "tower_1_conv_1",
-        "branch3x3dbl_3a": "tower_1_mixed_conv",
-        "branch3x3dbl_3b": "tower_1_mixed_conv_1",
-        "branch_pool": "tower_2_conv",
-    }
-    blocks = ("5b", "5c", "5d", "6a", "6b", "6c", "6d", "6e", "7a", "7b", "7c")
-    kinds = (small, small, small, first, middle, middle, middle, middle, second, last, last)
-    for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
-        ours = f"mixed_{i}" if i else "mixed"
-        names |= {f"Mixed_{block}.{theirs}": f"{ours}.{inner}" for theirs, inner in kind.items()}
-    return names
+    """Return our name of each convolution of torchvision's, which are listed in the order of our network."""
+    small = ("1x1", "5x5_1", "5x5_2", "3x3dbl_1", "3x3dbl_2", "3x3dbl_3", "_pool")
+    first = ("3x3", "3x3dbl_1", "3x3dbl_2", "3x3dbl_3")
+    middle = ("1x1", *(f"7x7_{i}" for i in (1, 2, 3)), *(f"7x7dbl_{i}" for i in (1, 2, 3, 4, 5)), "_pool")
+    second = ("3x3_1", "3x3_2", *(f"7x7x3_{i}" for i in (1, 2, 3, 4)))
+    last = ("1x1", *(f"3x3_{i}" for i in ("1", "2a", "2b")), *(f"3x3dbl_{i}" for i in ("1", "2", "3a", "3b")), "_pool")
+    blocks = {"5b": small, "5c": small, "5d": small, "6a": first, "6b": middle, "6c": middle, "6d": middle}
+    blocks |= {"6e": middle, "7a": second, "7b": last, "7c": last}
+    theirs = ["Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3"]
+    theirs += [f"Mixed_{block}.branch{branch}" for block, branches in blocks.items() for branch in branches]
+    with meta_device():
+        ours = [name for name, module in InceptionNetwork(logits=False).named_modules() if isinstance(module, Conv)]
+    return dict(zip(theirs, ours, strict=True))
