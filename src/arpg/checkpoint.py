@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
-KEYS = {"format", "model", "tokenizer", "tokenizer_of", "base", "sampling", "license", "about", "examples"}
 MODEL, TOKENIZER, CLASSES = "model.safetensors", "tokenizer.safetensors", "classes.txt"
 INDEX = "model_index.json"
 DIFFUSERS_INDEX = {
@@ -57,12 +56,12 @@ class FolderConfig:
     model: ModelConfig | None = None
     tokenizer: TokenizerConfig | None = None
     sampling: SamplingDefaults | None = None
-    license: str = "unknown"
-    classes: ClassNames | None = None
     tokenizer_of: str | None = None  # an installed model
     base: str | None = None  # an installed model, where the stored weights are differences from its weights
+    license: str = "unknown"
     about: str = ""  # what the model knows, in a sentence or two
     examples: tuple[str, ...] = ()  # classes or prompts to try
+    classes: ClassNames | None = None  # of classes.txt
 
 
 def read_folder(folder: AnyPath) -> FolderConfig:
@@ -70,46 +69,19 @@ def read_folder(folder: AnyPath) -> FolderConfig:
     path = folder / CONFIG
     require(path.is_file(), f"{folder} is not a model folder: it has no {CONFIG}")
     data = read_json(path)
-    require(isinstance(data, dict) and data.get("format") == FORMAT, f'{path} does not say "format": "{FORMAT}"')
-    unknown = sorted(set(data) - KEYS)
-    require(not unknown, f"{path}: unknown key {', '.join(unknown)}")
-    about, examples = data.get("about", ""), data.get("examples", [])
-    require(isinstance(about, str), f"{path}: about is {about!r}; expected a text")
-    require(
-        isinstance(examples, list) and all(isinstance(each, str) for each in examples),
-        f"{path}: examples is {examples!r}; expected a list of classes or prompts",
-    )
-
-    for name in ("tokenizer_of", "base"):
-        if name in data:
-            require(isinstance(data[name], str), f"{path}: {name} is {data[name]!r}; expected the name of a model")
-    require(
-        not {"tokenizer", "tokenizer_of"} <= set(data), f"{path} has a tokenizer and shares one; take one of them out"
-    )
-
-    def section(name: str, cls: type[Any]) -> Any:
-        return from_dict(cls, data[name], where=f"{path}: {name}") if name in data else None
-
-    model: ModelConfig | None = section("model", ModelConfig)
-    classes = None
-    if model is not None and model.text is None:
-        names = folder / CLASSES
-        if names.is_file():
-            text = names.read_text(encoding="utf-8")
-            classes = parse_classes(text, where=str(names), num_classes=model.num_classes)
-        else:
-            classes = numbered_classes(model.num_classes)
-    return FolderConfig(
-        model=model,
-        tokenizer=section("tokenizer", TokenizerConfig),
-        sampling=section("sampling", SamplingDefaults),
-        license=str(data.get("license", "unknown")),
-        classes=classes,
-        tokenizer_of=data.get("tokenizer_of"),
-        base=data.get("base"),
-        about=about,
-        examples=tuple(examples),
-    )
+    good = isinstance(data, dict) and data.pop("format", None) == FORMAT
+    require(good, f'{path} does not say "format": "{FORMAT}"')
+    require("classes" not in data, f"{path}: unknown key classes; their names are in {CLASSES}")
+    config = from_dict(FolderConfig, data, where=str(path))
+    both = config.tokenizer is not None and config.tokenizer_of is not None
+    require(not both, f"{path} has a tokenizer and shares one; take one of them out")
+    if config.model is None or config.model.text is not None:
+        return config
+    names, num_classes = folder / CLASSES, config.model.num_classes
+    if not names.is_file():
+        return replace(config, classes=numbered_classes(num_classes))
+    text = names.read_text(encoding="utf-8")
+    return replace(config, classes=parse_classes(text, where=str(names), num_classes=num_classes))
 
 
 def write_folder(
@@ -138,11 +110,8 @@ def write_folder(
     if config.classes is not None:
         text = "\n".join(config.classes.lines) + "\n"
         writes[folder / CLASSES] = lambda path: path.write_text(text, encoding="utf-8")
-    sections = {name: getattr(config, name) for name in ("model", "tokenizer", "sampling")}
-    data = {"format": FORMAT, **{name: to_dict(part) for name, part in sections.items() if part is not None}}
-    data |= {name: getattr(config, name) for name in ("tokenizer_of", "base") if getattr(config, name) is not None}
-    data["license"] = config.license
-    data |= {name: getattr(config, name) for name in ("about", "examples") if getattr(config, name)}
+    described = to_dict(replace(config, classes=None))
+    data = {"format": FORMAT, **{name: value for name, value in described.items() if value not in (None, "", ())}}
     if config.model is not None:
         index = json.dumps(DIFFUSERS_INDEX, indent=1) + "\n"
         writes[folder / INDEX] = lambda path: path.write_text(index, encoding="utf-8")
