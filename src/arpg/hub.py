@@ -39,34 +39,22 @@ class Source:
     file: str
 
 
+TOKENIZER_SOURCE = Source("FoundationVision/LlamaGen", "vq_ds16_c2i.pt")  # of all published models
+LICENSE = "MIT (weights by the authors of ARPG, hp-l33/ARPG; tokenizer by those of LlamaGen)"
+
+
 @dataclass(frozen=True)
 class Published:
-    """A published model: where its files are and which configuration they must have."""
+    """A published model: where its weights are, and which configuration they and the tokenizer must have."""
 
-    model_source: Source
-    tokenizer_source: Source
+    source: Source
     model: ModelConfig
-    tokenizer: TokenizerConfig
     sampling: SamplingDefaults
-    license: str
+    tokenizer: TokenizerConfig = TOKENIZERS["vq-16"]
 
 
-def _published(name: str, file: str) -> Published:
-    return Published(
-        model_source=Source("hp-l33/ARPG", file),
-        tokenizer_source=Source("FoundationVision/LlamaGen", "vq_ds16_c2i.pt"),
-        model=MODELS[name],
-        tokenizer=TOKENIZERS["vq-16"],
-        sampling=SAMPLING[name],
-        license="MIT (weights by the authors of ARPG, hp-l33/ARPG; tokenizer by those of LlamaGen)",
-    )
-
-
-PUBLISHED = {
-    "arpg-l": _published("arpg-l", "arpg_300m.pt"),
-    "arpg-xl": _published("arpg-xl", "arpg_700m.pt"),
-    "arpg-xxl": _published("arpg-xxl", "arpg_1b.pt"),
-}
+FILES = {"arpg-l": "arpg_300m.pt", "arpg-xl": "arpg_700m.pt", "arpg-xxl": "arpg_1b.pt"}
+PUBLISHED = {name: Published(Source("hp-l33/ARPG", file), MODELS[name], SAMPLING[name]) for name, file in FILES.items()}
 
 
 def resolve(name: str | AnyPath) -> AnyPath:
@@ -108,8 +96,7 @@ def pull(name: str, *, force: bool = False, lock: Path | None = None) -> Path:
     pins = Pins.read(lock)
     if not force and (folder / CONFIG).is_file() and pins.agree_with(folder / SOURCES):
         return folder
-    model_file = _fetch(name, published, published.model_source, pins)
-    tokenizer_file = _fetch(name, published, published.tokenizer_source, pins)
+    model_file, tokenizer_file = (_fetch(name, source, pins) for source in (published.source, TOKENIZER_SOURCE))
     log.info("converting %s", name)
     model_config, model = model_from_published(
         read_published(model_file), where=str(model_file), num_heads=published.model.num_heads
@@ -124,7 +111,7 @@ def pull(name: str, *, force: bool = False, lock: Path | None = None) -> Path:
         model=model_config,
         tokenizer=tokenizer_config,
         sampling=published.sampling,
-        license=published.license,
+        license=LICENSE,
         classes=imagenet_classes() if model_config.num_classes == 1000 else None,
     )
     write_folder(folder, config, model=model, tokenizer=tokenizer)
@@ -133,7 +120,7 @@ def pull(name: str, *, force: bool = False, lock: Path | None = None) -> Path:
     return folder
 
 
-def _fetch(name: str, published: Published, source: Source, pins: Pins) -> Path:
+def _fetch(name: str, source: Source, pins: Pins) -> Path:
     """Return a file that the user put into the downloads folder, or else fetch it from the hub."""
     by_hand = home() / "downloads" / source.file
     if by_hand.is_file():
@@ -146,7 +133,7 @@ def _fetch(name: str, published: Published, source: Source, pins: Pins) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        both = (published.model_source, published.tokenizer_source)
+        both = (PUBLISHED[name].source, TOKENIZER_SOURCE)
         files = " and ".join(f"{s.file} (huggingface.co/{s.repo})" for s in both)
         raise InputError(
             f"{source.file} could not be fetched ({first_line(error)}); get {files}, put them into "

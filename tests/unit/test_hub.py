@@ -88,17 +88,13 @@ def small_l(tmp_path, monkeypatch):
 
 
 def test_the_table_names_the_published_files():
-    assert {name: entry.model_source.file for name, entry in hub.PUBLISHED.items()} == {
+    assert {name: entry.source.file for name, entry in hub.PUBLISHED.items()} == {
         "arpg-l": "arpg_300m.pt",
         "arpg-xl": "arpg_700m.pt",
         "arpg-xxl": "arpg_1b.pt",
     }
-    for entry in hub.PUBLISHED.values():
-        assert entry.model_source.repo == "hp-l33/ARPG"
-        assert (entry.tokenizer_source.repo, entry.tokenizer_source.file) == (
-            "FoundationVision/LlamaGen",
-            "vq_ds16_c2i.pt",
-        )
+    assert {entry.source.repo for entry in hub.PUBLISHED.values()} == {"hp-l33/ARPG"}
+    assert hub.Source("FoundationVision/LlamaGen", "vq_ds16_c2i.pt") == hub.TOKENIZER_SOURCE
     defaults = {name: entry.sampling.settings().guidance for name, entry in hub.PUBLISHED.items()}
     assert defaults == {"arpg-l": 5.4, "arpg-xl": 6.6, "arpg-xxl": 6.5}
 
