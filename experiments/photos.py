@@ -60,6 +60,9 @@ PHOTO_SETS = {
 }
 
 
+GARDEN = PHOTO_SETS["garden"]
+
+
 def photo_set(name: str) -> PhotoSet:
     """Return a set by its name."""
     require(name in PHOTO_SETS, f"photo set is {name!r}; expected one of {', '.join(PHOTO_SETS)}")

@@ -7,16 +7,18 @@ starts from the weights that came back in 8 bits (`init_from`).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import logging
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from arpg.checkpoint import store_folder
+from arpg.device import choose_device
 from arpg.errors import require
 from arpg.files import write_whole
 from arpg.train.loop import TrainingStoppedError
@@ -53,6 +55,49 @@ def run_stages(
         log.info("done")
     if target is not None:
         write_pieces(results, target, leave_out=leave_out)
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, stages: Sequence[str], recipe: str) -> None:
+    """Add the options of a `StagedRun`; `recipe` is the default of --recipe."""
+    parser.add_argument("--stages", nargs="*", default=list(stages), choices=stages)
+    parser.add_argument("--recipe", type=Path, default=Path(recipe))
+    parser.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
+    parser.add_argument("--work", type=Path, required=True, help="Data, snapshots, images; kept between calls.")
+    parser.add_argument("--out", type=Path, required=True, help="The results: model, scorers, numbers, sheets.")
+    parser.add_argument("--pieces", type=Path, help="Also write the results here, as pieces of 15 MB of one zip.")
+    parser.add_argument("--minutes", type=float, default=9.0, help="Time of this call.")
+    parser.add_argument("--device", default="auto")
+
+
+class StagedRun:
+    """One call of a run that makes a model: its stages that are not finished, until its time is over.
+
+    A stage is a method of that name, with _ for -, which returns whether it is finished.
+    """
+
+    stages: tuple[str, ...]
+    seconds: Mapping[str, float]  # on a GPU, of stages that cannot be interrupted
+    recipe: ModelRecipe
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.work, self.results = options, options.work, options.out
+        self.deadline = time.monotonic() + 60 * options.minutes
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.device = choose_device(options.device)
+
+    def run(self) -> None:
+        """Run the stages of `--stages`."""
+        stages = {name: getattr(self, name.replace("-", "_")) for name in self.stages if name in self.options.stages}
+        run_stages(stages, self.deadline, self.results, self.options.pieces)
+
+    def too_late(self, stage: str) -> bool:
+        """Return whether a stage that cannot be interrupted would end after the deadline."""
+        return time.monotonic() + self.seconds[stage] > self.deadline
+
+    def train(self) -> bool:
+        """Train the model, or resume its training."""
+        return train_until(self.deadline, self.recipe, self.work / "train", self.results, device=self.options.device)
 
 
 def train_until(

@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from arpg.data.crops import center_crops
 from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
-from arpg.device import choose_device, usable_cpus
+from arpg.device import usable_cpus
 from arpg.evaluation.classifier import Classifier
 from arpg.hub import resolve
 from arpg.image import save, sheet
@@ -36,18 +35,16 @@ from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
 from experiments.garden.control_score import SCENE_SEED, EdgeScorers, control_report, image_side
 from experiments.garden.depth_net import DepthNet, compose_depth_scenes, train_and_save
-from experiments.garden.photos import SIZE, open_photos
 from experiments.garden.scene_sets import Sets, compose_tokens
-from experiments.photos import class_ids, load_or_train_classifier
-from experiments.staged_run import run_stages, train_until
+from experiments.photos import GARDEN, class_ids, load_or_train_classifier
+from experiments.staged_run import StagedRun, add_run_options
 
 log = logging.getLogger("garden")
+SIZE = GARDEN.size
 FORMS = ("int6", "int4")  # the first is the bundled one
 EDGE_WEIGHT = 4  # how much more often training samples photographs with edges than scenes with depth
 TRAINING_SCENES = 5000  # among which the nearest is looked for, as `evaluate-control` does
 STAGES = ("compose", "depth-net", "tokenize", "classifier", "train", "finish", "score")
-# Seconds on a GPU, of stages that cannot be interrupted.
-SECONDS = {"depth-net": 120.0, "classifier": 90.0, "finish": 60.0, "score": 180.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,12 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="experiments.garden control-model", description=__doc__, formatter_class=formatter
     )
     run.add_argument("--data", type=Path, default=Path("data"), help="fruits.zip, flowers.zip and emoji.zip.")
-    run.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
-    run.add_argument("--recipe", type=Path, default=Path("recipes/garden-control.toml"))
-    run.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
-    run.add_argument("--work", type=Path, required=True, help="Tokens and snapshots; kept between calls.")
-    run.add_argument("--out", type=Path, required=True, help="The results: model, numbers, sheets.")
-    run.add_argument("--pieces", type=Path, help="Also write the results here, as pieces of 15 MB of one zip.")
+    add_run_options(run, stages=STAGES, recipe="recipes/garden-control.toml")
     run.add_argument("--scenes", type=int, default=100_000)
     run.add_argument("--one-crop", action="store_true", help="One view of each photograph, not ten (a trial run).")
     run.add_argument("--depth-scenes", type=int, default=30_000, help="Training scenes of the depth network.")
@@ -70,33 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--classifier-steps", type=int, default=2500)
     run.add_argument("--num", type=int, default=500, help="Test images, and test scenes, of the score.")
     run.add_argument("--shown", type=int, default=24, help="Condition images on each sheet.")
-    run.add_argument("--minutes", type=float, default=9.0, help="Time of this call.")
-    run.add_argument("--device", default="auto")
     ControlRun(run.parse_args(arguments)).run()
 
 
-class ControlRun:
-    """One call: runs the stages that are not finished, until its time is over."""
+class ControlRun(StagedRun):
+    """One call of the making of garden-control."""
+
+    stages = STAGES
+    seconds: ClassVar = {"depth-net": 120.0, "classifier": 90.0, "finish": 60.0, "score": 180.0}
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.work, self.results = options, options.work, options.out
-        self.deadline = time.monotonic() + 60 * options.minutes
-        self.work.mkdir(parents=True, exist_ok=True)
-        self.results.mkdir(parents=True, exist_ok=True)
-        self.device = choose_device(options.device)
+        super().__init__(options)
         self.processes = len(usable_cpus())
         folders = {split: [str(self.work / kind / split) for kind in ("canny", "depth")] for split in ("train", "test")}
         train = [folders["train"][0]] * EDGE_WEIGHT + folders["train"][1:]
         own = [f"data.train={json.dumps(train)}", f"data.validation={json.dumps(folders['test'])}"]
         self.recipe = read_recipe(options.recipe, ModelRecipe, [*own, *options.set])
         self.test = folders["test"]
-
-    def run(self) -> None:
-        stages = {name: getattr(self, name.replace("-", "_")) for name in STAGES if name in self.options.stages}
-        run_stages(stages, self.deadline, self.results, self.options.pieces)
-
-    def too_late(self, stage: str) -> bool:
-        return time.monotonic() + SECONDS[stage] > self.deadline
 
     def sets(self, split: str) -> Sets:
         """Return the sets that scenes are composed of."""
@@ -109,7 +91,7 @@ class ControlRun:
         """Encode ten views of each training photograph and one of each test photograph, with the edges of each view."""
         tokenizer = self._tokenizer()
         for split in ("train", "test"):
-            images = open_photos(self.options.data, split)
+            images = GARDEN.open(self.options.data, split)
             ten = split == "train" and not self.options.one_crop
             folder = self.work / "canny" / split
             tokenize(
@@ -166,7 +148,7 @@ class ControlRun:
                 return False
             names = read_folder(resolve("garden")).classes
             assert names is not None
-            train, test = (open_photos(self.options.data, split) for split in ("train", "test"))
+            train, test = (GARDEN.open(self.options.data, split) for split in ("train", "test"))
             load_or_train_classifier(
                 folder,
                 lambda: (center_crops(train, SIZE), class_ids(train, names)),
@@ -199,8 +181,8 @@ class ControlRun:
             self.work / "score",
             settings={},
             num=num,
-            images=open_photos(self.options.data, "test"),
-            training=open_photos(self.options.data, "train"),
+            images=GARDEN.open(self.options.data, "test"),
+            training=GARDEN.open(self.options.data, "train"),
             scorers=EdgeScorers(Classifier.load(self.results / "classifier", device=self.device)),
             base=base,
             net=DepthNet.load(self.results / "depth-net", device=self.device),
@@ -210,10 +192,6 @@ class ControlRun:
         )
         path.write_text(json.dumps({"images": num} | report, indent=1) + "\n")
         return True
-
-    def train(self) -> bool:
-        folder = self.work / "train"
-        return train_until(self.deadline, self.recipe, folder, self.results, device=self.options.device)
 
     def finish(self) -> bool:
         """Store the model in every form, and measure size and loss of each. The first form is kept."""

@@ -15,11 +15,10 @@ import argparse
 import io
 import json
 import logging
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import safetensors.torch
@@ -44,12 +43,11 @@ from experiments.garden.geneval import TASKS, GenEvalPrompt, ceiling, generate, 
 from experiments.garden.objects import KINDS
 from experiments.garden.scene_sets import compose_tokens
 from experiments.garden.scene_spec import caption, sample_spec
-from experiments.staged_run import run_stages, train_until
+from experiments.staged_run import StagedRun, add_run_options
 
 log = logging.getLogger("garden")
 WORDS = "embeddings.word_embeddings.weight"
 STAGES = ("compose", "embed", "detector", "train", "score")
-SECONDS = {"detector": 150.0, "score": 120.0}  # on a GPU, of stages that cannot be interrupted
 SPECIAL = 1000  # MiniLM's first ids: padding, special and unused tokens
 SHOWN = (
     "a strawberry to the left of a green apple",
@@ -83,19 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pack.add_argument("--out", type=Path, required=True)
     run = verbs.add_parser("run")
     run.add_argument("--parts", type=Path, required=True)
-    run.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES)
-    run.add_argument("--recipe", type=Path, default=Path("recipes/garden-text.toml"))
-    run.add_argument("--set", action="append", default=[], help="Override a value of the recipe.")
-    run.add_argument("--work", type=Path, required=True, help="Scenes, snapshots, images; kept between calls.")
-    run.add_argument("--out", type=Path, required=True, help="The results: model, detector, numbers, sheets.")
-    run.add_argument("--pieces", type=Path, help="Also write the results here, as pieces of 15 MB of one zip.")
+    add_run_options(run, stages=STAGES, recipe="recipes/garden-text.toml")
     run.add_argument("--scenes", type=int, default=320_000)
     run.add_argument("--detector-scenes", type=int, default=60_000)
     run.add_argument("--detector-steps", type=int, default=5000)
     run.add_argument("--per-task", type=int, default=60)
     run.add_argument("--guidance", type=float, nargs="*", default=[2.0, 3.0, 4.0, 6.0])
-    run.add_argument("--minutes", type=float, default=9.0, help="Time of this call.")
-    run.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
     if options.verb == "pack":
         make_parts(options.data, options.out, options.captions)
@@ -147,21 +138,19 @@ def _small_minilm(folder: Path, extra: tuple[str, ...], num_captions: int) -> by
     return safetensors.torch.save({**state, WORDS: few})
 
 
-class TextRun:
-    """One call: runs the stages that are not finished, until its time is over."""
+class TextRun(StagedRun):
+    """One call of the making of garden-text."""
+
+    stages = STAGES
+    seconds: ClassVar = {"detector": 150.0, "score": 120.0}
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.work, self.results = options, options.work, options.out
-        self.deadline = time.monotonic() + 60 * options.minutes
-        self.work.mkdir(parents=True, exist_ok=True)
-        self.results.mkdir(parents=True, exist_ok=True)
+        super().__init__(options)
         if not (self.work / "parts" / "minilm").exists():
             with zipfile.ZipFile(options.parts) as parts:
                 parts.extractall(self.work / "parts")
         here = self.work / "parts"
         self.sets = {split: (f"{here}/fruits/{split}", f"{here}/emoji") for split in ("train", "test")}
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(found if options.device == "auto" else options.device)
         scenes = self.work / "scenes"
         own = [f"data.train={scenes}/train", f"data.validation={scenes}/test"]
         self.recipe = read_recipe(options.recipe, ModelRecipe, [*own, *options.set])
@@ -169,10 +158,6 @@ class TextRun:
         self.text: TextConfig = self.recipe.model.text
         self.detector_folder = self.results / "detector"
         self.processes = 0 if options.scenes < 2000 else len(usable_cpus())
-
-    def run(self) -> None:
-        stages = {name: getattr(self, name) for name in STAGES if name in self.options.stages}
-        run_stages(stages, self.deadline, self.results, self.options.pieces)
 
     def compose(self) -> bool:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
@@ -193,7 +178,7 @@ class TextRun:
     def detector(self) -> bool:
         if (self.detector_folder / "detector.json").exists():
             return True
-        if time.monotonic() + SECONDS["detector"] > self.deadline:
+        if self.too_late("detector"):
             return False
         train_and_save(
             self.sets["train"],
@@ -208,14 +193,11 @@ class TextRun:
         )
         return True
 
-    def train(self) -> bool:
-        return train_until(self.deadline, self.recipe, self.work / "train", self.results, device=self.options.device)
-
     def score(self) -> bool:
         """Score the model in half precision, as it is bundled, at several guidance scales, and the ceiling."""
         if (self.results / "uncurated.png").exists():
             return True
-        if time.monotonic() + SECONDS["score"] > self.deadline:
+        if self.too_late("score"):
             return False
         folder = self.results / "garden-text"
         made = self.work / "train" / "model"

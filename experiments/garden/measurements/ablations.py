@@ -53,8 +53,7 @@ from arpg.image import Pixels, to_images
 from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
 from arpg.tasks import label_condition
 from experiments.garden.control_score import image_side
-from experiments.garden.photos import open_photos
-from experiments.photos import evenly_spaced, load_or_train_classifier, read_photos, reconstruct
+from experiments.photos import GARDEN, evenly_spaced, load_or_train_classifier, read_photos, reconstruct
 from experiments.scorer_training import accuracy
 
 log = logging.getLogger("garden")
@@ -247,7 +246,7 @@ def order_bits(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     pipe = Pipeline.from_pretrained(options.model)
-    pixels, labels = read_photos(open_photos(options.data, "test"), options.num, size=image_side(pipe))
+    pixels, labels = read_photos(GARDEN.open(options.data, "test"), options.num, size=image_side(pipe))
     with torch.no_grad():
         ids_BN = torch.cat(
             [
@@ -411,8 +410,8 @@ def measure_quality(pipe: Pipeline, options: argparse.Namespace, *, deadline: fl
         time.sleep(LOOK_AGAIN)
     device, size = pipe.model.device, image_side(pipe)
     inception = Inception.load(options.inception, device=device)
-    train, train_labels = read_photos(open_photos(options.data, "train"), options.limit, size=size)
-    test, test_labels = read_photos(open_photos(options.data, "test"), options.limit, size=size)
+    train, train_labels = read_photos(GARDEN.open(options.data, "train"), options.limit, size=size)
+    test, test_labels = read_photos(GARDEN.open(options.data, "test"), options.limit, size=size)
     log.info("%d training and %d test images", len(train), len(test))
     folder = options.classifier or options.work / f"classifier-{len(train)}"
     num_classes = len(pipe.classes)

@@ -28,7 +28,7 @@ from arpg.evaluation.metric_report import evaluate
 from arpg.files import write_json, write_text
 from arpg.image import Pixels, adm_crop
 from arpg.tables import fill_page, markdown_table
-from experiments.garden.photos import SIZE, open_photos
+from experiments.photos import GARDEN
 
 ROOT = Path(__file__).parents[3]
 RESULT = Path(__file__).parent.parent / "results" / "metric-truths.json"
@@ -104,7 +104,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _reader(images: ImageSet) -> Callable[[Sequence[int]], Pixels]:
-    return lambda chosen: np.stack([np.asarray(adm_crop(images.read(i), SIZE)) for i in chosen])
+    return lambda chosen: np.stack([np.asarray(adm_crop(images.read(i), GARDEN.size)) for i in chosen])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="Only fill the table of docs/guides/evaluate.md.")
     options = parser.parse_args(arguments)
     if not options.write:
-        images = open_photos(options.data, "train")
+        images = GARDEN.open(options.data, "train")
         inception = Inception.load(options.inception, device=options.device)
         began, lines = time.monotonic(), []
         for line in measure(inception, _reader(images), np.asarray(images.labels)):
