@@ -418,7 +418,7 @@ def test_strategies_and_devices_are_checked(world):
         Run("none", World(0, 2, torch.device("cpu")))
     shutdown_distributed()
     for name in ("tpu9", "meta"):
-        with pytest.raises(InputError, match=f"device '{name}'"):
+        with pytest.raises(InputError, match=f"device is '{name}'"):
             init_distributed(name)
     shutdown_distributed()
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from arpg.errors import InputError, require
+from arpg.device import choose_device
+from arpg.errors import require
 from arpg.train.recipe import PARALLEL
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
@@ -107,17 +108,14 @@ def mean_over_ranks(value: Tensor, world: World) -> Tensor:
 
 
 def _device(name: str, *, local_rank: int) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device {name!r} does not exist; expected auto, cpu or cuda") from None
-    require(device.type in ("cpu", "cuda"), f"device {name!r} cannot train; expected auto, cpu or cuda")
-    if device.type == "cpu":
+    """Return the device of this process: of several GPUs, that of its rank on the machine."""
+    device = choose_device(name)
+    require(device.type != "mps", f"device is {name!r}, which cannot train; expected auto, cpu or cuda")
+    if device.type == "cpu" or device.index is not None:
         return device
-    require(torch.cuda.is_available(), f"device {name!r}: no CUDA device is available; use cpu")
-    index = local_rank if device.index is None else device.index
     count = torch.cuda.device_count()
-    require(index < count, f"device cuda:{index} does not exist: there are {count}; start fewer processes per machine")
-    return torch.device("cuda", index)
+    require(
+        local_rank < count,
+        f"device cuda:{local_rank} does not exist: there are {count}; start fewer processes per machine",
+    )
+    return torch.device("cuda", local_rank)
