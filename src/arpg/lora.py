@@ -115,10 +115,9 @@ def add_adapters(model: ARPG, config: AdapterConfig, class_ids: Sequence[int] = 
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for path in target_layers(model, config.targets):
-        parent, _, name = path.rpartition(".")
         layer = model.get_submodule(path)
         assert isinstance(layer, nn.Linear)
-        setattr(model.get_submodule(parent), name, LoraLinear(layer, config, generator))
+        _replace(model, path, LoraLinear(layer, config, generator))
     if class_ids:
         first = model.config.first_class_id
         model.embedding = ClassRows(model.embedding, [first + i for i in class_ids])  # type: ignore[assignment]
