@@ -349,11 +349,8 @@ def test_two_sources_are_each_walked_pass_by_pass(photos, tmp_path):
         assert all(sorted(seen[k : k + n]) == list(range(n)) for k in range(0, len(seen) - n + 1, n))
 
 
-def test_progress_and_center_crops(photos):
+def test_center_crops(photos):
     images = open_images(photos)
-    seen = []
-    stream([(images, 1.0)], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(i + 1, 9) for i in range(9)]
     expected = np.stack([np.array(adm_crop(images.read(i), 20)) for i in range(9)])
     np.testing.assert_array_equal(center_crops(images, 20), expected)
     np.testing.assert_array_equal(center_crops(images, 20, limit=4), expected[:4])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -31,7 +31,6 @@ CYCLE = 4096
 PREFETCH = 2  # batches that are loaded ahead when the images do not fit into memory
 
 Pixels = NDArray[np.uint8]
-Progress = Callable[[int, int], None]
 
 # What a hash is for; each purpose has its own stream of numbers.
 _CYCLE, _PASS, _TOP, _LEFT, _MIRROR, _ZOOM = range(6)
@@ -63,7 +62,6 @@ class CropStream:
         scale: tuple[float, float] = (1.0, 1.0),
         memory_limit: int = 4 << 30,
         threads: int = 8,
-        progress: Progress | None = None,
     ) -> None:
         require(len(sources) >= 1, "there are no image sources; give at least one")
         require(size >= 1, f"size is {size}; expected 1 or more pixels")
@@ -89,9 +87,8 @@ class CropStream:
         if total * self.square**2 * 3 <= memory_limit:
             self._memory = np.empty((total, self.square, self.square, 3), np.uint8)
             with ThreadPoolExecutor(threads) as pool:  # its threads, and the files they hold open, end with it
-                for done, _ in enumerate(pool.map(self._fill, range(total)), 1):
-                    if progress is not None:
-                        progress(done, total)
+                for _ in pool.map(self._fill, range(total)):
+                    pass
 
     @property
     def in_memory(self) -> bool:
@@ -100,12 +97,6 @@ class CropStream:
 
     def batch(self, step: int) -> Pixels:
         """Return this process's part of a global batch, `[local batch, size, size, 3]`."""
-        if self._memory is not None and self.scale == (1.0, 1.0):
-            out = np.empty((self._local, self.size, self.size, 3), np.uint8)
-            for i, w in enumerate(self._windows(step)):
-                crop = self._memory[w.image, w.top : w.top + w.side, w.left : w.left + w.side]
-                out[i] = crop[:, ::-1] if w.mirror else crop
-            return out
         if self._memory is not None:
             return np.stack(list(self._pool.map(self._sample, self._windows(step))))
         wanted = range(step, step + 1 + PREFETCH)
