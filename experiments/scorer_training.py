@@ -5,6 +5,7 @@ Shapes: T steps, B batch, A random numbers of an augmentation, HW pixels, K clas
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from arpg.image import Pixels, check_pixels, to_images
+
+log = logging.getLogger("experiments")
 
 NUM_AUGMENTATIONS = 7
 REPORT_EVERY = 50  # steps
@@ -70,6 +73,11 @@ def fit(
         if progress is not None and ((step + 1) % REPORT_EVERY == 0 or step + 1 == steps):
             progress(step + 1, value.item())
     return network.eval()
+
+
+def log_loss(step: int, loss: float) -> None:
+    """Log the loss after `step` steps, as `progress` of a training."""
+    log.info("step %d, loss %.3f", step, loss)
 
 
 def train_classifier(

@@ -6,10 +6,9 @@ Depth is 0 (near) to 1 (the background). Shapes: B batch, n images, H W pixels.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from experiments.garden.scene_sets import (
     reconstruct_half,
     training_arguments,
 )
-from experiments.scorer_training import Progress, autocast_bf16, fit, seeded
+from experiments.scorer_training import Progress, autocast_bf16, fit, log_loss, seeded
 
 Depth = NDArray[np.float32]
 
@@ -142,21 +141,9 @@ def to_depth(near_nHW: NDArray[np.uint8]) -> Depth:
     return 1 - near_nHW.astype(np.float32) / np.float32(255)
 
 
-def compose_depth_scenes(
-    sets: Sets,
-    *,
-    num: int,
-    seed: int = 0,
-    size: int = SIZE,
-    processes: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> DepthScenes:
+def compose_depth_scenes(sets: Sets, *, num: int, seed: int = 0, size: int = SIZE, processes: int = 0) -> DepthScenes:
     """Compose scenes of all combinations with their depth; 0 processes: in this one."""
-    parts: list[tuple[Pixels, NDArray[np.uint8]]] = []
-    for part in compose_parts(sets, partial(_depth_part, seed=seed), num=num, size=size, processes=processes):
-        parts.append(part)
-        if progress is not None:
-            progress(sum(len(pixels) for pixels, _ in parts))
+    parts = compose_parts(sets, partial(_depth_part, seed=seed), num=num, size=size, processes=processes)
     return DepthScenes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
@@ -229,16 +216,9 @@ def train_and_save(
     config = DepthNetConfig(width)
     scenes = compose_depth_scenes(sets, num=num, seed=seed, processes=processes)
     if tokenizer is not None:
-        pixels = reconstruct_half(scenes.pixels_nHW3, tokenizer, device=device)
-        scenes = dataclasses.replace(scenes, pixels_nHW3=pixels)
+        scenes = reconstruct_half(scenes, tokenizer, device=device)
     net = train_depth_net(
-        scenes,
-        config,
-        steps=steps,
-        batch_size=batch_size,
-        device=device,
-        seed=seed,
-        progress=lambda step, loss: log.info("step %d, loss %.3f", step, loss),
+        scenes, config, steps=steps, batch_size=batch_size, device=device, seed=seed, progress=log_loss
     )
     error = depth_error(
         net, compose_depth_scenes(sets, num=fresh, seed=seed + 1, processes=min(processes, fresh // 256))

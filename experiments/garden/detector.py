@@ -35,7 +35,7 @@ from experiments.garden.scene_sets import (
     training_arguments,
 )
 from experiments.garden.scene_spec import MAX_OBJECTS
-from experiments.scorer_training import Progress, autocast_bf16, fit, seeded
+from experiments.scorer_training import Progress, autocast_bf16, fit, log_loss, seeded
 
 STRIDE = 4  # pixels per cell
 
@@ -171,7 +171,7 @@ class Detector(nn.Module):
 
 @dataclass(frozen=True)
 class DetectorScenes:
-    """DetectorScenes as arrays."""
+    """Scenes as arrays, with the objects that a detector should find."""
 
     pixels_nHW3: NDArray[np.uint8]
     kind_nO: NDArray[np.int64]  # -1: no object, or none of `KINDS`
@@ -347,16 +347,9 @@ def train_and_save(
         progress=lambda done: log.info("composed %d of %d", done, num),
     )
     if tokenizer is not None:
-        pixels = reconstruct_half(scenes.pixels_nHW3, tokenizer, device=device)
-        scenes = dataclasses.replace(scenes, pixels_nHW3=pixels)
+        scenes = reconstruct_half(scenes, tokenizer, device=device)
     detector = train_detector(
-        scenes,
-        config,
-        steps=steps,
-        batch_size=batch_size,
-        device=device,
-        seed=seed,
-        progress=lambda step, loss: log.info("step %d, loss %.3f", step, loss),
+        scenes, config, steps=steps, batch_size=batch_size, device=device, seed=seed, progress=log_loss
     )
     detector.save(folder)
     log.info("wrote %s", folder)

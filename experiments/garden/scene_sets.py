@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import multiprocessing
@@ -33,6 +34,7 @@ from experiments.garden.scene_spec import sample_spec
 from experiments.photos import reconstruct
 
 T = TypeVar("T")
+Scenes = TypeVar("Scenes", bound=Any)
 Sets = tuple[str, str]  # the paths of the fruit set and of the emoji set
 CHUNK = 256  # scenes that a process composes before it hands them over
 SHEET = 64  # scenes on a sheet, at most
@@ -169,12 +171,15 @@ def _training_scenes(composer: Composer, numbers: range, *, seed: int) -> tuple[
     return np.stack([scene.pixels_HW3 for scene in scenes]), [scene.caption for scene in scenes], maps
 
 
-def reconstruct_half(pixels_nHW3: Pixels, model: str, *, device: torch.device, batch_size: int = 256) -> Pixels:
-    """Return every other image as the tokenizer of `model` reconstructs it, which is how generated images look."""
+def reconstruct_half(scenes: Scenes, model: str, *, device: torch.device) -> Scenes:
+    """Return scenes, every other one as the tokenizer of `model` reconstructs it, which is how generated images look.
+
+    `scenes`: a dataclass of arrays with `pixels_nHW3`.
+    """
     tokenizer = load_tokenizer(resolve(model), device=device, dtype=torch.float32)
-    pixels = pixels_nHW3.copy()
-    pixels[::2] = reconstruct(pixels[::2], tokenizer, batch_size=batch_size)
-    return pixels
+    pixels = scenes.pixels_nHW3.copy()
+    pixels[::2] = reconstruct(pixels[::2], tokenizer)
+    return dataclasses.replace(scenes, pixels_nHW3=pixels)
 
 
 def add_set_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

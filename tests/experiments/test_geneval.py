@@ -286,7 +286,7 @@ def test_the_detector_learns_from_every_combination(sets):
 
 def test_half_of_the_scenes_go_through_the_tokenizer(sets, tmp_path, folder):
     scenes = compose_detector_scenes(sets, DetectorConfig(tuple(KINDS), tuple(TINTS), width=8), num=6)
-    changed = reconstruct_half(scenes.pixels_nHW3, str(folder), device=torch.device("cpu"))
+    changed = reconstruct_half(scenes, str(folder), device=torch.device("cpu")).pixels_nHW3
     same = [np.array_equal(a, b) for a, b in zip(scenes.pixels_nHW3, changed, strict=True)]
     assert same == [False, True] * 3
 
