@@ -52,7 +52,7 @@ class ImageSource:
     size: int | None = None
 
     def jobs(self, batch_size: int) -> Iterator[Pixels | ImageSet]:
-        """Yield what another process needs for each batch: the image files to read, or else the pixels."""
+        """Yield what a worker needs for each batch: the image files to read, or else the pixels."""
         if self.images is None:
             yield from self.batches(batch_size)
             return
@@ -414,15 +414,12 @@ def _of_images(
         except InputError as error:
             log.warning("%s; computing the features again", error)
     on_batch = None if progress is None else (lambda done: progress(done, source.count))
-    if ray is None:
-        features = collect(inception, source.batches(batch_size), progress=on_batch, resume=resume)
-    else:
-        first = None
-        if source.images is not None and size is None:
-            first = (source.images.names[0], np.asarray(source.images.read(0)).shape)
-        start = partial(_start_extractor, FeatureExtractor(inception, size, first, to_cpu=True), "auto")
-        jobs = source.jobs(batch_size)
-        features = collect(inception, jobs, progress=on_batch, start=start, ray=ray, resume=resume)
+    first = None
+    if source.images is not None and size is None:
+        first = (source.images.names[0], np.asarray(source.images.read(0)).shape)
+    extractor = FeatureExtractor(inception, size, first, to_cpu=ray is not None)
+    start = (lambda: extractor) if ray is None else partial(_start_extractor, extractor, "auto")
+    features = collect(inception, source.jobs(batch_size), progress=on_batch, start=start, ray=ray, resume=resume)
     if cached is not None:
         features.save(cached)
     return features
