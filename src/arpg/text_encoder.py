@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from arpg.config import TextConfig
+from arpg.device import choose_device
 from arpg.errors import InputError, first_line, require
 from arpg.files import read_array, write_array
 
@@ -137,10 +138,11 @@ def load_t5(name: str, *, max_tokens: int, device: torch.device | str = "cpu") -
 
 
 def load_encoder(name: str, *, max_tokens: int, device: torch.device | str = "cpu") -> TextEncoder:
-    """Load a text encoder by name: minilm, flan-t5-SIZE, a hub id or a folder."""
+    """Load a text encoder by name: minilm, flan-t5-SIZE, a hub id or a folder; on a device of `choose_device`."""
+    chosen = choose_device(device)
     if name == "minilm":
-        return load_minilm(max_tokens=max_tokens, device=device)
-    return load_t5(name, max_tokens=max_tokens, device=device)
+        return load_minilm(max_tokens=max_tokens, device=chosen)
+    return load_t5(name, max_tokens=max_tokens, device=chosen)
 
 
 def open_encoder(config: TextConfig, *, device: torch.device | str = "cpu") -> TextEncoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import platform
 from pathlib import Path
@@ -40,15 +41,9 @@ def demo(
     pipe = load_pipeline(DEFAULT_MODEL, device=device)
     classes = [i * len(pipe.classes) // DEMO_IMAGES for i in range(DEMO_IMAGES)]
     task = pipe.generate_task(classes, num_images=1, seed=0)
-    done = 0
+    done = itertools.count(1)
     with progress_bar("sampling") as progress:
-
-        def on_step(step: object) -> None:
-            nonlocal done
-            done += 1
-            progress(done, task.spec.settings.steps)
-
-        images = task.run(on_step)
+        images = task.run(lambda _: progress(next(done), task.spec.settings.steps))
     save(sheet(images), output)
     out.print(f"Look at {output}: {DEMO_IMAGES} classes of {DEFAULT_MODEL}, the bundled model.", markup=False)
 

@@ -170,7 +170,6 @@ def embed(
     from arpg.config import TextConfig
     from arpg.data.dataset import TEXT, open_text_states, write_text_states
     from arpg.data.tokens import open_tokens
-    from arpg.pipeline import choose_device
     from arpg.text_encoder import load_encoder
 
     cluster = ray_options(ray, workers)
@@ -179,7 +178,7 @@ def embed(
         width = open_text_states(tokens).config.width
         load = None
     else:
-        load = load_encoder(encoder, max_tokens=max_tokens, device=choose_device("cpu" if cluster else device))
+        load = load_encoder(encoder, max_tokens=max_tokens, device="cpu" if cluster else device)
         width = load.width
     with progress_bar("embedding") as progress:
         states = write_text_states(
@@ -189,17 +188,9 @@ def embed(
             batch_size=batch_size,
             progress=progress,
             ray=cluster,
-            load=partial(_load_encoder, encoder, max_tokens, device) if cluster else None,
+            load=partial(load_encoder, encoder, max_tokens=max_tokens, device=device) if cluster else None,
         )
     out.print(f"{len(states)} captions in {folder}, {width} numbers for each token")
-
-
-def _load_encoder(name: str, max_tokens: int, device: str) -> Any:
-    """Load a text encoder in a worker."""
-    from arpg.pipeline import choose_device
-    from arpg.text_encoder import load_encoder
-
-    return load_encoder(name, max_tokens=max_tokens, device=choose_device(device))
 
 
 def train_cost(
