@@ -34,7 +34,6 @@ from experiments.photos import (
     Labels,
     PhotoSet,
     class_ids,
-    evenly_spaced,
     load_or_train_classifier,
     photo_set,
     reconstruct,
@@ -94,10 +93,7 @@ class PhotoMeasures:
 
     def images(self, split: str, data: Path | None = None) -> ImageSet:
         """Open a split; with `--limit` so many images of it, at even distances."""
-        images = self.photos.open(data or self.data, split)
-        if self.options.limit is not None:
-            images = images.only(evenly_spaced(len(images), self.options.limit).tolist())
-        return images
+        return self.photos.open(data or self.data, split, self.options.limit)
 
     def _read(self, split: str) -> tuple[Pixels, Labels]:
         images = self.images(split)

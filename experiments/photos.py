@@ -45,9 +45,10 @@ class PhotoSet:
         """Open a split ("train" or "test") of one domain."""
         return open_images(self.path(data, domain, split))
 
-    def open(self, data: Path, split: str) -> ImageSet:
-        """Open a split of all domains as one set."""
-        return concatenate([self.open_domain(data, domain, split) for domain in self.domains])
+    def open(self, data: Path, split: str, limit: int | None = None) -> ImageSet:
+        """Open a split of all domains as one set; with `limit` so many images of it, at even distances."""
+        images = concatenate([self.open_domain(data, domain, split) for domain in self.domains])
+        return images if limit is None else images.only(evenly_spaced(len(images), limit).tolist())
 
 
 PHOTO_SETS = {

@@ -29,7 +29,7 @@ from arpg.evaluation.sample import json_settings, labels_like
 from arpg.evaluation.sweep import Scorers, combinations, sweep
 from arpg.files import write_json
 from arpg.settings import SamplingSettings
-from experiments.photos import PHOTO_SETS, class_ids, evenly_spaced, photo_set
+from experiments.photos import PHOTO_SETS, class_ids, photo_set
 
 log = logging.getLogger("experiments")
 
@@ -80,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + 60 * options.minutes
     pipe = Pipeline.from_pretrained(options.model, device=options.device)
     photos = photo_set(options.set)
-    images = photos.open(options.data, "train")
-    if options.limit is not None:
-        images = images.only(evenly_spaced(len(images), options.limit).tolist())
+    images = photos.open(options.data, "train", options.limit)
     inception = Inception.load(options.inception, device=pipe.model.device)
     pixels = center_crops(images, photos.size)
     scorers = Scorers(inception, collect(inception, from_array(pixels, where="train").batches(CHUNK)))

@@ -30,8 +30,9 @@ from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence, wilson
 from arpg.evaluation.sample import json_settings, labels_like
+from arpg.evaluation.sweep import collect_classified
 from arpg.hub import resolve
-from arpg.image import to_images, to_uint8
+from arpg.image import to_uint8
 from arpg.model import TokenDecoder, class_condition
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
@@ -40,7 +41,7 @@ from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, Queue
 from experiments.paper.orders import write_orders
 from experiments.paper.rows import BASE, Row, designs, load_row, store_row, train_row
-from experiments.photos import evenly_spaced, photo_set
+from experiments.photos import photo_set
 from experiments.settings_search import halving
 from experiments.staged_run import FINISHED, train_until, write_pieces
 
@@ -101,10 +102,8 @@ class Bench:
         """The statistics of the training photographs, computed once."""
         path = self.options.out / f"reference-{self.options.set}.npz"
         if not path.exists():
-            images = photo_set(self.options.set).open(self.options.data, "train")
-            if self.options.limit is not None:
-                images = images.only(evenly_spaced(len(images), self.options.limit).tolist())
-            pixels = center_crops(images, photo_set(self.options.set).size)
+            photos = photo_set(self.options.set)
+            pixels = center_crops(photos.open(self.options.data, "train", self.options.limit), photos.size)
             found = collect(self.inception, from_array(pixels, where="train").batches(CHUNK))
             dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None).save(path)
             self.send_back(path)
@@ -296,21 +295,11 @@ class Bench:
 
     def features_of(self, batches: Iterator[Tensor], labels: Any) -> tuple[Features, dict[str, Any]]:
         """Return the features of images with these labels, and their class accuracy where there is a classifier."""
-        seen = []
-
-        def watched() -> Iterator[Tensor]:
-            for pixels in batches:
-                for chunk in torch.split(pixels, CHUNK):
-                    if self.classifier is not None:
-                        with torch.no_grad():
-                            seen.append(self.classifier(to_images(chunk, self.device)).argmax(1).cpu())
-                    yield chunk
-
-        found = collect(self.inception, watched())
-        if not seen:
+        found, accuracy = collect_classified(self.inception, self.classifier, batches, labels)
+        if accuracy is None:
             return found, {}
-        hits = int((torch.cat(seen) == torch.from_numpy(labels)).sum())
-        return found, {"accuracy": hits / len(labels), "accuracy interval": list(wilson(hits, len(labels)))}
+        interval = wilson(round(accuracy * len(labels)), len(labels))
+        return found, {"accuracy": accuracy, "accuracy interval": list(interval)}
 
     def fid(self, features: Features) -> tuple[float, Any]:
         """Return FID against the training split, and how much each sample moves it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,24 +146,36 @@ def generate_features(
     """Generate image i with seed `seed + i` and the i-th label, and collect features; pixels stay on the device."""
     seeds = range(seed, seed + len(labels))
     batches = PixelBatches(pipe, labels, settings, seeds=seeds, batch_size=batch_size)
+    found = collect_classified(scorers.inception, scorers.classifier, batches, labels, progress=progress)
+    return SampleStats(*found, batches.rate)
+
+
+def collect_classified(
+    inception: Inception,
+    classifier: Classifier | None,
+    batches: Iterable[Tensor],
+    labels: Labels,
+    *,
+    progress: Progress | None = None,
+) -> tuple[Features, float | None]:
+    """Return the features of images, uint8 `[B, H, W, 3]`, and the share that the classifier takes for their class."""
     predicted: list[Tensor] = []
 
     def pixels_with_classes() -> Iterator[Tensor]:
         done = 0
         for pixels_BHW3 in batches:
             for chunk in torch.split(pixels_BHW3, CHUNK):
-                if scorers.classifier is not None:
-                    predicted.append(_classify(scorers.classifier, chunk))
+                if classifier is not None:
+                    predicted.append(_classify(classifier, chunk))
                 yield chunk
             done += len(pixels_BHW3)
             if progress is not None:
                 progress(done, len(labels))
 
-    features = collect(scorers.inception, pixels_with_classes())
-    accuracy = None
-    if predicted:
-        accuracy = (torch.cat(predicted).cpu() == torch.from_numpy(labels)).double().mean().item()
-    return SampleStats(features, accuracy, batches.rate)
+    features = collect(inception, pixels_with_classes())
+    if not predicted:
+        return features, None
+    return features, (torch.cat(predicted).cpu() == torch.from_numpy(labels)).double().mean().item()
 
 
 def measure(sampled: SampleStats, scorers: Scorers) -> dict[str, Any]:
