@@ -139,7 +139,8 @@ def to_uint8(image_B3HW: Tensor) -> Tensor:
 
 def to_pil(image_B3HW: Tensor) -> list[Image.Image]:
     """Convert images in [-1, 1] to PIL images."""
-    return [Image.fromarray(array) for array in to_uint8(image_B3HW).cpu().numpy()]
+    # Contiguous rows, made on the device: Pillow would copy them pixel by pixel.
+    return [Image.fromarray(array) for array in to_uint8(image_B3HW).contiguous().cpu().numpy()]
 
 
 def resize(

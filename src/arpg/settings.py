@@ -372,7 +372,8 @@ class SamplingDefaults:
         """
         given = canonical_names({name: value for name, value in overrides.items() if value is not None})
         for name in given:
-            require(name in SETTINGS, f"unknown sampling setting {name}; {suggest(name, SETTINGS)}")
+            if name not in SETTINGS:  # a suggestion takes longer than the rest of the call
+                raise InputError(f"unknown sampling setting {name}; {suggest(name, SETTINGS)}")
         schedule = given.get("schedule", self.schedule)
         if not isinstance(schedule, str):
             given["schedule"] = schedule = tuple(schedule)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.errors import require, suggest
+from arpg.errors import InputError, require, suggest
 from arpg.image import ImageInput
 from arpg.settings import TASK_SETTINGS, Order
 from arpg.tasks.canvas import Box
@@ -142,7 +142,8 @@ def show_options(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
-            require(name in known, f"{method.__name__} has no option {name!r}; {suggest(name, known)}")
+            if name not in known:  # a suggestion takes longer than the rest of the call
+                raise InputError(f"{method.__name__} has no option {name!r}; {suggest(name, known)}")
         return method(*args, **kwargs)
 
     checked.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
