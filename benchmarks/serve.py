@@ -2,10 +2,14 @@
 
 python -m benchmarks.serve --clients 1 4 16 64 --mixed --seconds 25 --out benchmarks/results/serve-mixed-cpu.json
 python -m benchmarks.serve --clients 1 16 --seconds 12 --repeats 3
+python -m benchmarks.serve --null-model --clients 1 16 64 256 --seconds 15 --out benchmarks/results/serve-null-cpu.json
 
 Starts `arpg serve` as its own process on a free port and calls it over HTTP. Every client has classes and seeds of its
 own. Without `--mixed` all requests generate; with it, they are those of `MIX`. Fairness is Jain's index over the work
 that each client got done (1: all the same, 1/n: one got everything), with requests weighted by their mean latency.
+
+`--null-model` measures the host's share: the server has a model that costs nothing (`benchmarks.null_server`), and each
+row says how much CPU time of the server an image takes, in which threads and functions.
 """
 
 from __future__ import annotations
@@ -173,10 +177,93 @@ async def run(address: str, options: argparse.Namespace, process: int) -> tuple[
     return rows, sum(len(seen[number]) == 1 for number in chosen)
 
 
+@dataclass
+class NullLoad:
+    """The load of the null model: keep-alive connections that request one image after the other, until a limit."""
+
+    port: int
+    until: float  # of `time.perf_counter`
+    most: int  # images
+    latencies: list[float] = field(default_factory=list)
+    num_bytes: int = 0  # of the bodies of all answers
+
+    async def work(self, number: int) -> None:
+        """Request images over one connection. The client parses nothing, so that the server is what is measured."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        seed = 1000 * number
+        while time.perf_counter() < self.until and len(self.latencies) < self.most:
+            body = json.dumps({"class": number % 1000, "seed": seed}).encode()
+            began = time.perf_counter()
+            answer = await exchange(reader, writer, "POST /v1/arpg/generate HTTP/1.1\r\nHost: 127.0.0.1", body)
+            self.latencies.append(time.perf_counter() - began)
+            self.num_bytes += len(answer)
+            seed += 1
+        writer.close()
+
+
+async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str, body: bytes = b"") -> bytes:
+    """Send a request over an open connection and return the body of its answer."""
+    length = f"Content-Type: application/json\r\nContent-Length: {len(body)}"
+    writer.write(f"{head}\r\n{length}\r\n\r\n".encode() + body)
+    status, *headers = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    size = next(int(line.split(":")[1]) for line in headers if line.lower().startswith("content-length:"))
+    answer = await reader.readexactly(size)
+    if " 200 " not in status:
+        raise RuntimeError(f"{status}: {answer[:200]!r}")
+    return answer
+
+
+async def read_cpu_times(port: int) -> dict[str, dict[str, float]]:
+    """Return the CPU seconds of the null server by thread and by function."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = await exchange(reader, writer, "GET /cpu HTTP/1.1\r\nHost: 127.0.0.1")
+    writer.close()
+    found: dict[str, dict[str, float]] = json.loads(answer)
+    return found
+
+
+async def measure_null(port: int, *, clients: int, seconds: float, most: int, process: int) -> dict[str, Any]:
+    """Load the null server; CPU times are milliseconds of the server for each image."""
+    before, used, began = await read_cpu_times(port), cpu_seconds(process), time.perf_counter()
+    load = NullLoad(port, began + seconds, most)
+    await asyncio.gather(*(load.work(number) for number in range(clients)))
+    taken, after = time.perf_counter() - began, await read_cpu_times(port)
+    images, latencies = len(load.latencies), sorted(load.latencies)
+
+    def per_image(kind: str) -> dict[str, float]:
+        spent = {name: after[kind][name] - before[kind].get(name, 0.0) for name in sorted(after[kind])}
+        shown = {name: round(1000 * value / images, 3) for name, value in spent.items()}
+        return {name: value for name, value in shown.items() if value >= 0.01}
+
+    return {
+        "clients": clients,
+        "images": images,
+        "images/s": round(images / taken, 1),
+        **{f"p{p} ms": round(1000 * latencies[min(images - 1, images * p // 100)], 1) for p in (50, 99)},
+        "cpu ms/image": round(1000 * (cpu_seconds(process) - used) / images, 2),
+        "cpu ms/image by thread": per_image("threads"),
+        "cpu ms/image by function": per_image("stages"),
+        "bytes/image": load.num_bytes // images,
+    }
+
+
+async def run_null(address: str, options: argparse.Namespace, process: int) -> list[dict[str, Any]]:
+    """Measure all numbers of clients, after some images that are not counted."""
+    port = int(address.rsplit(":", 1)[1])
+    async with asyncio.timeout(60):
+        await wait_until_ready(address, clients=16)
+    rows = []
+    for clients in options.clients * options.repeats:
+        limits = {"seconds": options.seconds, "most": options.most_images, "process": process}
+        rows.append(await measure_null(port, clients=clients, **limits))
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
 @contextlib.contextmanager
-def running_server(*options: str) -> Iterator[tuple[str, int]]:
-    """Run `arpg serve` with these options on a free port; yield its address and process id."""
-    command = [sys.executable, "-m", "arpg.cli", "serve", "--port", "0", *options]
+def running_server(*options: str, module: str = "arpg.cli", verb: str | None = "serve") -> Iterator[tuple[str, int]]:
+    """Run `arpg serve`, or another module, on a free port of this machine; yield its address and process id."""
+    command = [sys.executable, "-m", module, *([] if verb is None else [verb]), "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -214,6 +301,25 @@ def _base64(image: Image.Image) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def measure_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure `arpg serve` with a real model."""
+    more = [part if i % 2 else f"--{part}" for i, part in enumerate(options.serve)]
+    with running_server("--model", options.model, *more) as (address, process):
+        rows, same = asyncio.run(run(address, options, process))
+    requests = MIX if options.mixed else {"generate": 100}
+    about = {"benchmark": "serve", "model": options.model, "requests": requests, "serve": more}
+    return {**about, "rows": rows, "same alone, of 16": same}
+
+
+def measure_host(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the server around a model that costs nothing."""
+    settings = {"step-ms": options.step_ms, "max-batch": options.max_batch, "clients": max(*options.clients, 16)}
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    with running_server(*given, module="benchmarks.null_server", verb=None) as (address, process):
+        rows = asyncio.run(run_null(address, options, process))
+    return {"benchmark": "serve", "model": "null", "serve": settings, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -223,21 +329,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs="*", default=[], help="more options of `arpg serve`, without the dashes")
+    parser.add_argument("--null-model", action="store_true", help="a model that costs nothing: the host's share")
+    parser.add_argument("--step-ms", type=float, default=2.0, help="of the null model: duration of a decoding step")
+    parser.add_argument("--max-batch", type=int, default=64, help="of the null model")
+    parser.add_argument("--most-images", type=int, default=20_000, help="of the null model: for each row")
     options = parser.parse_args()
-    more = [part if i % 2 else f"--{part}" for i, part in enumerate(options.serve)]
-    with running_server("--model", options.model, *more) as (address, process):
-        rows, same = asyncio.run(run(address, options, process))
-    result = {
-        "benchmark": "serve",
-        "model": options.model,
-        "requests": MIX if options.mixed else {"generate": 100},
-        "serve": more,
-        "rows": rows,
-        "same alone, of 16": same,
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    result = {**(measure_host(options) if options.null_model else measure_model(options)), **machine}
     text = json.dumps(result, indent=2)
     if options.out:
         options.out.write_text(text + "\n")

@@ -1,0 +1,176 @@
+"""`arpg serve` with a model that costs nothing: what is left is the work of the server itself.
+
+The process that `benchmarks.serve --null-model` measures: HTTP, admission, batching, PNG files and JSON are those of
+`arpg serve`. Steps take `--step-ms` without using a CPU, tokens are random, and the tokenizer returns images that are
+made before: noise with the spectrum of photographs, whose PNG files have about 125 kB.
+
+`GET /cpu` returns the CPU seconds of each group of threads, and of the functions in `STAGES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
+from arpg.decode import Plan, Request
+from arpg.decode.continuous import ContinuousBatch
+from arpg.decode.engine import row_progress
+from arpg.image import to_images
+from arpg.serve import batcher, middleware, native, request_body, responses, task_run
+from arpg.serve.app import Server, bind
+from arpg.serve.build_task import TaskBuilder
+from arpg.serve.observability import configure_logging
+from arpg.serve.served_model import ServedModel
+from arpg.serve.server_config import ServeSettings
+from arpg.serve.service import ImageService
+from arpg.settings import SamplingSettings
+
+MODEL = ModelConfig(width=32, num_heads=1, pass1_layers=1, pass2_layers=1)
+NUM_IMAGES = 16
+SPECTRUM = 1.5  # amplitudes fall with this power of the frequency
+STAGES: dict[str, tuple[Any, str]] = {  # functions whose CPU time is counted, by what they do
+    "parse JSON": (request_body, "parse_json"),
+    "build the task": (TaskBuilder, "from_params"),
+    "plan": (task_run, "make_plan"),
+    "PNG": (task_run, "to_png"),
+    "response": (native, "_to_body"),
+    "response JSON": (responses, "json_response"),
+    "admit": (batcher.Batcher, "_admit"),
+    "step and deliver": (batcher.Batcher, "_step"),
+    "log and metrics": (middleware.RequestMiddleware, "_record"),
+}
+
+
+def photo_like(seed: int, size: int = 256) -> np.ndarray:
+    """Return noise with the spectrum of a photograph, uint8 `[size, size, 3]`."""
+    generator, frequency = np.random.default_rng(seed), np.fft.fftfreq(size)
+    radius = np.hypot(frequency[:, None], frequency)
+    radius[0, 0] = 1
+    noise_3HW = generator.standard_normal((3, size, size))
+    smooth_3HW = np.fft.ifft2(np.fft.fft2(noise_3HW) / radius**SPECTRUM).real
+    mixed_3HW = smooth_3HW[:1] + 0.3 * smooth_3HW  # the channels of a photograph are alike
+    scaled = 128 + 55 * (mixed_3HW - mixed_3HW.mean()) / mixed_3HW.std()
+    return scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+
+
+class NullTokenizer:
+    """A tokenizer that knows a few images."""
+
+    def __init__(self) -> None:
+        self.config, self.device = TokenizerConfig(), torch.device("cpu")
+        self._images_B3HW = to_images(np.stack([photo_like(i) for i in range(NUM_IMAGES)]))
+
+    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
+        """Return one of the images for each row."""
+        return self._images_B3HW[ids_BN[:, 0] % NUM_IMAGES]
+
+    def encode(self, image_B3HW: Tensor) -> Tensor:
+        """Return token 0."""
+        return torch.zeros(len(image_B3HW), image_B3HW[0, 0].numel() // self.config.stride**2, dtype=torch.long)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no weights."""
+        return {}
+
+
+class NullBatch(ContinuousBatch):
+    """A batch whose steps only take time."""
+
+    step_s = 0.0
+
+    def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:
+        self.rows = []
+        self.num_tokens = request.num_tokens
+        self.add(request, plan)
+
+    def add(self, request: Request, plan: Plan) -> None:
+        """Add the samples of a request."""
+        self.rows = [*self.rows, *row_progress(request, plan)]
+
+    def step(self) -> None:
+        """Wait, and count a step of every sample."""
+        time.sleep(self.step_s)
+        for row in self.rows:
+            row.done += 1
+            row.finished = row.done == len(row.plan.sizes)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these samples."""
+        self.rows = [self.rows[i] for i in rows]
+
+    def tokens(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return random ids, all of them known."""
+        shape = (len(rows), self.num_tokens)
+        return torch.randint(0, MODEL.vocab_size, shape), torch.ones(shape, dtype=torch.bool)
+
+
+class CpuTimes:
+    """CPU seconds by group of threads, and by function."""
+
+    def __init__(self) -> None:
+        self.stages: Counter[str] = Counter()
+        for stage, (owner, name) in STAGES.items():
+            setattr(owner, name, self._timed(stage, getattr(owner, name)))
+
+    def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.stages[stage] += time.thread_time() - start
+
+        return timed
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Return the seconds since the start."""
+        groups: Counter[str] = Counter()
+        for thread in threading.enumerate():
+            assert thread.ident is not None
+            clock = time.pthread_getcpuclockid(thread.ident)
+            groups[thread.name.split("_")[0]] += time.clock_gettime(clock)
+        return {"threads": dict(groups), "stages": dict(self.stages)}
+
+
+def null_pipeline() -> Pipeline:
+    """Return a pipeline of the published grid and classes."""
+    return Pipeline(ARPG(MODEL).init_weights(seed=0).eval(), NullTokenizer())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--step-ms", type=float, required=True)
+    parser.add_argument("--max-batch", type=int, required=True)
+    parser.add_argument("--clients", type=int, required=True, help="requests that may be waiting")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    NullBatch.step_s = options.step_ms / 1000
+    batcher.start_batch = NullBatch  # type: ignore[assignment]
+    times = CpuTimes()
+    settings = ServeSettings(
+        max_batch=options.max_batch, max_pending_requests=options.clients, max_pending_cost=8.0 * options.clients
+    )
+    images = ImageService([ServedModel("null", null_pipeline)], settings=settings)
+    bound = bind("127.0.0.1", options.port)
+    print(f"serving at http://127.0.0.1:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
+    configure_logging()
+    server = Server(images)
+    server.config.app.get("/cpu")(times.read)  # type: ignore[union-attr]
+    server.run(sockets=[bound])
+
+
+if __name__ == "__main__":
+    main()

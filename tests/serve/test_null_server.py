@@ -1,0 +1,32 @@
+"""The server around a model that costs nothing: it answers as the real one does, and its CPU time is counted."""
+
+import json
+
+import numpy as np
+from starlette.testclient import TestClient
+
+from arpg.serve import batcher
+from arpg.serve.app import create_app
+from benchmarks import null_server
+from support.http import image_of, pixels, post
+
+
+def test_it_answers_with_one_of_its_images(served, monkeypatch):
+    monkeypatch.setattr(batcher, "start_batch", null_server.NullBatch)
+    service = served(pipeline=null_server.null_pipeline())
+    answer = post(TestClient(create_app(service)), "generate", {"class": 7, "num": 2, "seed": 5})
+    known = [null_server.photo_like(i) for i in range(null_server.NUM_IMAGES)]
+    for entry, seed in zip(answer["images"], (5, 6), strict=True):
+        assert any(np.array_equal(pixels(image_of(entry)), each) for each in known)
+        assert json.loads(image_of(entry).text["arpg"])["seed"] == seed
+
+
+def test_cpu_time_is_counted_by_thread_and_function(monkeypatch):
+    for owner, name in null_server.STAGES.values():
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
+    times = null_server.CpuTimes()
+    owner, name = null_server.STAGES["parse JSON"]
+    assert getattr(owner, name)(b'{"class": 1}') == {"class": 1}
+    found = times.read()
+    assert found["threads"]["MainThread"] > 0
+    assert list(found["stages"]) == ["parse JSON"]
