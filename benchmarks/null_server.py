@@ -43,7 +43,7 @@ STAGES: dict[str, tuple[Any, str]] = {  # functions whose CPU time is counted, b
     "parse JSON": (request_body, "parse_json"),
     "build the task": (TaskBuilder, "from_params"),
     "plan": (task_run, "make_plan"),
-    "PNG": (task_run, "to_png"),
+    "PNG": (responses, "encode_png"),
     "response": (native, "_to_body"),
     "response JSON": (responses, "json_response"),
     "admit": (batcher.Batcher, "_admit"),

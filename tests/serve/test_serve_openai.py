@@ -2,6 +2,7 @@
 
 import base64
 import io
+import threading
 
 import httpx
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from arpg.serve.auth import ApiKeys
 from arpg.serve.image_store import ImageStore
-from arpg.serve.openai import random_patches
+from arpg.serve.openai import ResponseFormat, random_patches
 from arpg.serve.server_config import Limits
 from support.small import noise
 
@@ -153,6 +154,19 @@ def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
     now[0] = 10.0
     assert store.find(third) is None
     assert store.num_bytes == 0
+
+
+def test_files_are_encoded_in_worker_threads(client, monkeypatch):
+    """Not on the event loop, where all other responses would wait."""
+    threads, compress = [], ResponseFormat._compress
+
+    def recorded(form, image):
+        threads.append(threading.current_thread().name)
+        return compress(form, image)
+
+    monkeypatch.setattr(ResponseFormat, "_compress", recorded)
+    client.images.generate(prompt="3", output_format="webp", extra_body={"steps": 1})
+    assert [name.split("_")[0] for name in threads] == ["arpg-finish"]
 
 
 def test_sizes_formats_and_qualities(client, pipeline):

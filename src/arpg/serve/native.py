@@ -19,7 +19,6 @@ from arpg.serve.responses import (
     SseEvent,
     json_response,
     respond,
-    to_base64,
     wait_for_result,
 )
 from arpg.serve.schemas import (
@@ -111,15 +110,13 @@ def native_routes(service: ImageService) -> APIRouter:
     async def condition(call: Request, body: ExtractCondition) -> Response:
         """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
         result = await wait_for_result(service.start_extraction(call, service.find(body.model), body), call)
-        size = {"width": result.images[0].width, "height": result.images[0].height}
-        return json_response({"png": to_base64(result.pngs[0]), **result.settings, **size})
+        return json_response({"png": result.files[0], **result.settings, **_sides(result)})
 
     @router.post("/upscale", response_model=UpscaleResponse, responses=ERRORS)
     async def upscale(call: Request, body: Upscale) -> Response:
         """A small image, four times as large, by a super-resolution network. It invents detail: for display only."""
         result = await wait_for_result(service.start_upscaling(call, body), call)
-        size = {"width": result.images[0].width, "height": result.images[0].height}
-        return json_response({"png": to_base64(result.pngs[0]), **size})
+        return json_response({"png": result.files[0], **_sides(result)})
 
     return router
 
@@ -153,8 +150,7 @@ def _to_body(job: Job, result: Result) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "settings": result.settings,
         "images": [
-            {"png": to_base64(png), "seed": seed, "width": image.width, "height": image.height}
-            for png, image, seed in zip(result.pngs, result.images, result.seeds, strict=True)
+            {"png": png, "seed": seed, **_sides(result)} for png, seed in zip(result.files, result.seeds, strict=True)
         ],
     }
 
@@ -164,4 +160,8 @@ def _to_sse(job: Job, event: Preview | Result) -> Iterable[SseEvent]:
         yield "done", _to_body(job, event)
     else:
         data = {name: getattr(event, name) for name in StepEvent.model_fields if name != "previews"}
-        yield "step", {**data, "previews": [to_base64(png) for png in event.pngs]}
+        yield "step", {**data, "previews": event.pngs}
+
+
+def _sides(result: Result) -> dict[str, int]:
+    return {"width": result.size[0], "height": result.size[1]}

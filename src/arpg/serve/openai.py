@@ -20,7 +20,7 @@ from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.image_store import PATH
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
-from arpg.serve.responses import Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64
+from arpg.serve.responses import Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64, to_png
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 from arpg.settings import TASK_SETTINGS
@@ -203,7 +203,7 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         form = ResponseFormat(params, kind, to_url)
         model = service.find_for(params.model, params.prompt)
-        job = service.start(call, model, build, previews=form.previews)
+        job = service.start(call, model, build, previews=form.previews, encode=form.encode)
         return await respond(job, call, stream=bool(params.stream), to_body=form.body, to_sse=form.events)
 
     @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
@@ -389,28 +389,31 @@ class ResponseFormat:
             return
         name = f"{self.kind}.partial_image"
         if event.pngs:
-            image = {"b64_json": to_base64(event.pngs[0]), "partial_image_index": self._num_sent}
+            image = {"b64_json": event.pngs[0], "partial_image_index": self._num_sent}
             about = {"size": "auto", "output_format": "png", "background": "opaque", "quality": self._quality}
             yield name, {"type": name, **image, **about, **created}
             self._num_sent += 1
 
-    def _images(self, result: Result) -> list[dict[str, Any]]:
-        files = list(result.pngs)
-        if self.params.output_format not in (None, "png"):
-            files = [self._encode(image) for image in result.images]
-        data = []
-        for file, seed in zip(files, result.seeds, strict=True):
-            if self.params.response_format == "url":
-                data.append({"url": self.to_url(file, f"image/{self.params.output_format or 'png'}"), "seed": seed})
-            else:
-                data.append({"b64_json": to_base64(file), "seed": seed})
-        return data
+    def encode(self, image: Image.Image, settings: dict[str, Any]) -> bytes:
+        """Return the file of an image: in base64, unless it is fetched by its URL."""
+        file = to_png(image, settings) if self._format == "png" else self._compress(image)
+        return file if self.params.response_format == "url" else to_base64(file)
 
-    def _encode(self, image: Image.Image) -> bytes:
+    def _images(self, result: Result) -> list[dict[str, Any]]:
+        images = zip(result.files, result.seeds, strict=True)
+        if self.params.response_format == "url":
+            return [{"url": self.to_url(file, f"image/{self._format}"), "seed": seed} for file, seed in images]
+        return [{"b64_json": file, "seed": seed} for file, seed in images]
+
+    def _compress(self, image: Image.Image) -> bytes:
         file, compression = io.BytesIO(), self.params.output_compression
         quality = 95 if compression is None else min(95, max(1, compression))
-        image.save(file, format=self.params.output_format, quality=quality)
+        image.save(file, format=self._format, quality=quality)
         return file.getvalue()
+
+    @property
+    def _format(self) -> str:
+        return self.params.output_format or "png"
 
     @property
     def _quality(self) -> str:
@@ -420,13 +423,13 @@ class ResponseFormat:
 
     def _about(self, result: Result) -> dict[str, Any]:
         """Return what a response says besides the images."""
-        image, usage = result.images[0], result.usage
+        (width, height), usage = result.size, result.usage
         tokens = usage.text_tokens + usage.image_tokens
         about: dict[str, Any] = {
             "background": "opaque",
-            "output_format": self.params.output_format or "png",
+            "output_format": self._format,
             "quality": self._quality,
-            "size": f"{image.width}x{image.height}",
+            "size": f"{width}x{height}",
             "usage": {
                 "input_tokens": tokens,
                 "input_tokens_details": {"image_tokens": usage.image_tokens, "text_tokens": usage.text_tokens},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import binascii
 import contextlib
-import io
 import json
+import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -14,16 +14,33 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image, PngImagePlugin
+from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, deadline_exceeded
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
+from arpg.serve.png import encode_png
 from arpg.serve.tracing import Trace
 
 KEEP_ALIVE_S = 15.0  # a stream without events sends a comment this often
+_PLACEHOLDER = secrets.token_hex(16)  # of base64 in JSON; no client can know it
+
+
+def to_base64(data: bytes) -> bytes:
+    """Return `data` in base64, as `to_json` takes it."""
+    return binascii.b2a_base64(data, newline=False)
+
+
+def to_png(image: Image.Image, settings: dict[str, Any]) -> bytes:
+    """Return a PNG file with `settings` as its text chunk `arpg`."""
+    return encode_png(image, {"arpg": json.dumps(settings)})
+
+
+def base64_png(image: Image.Image, settings: dict[str, Any]) -> bytes:
+    """Return a PNG file in base64, with `settings` as its text chunk `arpg`."""
+    return to_base64(to_png(image, settings))
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class PreviewOptions:
 
 @dataclass(frozen=True)
 class Preview:
-    """The state of a task after a step; `pngs` is empty where no preview was made."""
+    """The state of a task after a step; `pngs`, in base64, is empty where no preview was made."""
 
     step: int  # finished steps of the current window, from 1
     steps: int | None
@@ -58,10 +75,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Result:
-    """The images of a task, also as PNG files, and the settings that made them."""
+    """The image files of a task, as its response has them, their (width, height), and the settings that made them."""
 
-    pngs: Sequence[bytes]
-    images: Sequence[Image.Image]
+    files: Sequence[bytes]
+    size: tuple[int, int]
     seeds: Sequence[int]
     settings: dict[str, Any]
     seconds: float
@@ -72,28 +89,40 @@ class Accepted:
     """The event of a job that is checked and admitted: from here on, an error is the last event of a stream."""
 
 
-Event = Accepted | Preview | Result | ApiError
+class Disconnected:
+    """The event of a client that has disconnected."""
+
+
+Encode = Callable[[Image.Image, dict[str, Any]], bytes]  # an image and its settings to a file of a `Result`
+Event = Accepted | Preview | Result | ApiError | Disconnected
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
 
 
 class Job:
     """The work for one call: events from any thread to one reader on the event loop, where it is created.
 
-    The last event is a `Result` or an `ApiError`.
+    The last event is a `Result` or an `ApiError`; after the deadline, a 504.
     """
 
     def __init__(
-        self, *, id: str, key: str, deadline: float, previews: PreviewOptions | None, trace: Trace | None = None
+        self,
+        *,
+        id: str,
+        key: str,
+        deadline: float,
+        trace: Trace,
+        previews: PreviewOptions | None = None,
+        encode: Encode = base64_png,
     ) -> None:
-        self.id, self.key = id, key  # of the call; the label of its API key
-        self.previews = previews
-        self.trace = trace or Trace()
+        self.id, self.key, self.trace = id, key, trace  # of the call; the label of its API key
+        self.previews, self.encode = previews, encode
         self.outcome = ""  # ok, cancelled, deadline or error, once it has ended
         self.created = time.time()
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._deadline = deadline
         self._start = time.monotonic()
+        self._timer = self._loop.call_later(deadline, self.stop)
         self._lock = threading.Lock()
         self._ended = False
         self._cancelled = False
@@ -155,43 +184,43 @@ class Job:
         """End a job that was stopped: the deadline has passed, or nobody reads the response."""
         self.end(deadline_exceeded(self._deadline))
 
-    async def next_event(self) -> Event:
-        """Return the next event; after the deadline, a 504."""
+    async def next_event(self) -> Event | None:
+        """Return the next event; None after `KEEP_ALIVE_S` without one."""
         try:
-            return await asyncio.wait_for(self._events.get(), max(0.0, self.seconds_left))
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                return await self._events.get()
         except TimeoutError:
-            self.stop()
-            return deadline_exceeded(self._deadline)
+            return None
+
+    def disconnect(self) -> None:
+        """Send the event of a disconnected client. On the event loop."""
+        self._events.put_nowait(Disconnected())
+
+    def close(self) -> None:
+        """Stop the work, unless it has ended, and the timer of the deadline. On the event loop."""
+        self.cancel()
+        self._timer.cancel()
 
     def _send(self, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-async def follow(job: Job, receive: Receive) -> AsyncGenerator[Event | None, None]:
+async def follow(job: Job, receive: Receive) -> AsyncGenerator[Accepted | Preview | Result | ApiError | None, None]:
     """Yield the events of a job up to its last, and None where a keep-alive is due; a disconnect cancels the job."""
-    disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
-    pending: asyncio.Future[Event] | None = None
+    watch = asyncio.ensure_future(wait_for_disconnect(receive))
+    watch.add_done_callback(lambda _: job.disconnect())
     try:
         while True:
-            pending = pending or asyncio.ensure_future(job.next_event())
-            watched: set[asyncio.Future[Any]] = {disconnected, pending}
-            await asyncio.wait(watched, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-            if pending.done():
-                event = pending.result()
-                pending = None
-                yield event
-                if isinstance(event, Result | ApiError):
-                    return
-            elif disconnected.done():
+            event = await job.next_event()
+            if isinstance(event, Disconnected):
                 raise ClientDisconnected
-            else:
-                yield None
+            yield event
+            if isinstance(event, Result | ApiError):
+                return
     finally:
-        job.cancel()  # without effect when it has ended
-        disconnected.cancel()
-        if pending is not None:
-            pending.cancel()
+        job.close()
+        watch.cancel()
 
 
 async def wait_for_result(job: Job, call: Request) -> Result:
@@ -258,24 +287,21 @@ class EventStream(Response):
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
-    """Return a response with `body` as JSON."""
-    return Response(json.dumps(body), status, media_type="application/json")
+    """Return a response with `body` as JSON, see `to_json`."""
+    return Response(to_json(body), status, media_type="application/json")
 
 
-def to_base64(data: bytes) -> str:
-    """Return `data` in base64."""
-    return base64.b64encode(data).decode()
+def to_json(body: dict[str, Any]) -> bytes:
+    """Return `body` as JSON in ASCII. Its bytes are base64 and become strings: only copied, not escaped."""
+    files: list[bytes] = []
 
+    def replace(file: bytes) -> str:
+        files.append(file)
+        return _PLACEHOLDER
 
-def to_png(image: Image.Image, settings: dict[str, Any] | None = None) -> bytes:
-    """Return a PNG file with `settings` as its text chunk `arpg`. Previews, which have none, are compressed less."""
-    text = PngImagePlugin.PngInfo()
-    if settings is not None:
-        text.add_text("arpg", json.dumps(settings))
-    file = io.BytesIO()
-    image.save(file, format="PNG", pnginfo=text, compress_level=6 if settings is not None else 1)
-    return file.getvalue()
+    first, *rest = json.dumps(body, default=replace).encode("ascii").split(_PLACEHOLDER.encode("ascii"))
+    return b"".join((first, *(part for pair in zip(files, rest, strict=True) for part in pair)))
 
 
 def _sse_bytes(event: SseEvent) -> bytes:
-    return f"event: {event[0]}\ndata: {json.dumps(event[1])}\n\n".encode()
+    return b"".join((b"event: ", event[0].encode(), b"\ndata: ", to_json(event[1]), b"\n\n"))

@@ -19,7 +19,8 @@ from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.image_store import ImageStore
 from arpg.serve.observability import Metrics, peak_rss_bytes
-from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, to_png
+from arpg.serve.png import encode_png
+from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png, to_base64
 from arpg.serve.schemas import ExtractCondition, Upscale
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
@@ -138,11 +139,14 @@ class ImageService:
         build: Callable[[TaskBuilder], BuiltTask],
         *,
         previews: PreviewOptions | None,
+        encode: Encode = base64_png,
     ) -> Job:
-        """Start a job of a model for an HTTP call; `build` is called in a worker thread. `previews`: None: no steps."""
+        """Start a job of a model for an HTTP call; `build` and `encode` are called in worker threads.
+
+        `previews`: None: no steps.
+        """
         loaded = model.loaded
-        state = call.state
-        job = Job(id=state.id, key=state.key, trace=state.trace, deadline=self.settings.deadline, previews=previews)
+        job = self._new_job(call, previews=previews, encode=encode)
 
         def prepare() -> None:
             start = time.monotonic()
@@ -151,7 +155,10 @@ class ImageService:
             job.on_end(self.admission.reserve(job.key, run.cost, large=run.large))
             job.on_end(lambda: self._count_images(job, len(run.task.spec.labels)))
             job.send(Accepted())
-            self.submit(run.pool, job, run.submit_next)
+            if run.large:
+                self.submit(run.pool, job, run.submit_next)
+            else:
+                run.submit_next()
 
         self.submit(self.pools.prepare, job, prepare)
         return job
@@ -175,14 +182,18 @@ class ImageService:
 
     def _start_filter(self, call: Request, work: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Job:
         """Start a job that makes one image from another without sampling; `work` returns it and what is said of it."""
-        job = Job(id=call.state.id, key=call.state.key, deadline=self.settings.deadline, previews=None)
+        job = self._new_job(call)
 
         def run() -> None:
             image, about = work()
-            job.end(Result([to_png(image)], [image], [], about, job.seconds))
+            job.end(Result([to_base64(encode_png(image))], image.size, [], about, job.seconds))
 
         self.submit(self.pools.extract, job, run)
         return job
+
+    def _new_job(self, call: Request, **options: Any) -> Job:
+        state = call.state
+        return Job(id=state.id, key=state.key, trace=state.trace, deadline=self.settings.deadline, **options)
 
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
         """Run a part of a job in a worker thread; an exception ends the job."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from arpg.decode import Step, make_plan
 from arpg.serve.admission import own_tokens, task_cost
 from arpg.serve.batcher import PendingRows
-from arpg.serve.responses import Job, Preview, Result, Usage, to_png
+from arpg.serve.png import encode_png
+from arpg.serve.responses import Job, Preview, Result, Usage, to_base64
 from arpg.serve.served_model import LoadedModel
 from arpg.tasks.task import ImageTask, StepTokens
 
@@ -172,7 +173,7 @@ class TaskRun:
         for image in self.task.render(state.tokens, state.tokens.rows[:: self.task.spec.best_of]):
             if size is not None:
                 image.thumbnail((size, size))
-            pngs.append(to_png(image))
+            pngs.append(to_base64(encode_png(image)))
         return pngs
 
     def _report(self, state: StepState, pngs: list[bytes]) -> None:
@@ -201,11 +202,11 @@ class TaskRun:
         start = time.monotonic()
         images, seeds = self.task.images(), self.task.seeds
         settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
-        pngs = [to_png(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
+        files = [self.job.encode(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
         self.job.trace.add("pixels", start, time.monotonic(), images=len(images))
         seconds = self.job.seconds
         self.service.admission.record(self.cost, seconds)
-        self.job.end(Result(pngs, images, seeds, settings, seconds, self._usage()))
+        self.job.end(Result(files, images[0].size, seeds, settings, seconds, self._usage()))
 
     def _usage(self) -> Usage:
         """Count the tokens of the task; a class is one."""
