@@ -51,6 +51,7 @@ def main(capability):
     JITFunction.run = compile_only(JITFunction.run)
     from arpg.kernels import (
         attention,
+        conv,
         fused_rope,
         group_norm,
         gumbel,
@@ -144,6 +145,13 @@ def main(capability):
     group_norm.add(image, image, bias)
     group_norm.spread(half(2, 512, 9, 9), bias)
     group_norm.norm(image, moments, bias, torch.nn.GroupNorm(32, 128).to(torch.bfloat16))
+    taps, by = half(128, 128, 3, 3), torch.zeros(2, 2, 128)
+    tiles = {conv.DEFAULT_TILE, *(conv.TILES.values() if capability == 90 else ())}  # the others were measured there
+    for tile in tiles:
+        conv.conv(image, taps, bias, tile, line_B2I=by, residual_BOHW=image)
+        conv.conv(image, taps, bias, tile)
+        conv.conv(image, taps[:8], bias, tile, line_B2I=by, moments=False, dtype=torch.float32, outputs=3)
+        conv.conv(image, half(512, 128, 2, 2), bias, tile)
     for name, size in sorted(SHARED.items()):
         print(name, size)  # noqa: T201
 

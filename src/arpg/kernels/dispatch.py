@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from arpg.device import nvidia_capability
+
+if TYPE_CHECKING:
+    from arpg.kernels.conv import Tile
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ class KernelPolicy:
 
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
+    fused_conv: Literal["measured", "all", "none"] = "measured"  # at which shapes of the tokenizer (`conv.py`)
 
 
 _DEFAULT_POLICY = KernelPolicy()
@@ -86,6 +91,25 @@ def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return False
     return x.shape[-1] % 16 == 0 and layer.in_features % 16 == 0  # loads of 16 bytes
+
+
+def conv_tile(x_BIHW: Tensor, weight_OIkk: Tensor) -> Tile | None:
+    """Return the tile by which the fused convolution takes an image and weights of half precision; None: it does not.
+
+    A tile that was measured counts for the GPU that it was measured on, and for batches that occupy all of it.
+    """
+    from arpg.kernels.conv import DEFAULT_TILE, TILES, conv_shape, supports
+
+    policy, shape = _policy.get().fused_conv, conv_shape(x_BIHW, weight_OIkk)
+    if policy == "none" or not supports(shape):
+        return None
+    if policy == "all":
+        return TILES.get(shape, DEFAULT_TILE)
+    tile = TILES.get(shape)
+    if tile is None or x_BIHW.dtype == torch.float32 or nvidia_capability(x_BIHW.device) != (9, 0):
+        return None
+    multiprocessors = torch.cuda.get_device_properties(x_BIHW.device).multi_processor_count
+    return tile if len(x_BIHW) * tile.programs(shape) >= multiprocessors else None
 
 
 @cache

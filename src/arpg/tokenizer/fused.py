@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.kernels.group_norm import Moments, add, last, moments, norm, spread
+from arpg.kernels.group_norm import add, last, moments, norm
+from arpg.kernels.ops import Features, norm_conv, norm_conv_to_image, upsample_conv
 from arpg.tokenizer.autoencoder import Decoder, ResBlock, SpatialAttention, Upsample
 
 _OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
@@ -41,15 +42,14 @@ class FusedDecoder(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         first = self.conv_in
         x = F.conv2d(last(z.to(first.weight.dtype)), first.weight, first.bias.to(first.weight.dtype), padding=1)
-        found = moments(x)
+        features = Features(x, moments(x))
         for stage in self.stages:
-            x, found = stage(x, found)
-        image: Tensor = self.conv_out(norm(x, found, None, self.norm_out))
-        return image[:, :3].float() + self.conv_out.bias[:3, None, None]
+            features = stage(features)
+        return norm_conv_to_image(features, self.norm_out, self.conv_out.weight, self.conv_out.bias)
 
 
 class _Conv(nn.Module):
-    """A convolution without its bias, which the next kernel adds."""
+    """The weights of a convolution."""
 
     weight: Tensor
     bias: Tensor
@@ -61,13 +61,11 @@ class _Conv(nn.Module):
         weight = F.pad(conv.weight.detach(), (0, 0, 0, 0, 0, 0, 0, more))
         self.register_buffer("weight", last(weight.to(dtype)), persistent=False)
         self.register_buffer("bias", F.pad(conv.bias.detach().float(), (0, more)), persistent=False)
-        self.padding = conv.kernel_size[0] // 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, padding=self.padding)
 
 
 class _ResBlock(nn.Module):
+    bias: Tensor
+
     def __init__(self, block: ResBlock, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm1, self.norm2 = block.norm1, block.norm2
@@ -76,10 +74,10 @@ class _ResBlock(nn.Module):
         both = self.conv2.bias if self.shortcut is None else self.conv2.bias + self.shortcut.bias
         self.register_buffer("bias", both, persistent=False)
 
-    def forward(self, x: Tensor, found: Moments) -> tuple[Tensor, Moments]:
-        h = self.conv1(norm(x, found, None, self.norm1))
-        h = self.conv2(norm(h, moments(h), self.conv1.bias, self.norm2))
-        return add(x if self.shortcut is None else self.shortcut(x), h, self.bias)  # type: ignore[arg-type]
+    def forward(self, features: Features) -> Features:
+        h = norm_conv(features, self.norm1, self.conv1.weight, self.conv1.bias)
+        x = features.x_BCHW if self.shortcut is None else F.conv2d(features.x_BCHW, self.shortcut.weight)
+        return norm_conv(h, self.norm2, self.conv2.weight, self.bias, residual_BOHW=x)
 
 
 class _Attention(nn.Module):
@@ -97,13 +95,14 @@ class _Attention(nn.Module):
         self.register_buffer("bias", torch.cat(biases).to(dtype), False)
         self.out = _Conv(attention.proj_out, dtype)
 
-    def forward(self, x_BChw: Tensor, found: Moments) -> tuple[Tensor, Moments]:
-        normed_BNC = norm(x_BChw, found, None, self.norm, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
+    def forward(self, features: Features) -> Features:
+        x_BChw = features.x_BCHW
+        normed_BNC = norm(x_BChw, features.moments, None, self.norm, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
         q, k, v = F.linear(normed_BNC, self.weight, self.bias).chunk(3, -1)
         chance_BNN = ((q * q.shape[-1] ** -0.5) @ k.transpose(1, 2)).softmax(-1)
         mixed_BNC = F.linear(chance_BNN @ v, self.out.weight.flatten(1))
         batch, _, high, wide = x_BChw.shape
-        return add(x_BChw, mixed_BNC.reshape(batch, high, wide, -1).permute(0, 3, 1, 2), self.out.bias)
+        return Features(*add(x_BChw, mixed_BNC.reshape(batch, high, wide, -1).permute(0, 3, 1, 2), self.out.bias))
 
 
 class _Upsample(nn.Module):
@@ -117,8 +116,8 @@ class _Upsample(nn.Module):
         self.register_buffer("weight", last(small_weights(conv.weight.detach()).to(dtype)), persistent=False)
         self.register_buffer("bias", conv.bias.detach().float(), persistent=False)
 
-    def forward(self, x: Tensor, found: Moments) -> tuple[Tensor, Moments]:
-        return spread(F.conv2d(x, self.weight, padding=1), self.bias)
+    def forward(self, features: Features) -> Features:
+        return upsample_conv(features.x_BCHW, self.weight, self.bias)
 
 
 def small_weights(weight_OI33: Tensor) -> Tensor:
