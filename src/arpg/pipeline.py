@@ -20,6 +20,7 @@ from arpg.classes import ClassNames, numbered_classes
 from arpg.config import DEFAULT_TEXT_MODEL, PRECISIONS
 from arpg.decode import Engine, Step
 from arpg.decode.likelihood import image_bits
+from arpg.decode.pixels import GraphedTokenizer
 from arpg.device import choose_device as choose_device
 from arpg.errors import one_of, require
 from arpg.files import hash_file
@@ -111,6 +112,7 @@ class Pipeline:
         self.license = license
         self.weights: AnyPath | None = None  # the file that they come from, if any
         self._adapters: MergedAdapters | None = None
+        self._graphed: GraphedTokenizer | None = None
         text = model.config.text
         self.prompts = prompts or (None if text is None else PromptCache(text, device=model.device))
         self._progress_bar: dict[str, Any] = {}
@@ -247,8 +249,15 @@ class Pipeline:
         require(there == self.device, f"the tokenizer is on {there}; move it to {self.device}, too")
         if self.prompts is not None:
             self.prompts.to(on)
-        self.engine = self.engine.on_device_of_model()
+        self.engine, self._graphed = self.engine.on_device_of_model(), None
         return self
+
+    @property
+    def graphed_tokenizer(self) -> GraphedTokenizer:
+        """The tokenizer, with images from CUDA graphs where `KernelPolicy.pixel_graphs` is set."""
+        if self._graphed is None or self._graphed.tokenizer is not self.tokenizer:
+            self._graphed = GraphedTokenizer(self.tokenizer)
+        return self._graphed
 
     @property
     def device(self) -> torch.device:
@@ -330,7 +339,9 @@ class Pipeline:
     def generate_task(self, classes: Classes = None, **options: Unpack[GenerateOptions]) -> ImageTask:
         """Sample images of classes or prompts from empty grids, see `generate`."""
         spec = self._generate_spec(classes, **options)
-        return ImageTask(self.engine, self.tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)])
+        return ImageTask(
+            self.engine, self.graphed_tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)]
+        )
 
     @show_options
     def inpaint_task(
@@ -346,7 +357,7 @@ class Pipeline:
         spec, rgb = self._spec(class_, **options), to_rgb(to_image(image))
         canvas = Canvas.fit(rgb, to_mask(mask), grid=self.model.config.grid, stride=self.tokenizer.config.stride)
         stage = stages.inpaint_stage(canvas, feather=feather)
-        return ImageTask(self.engine, self.tokenizer, spec, stages=[stage], images=[rgb])
+        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[stage], images=[rgb])
 
     @show_options
     def edit_task(
@@ -373,7 +384,7 @@ class Pipeline:
         spec, rgb = self._spec(class_, **options), to_rgb(to_image(image))
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
         stage = stages.outpaint_stage(Canvas.extend(rgb, (left, top, right, bottom), grid=grid, stride=stride), grid)
-        return ImageTask(self.engine, self.tokenizer, spec, stages=[stage], images=[rgb])
+        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[stage], images=[rgb])
 
     @show_options
     def expand_task(
@@ -394,7 +405,7 @@ class Pipeline:
         image_size = images[0].size if images else self.image_size
         stage = stages.expand_stage(image_size, size, window=grid, stride=stride, method=method)
         first = [] if images else [stages.generate_stage(grid)]
-        return ImageTask(self.engine, self.tokenizer, spec, stages=[*first, stage], images=images)
+        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[*first, stage], images=images)
 
     @show_options
     def generate(
@@ -505,7 +516,7 @@ class Pipeline:
         spec = self._generate_spec(classes, **options)
         spec = dataclasses.replace(spec, batch_size=len(spec.labels))
         stage = stages.generate_stage(self.model.config.grid)
-        return ImageTask(self.engine, self.tokenizer, spec, stages=[stage]).stream()
+        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[stage]).stream()
 
     @property
     def image_size(self) -> tuple[int, int]:

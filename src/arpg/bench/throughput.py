@@ -131,7 +131,7 @@ def time_batch(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) ->
     middle = time.perf_counter()
     if not pixels:
         return middle - began, 0.0
-    pipe.tokenizer.decode(ids_BN, case.grid)
+    pipe.graphed_tokenizer.decode(ids_BN, case.grid)
     synchronize(pipe.model.device)
     return middle - began, time.perf_counter() - middle
 
@@ -139,7 +139,7 @@ def time_batch(pipe: Pipeline, case: Case, *, seed: int, pixels: bool = True) ->
 def time_pipelined(pipe: Pipeline, case: Case, batches: int, *, pixels: bool) -> float:
     """Return the seconds of `batches` batches one after the other; one more before them is not timed."""
     plans = (case.request(pipe.model, i * case.batch) for i in range(batches + 1))
-    finish = pipe.tokenizer.decode if pixels else lambda ids_BN, grid: ids_BN
+    finish = pipe.graphed_tokenizer.decode if pixels else lambda ids_BN, grid: ids_BN
     made = pipelined_decode(pipe.engine, plans, case.settings, finish)
     next(made)
     began = time.perf_counter()

@@ -181,7 +181,10 @@ class Engine:
         self._arguments = (mode, graph_memory)
         if self.mode == "compiled":
             model.compile_blocks(dynamic=True)
-        self.graphs = GraphCache(model.device, memory=graph_memory, capture_after=1 if mode == "auto" else 0)
+        capture_after = 1 if mode == "auto" else 0
+        self.graphs: GraphCache[CapturedGraphs] = GraphCache(
+            model.device, memory=graph_memory, capture_after=capture_after
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the arguments, not the captured graphs."""

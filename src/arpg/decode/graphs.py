@@ -14,7 +14,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GraphKey = tuple[Any, ...]
+T = TypeVar("T")
+C = TypeVar("C", bound="Capture[Any]")
 _MAX_COUNTED_KEYS = 4096
 _MEMORY_SHARE = 0.25  # of the GPU's memory that captured graphs may hold together
 
@@ -43,10 +46,59 @@ def graph_key(
     return _structure(state), shapes, tuple(cursor.widths), tuple(cursor.longest), sampling, every_step
 
 
-class CapturedGraphs:
-    """The graphs of one generation with the memory they work in. `busy` is held while one is being replayed."""
+class Capture(Generic[T]):
+    """Work captured as CUDA graphs with the memory they work in. `busy` is held while one is being replayed."""
 
     @torch.no_grad()
+    def __init__(self, parts: Iterable[Callable[[], T]], device: torch.device, *, run_bytes: int = 0) -> None:
+        """Capture each of `parts`, in order, in a graph of its own.
+
+        A run of the same work must have come before: it compiles the kernels, and took `run_bytes` of memory.
+        """
+        self.busy, self._device = threading.Lock(), device
+        self.graphs: list[tuple[torch.cuda.CUDAGraph, T]] = []
+        allocated, started = torch.cuda.memory_allocated(device), time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), _own_workspace():
+            for part in parts:
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    if not self.graphs:  # freed at once: one piece for all that follows, which grows from step to step
+                        torch.empty(run_bytes, dtype=torch.uint8, device=device)
+                    result = part()
+                finally:
+                    graph.capture_end()
+                self.graphs.append((graph, result))
+        torch.cuda.current_stream(device).wait_stream(stream)
+        # The scratch memory of the kernels is free again for the next graph of the pool, but for nothing else.
+        self.live_bytes = torch.cuda.memory_allocated(device) - allocated
+        self.bytes = max(self.live_bytes, _pool_bytes(pool))
+        self.seconds = time.perf_counter() - started
+        self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def run(self, own: Iterable[Tensor], new: Iterable[Tensor]) -> Iterator[T]:
+        """Copy the tensors `new` into `own`, which the graphs read, and replay them; yield the result of each.
+
+        The caller holds `busy` and releases it. A result is overwritten by the next replay.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._replayed)  # the last replay may have run on another stream
+        try:
+            for mine, given in zip(own, new, strict=True):
+                mine.copy_(given)
+            for graph, result in self.graphs:
+                graph.replay()
+                yield result
+        finally:
+            self._replayed.record(stream)
+
+
+class CapturedGraphs(Capture[tuple[Tensor, Tensor]]):
+    """The graphs of one generation: its ids and known after each."""
+
     def __init__(
         self,
         state: DecodeState,
@@ -58,56 +110,27 @@ class CapturedGraphs:
     ) -> None:
         """Capture `steps`, the loop over `state` and `cursor`, which then belong to the graphs.
 
-        `every_step`: in one graph each, else in one. A run of the same shape must have come before: it compiles the
-        kernels, and took `run_bytes` of memory.
+        `every_step`: in one graph each, else in one.
         """
-        device = state.ids_BN.device
-        self.busy = threading.Lock()
         self.state, self.cursor = state, cursor
-        self.graphs: list[tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = []
         self._steps = steps  # holds the cache, which must live as long as the graphs
-        allocated, started = torch.cuda.memory_allocated(device), time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _own_workspace():
-            for num_steps in [1] * cursor.num_steps if every_step else [cursor.num_steps]:
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    if not self.graphs:  # freed at once: one piece for all that follows, which grows from step to step
-                        torch.empty(run_bytes, dtype=torch.uint8, device=device)
-                    for _ in range(num_steps):
-                        step = next(steps)
-                finally:
-                    graph.capture_end()
-                self.graphs.append((graph, step.ids_BN, step.known_BN))
-        torch.cuda.current_stream(device).wait_stream(stream)
-        # The scratch memory of the kernels is free again for the next graph of the pool, but for nothing else.
-        self.live_bytes = torch.cuda.memory_allocated(device) - allocated
-        self.bytes = max(self.live_bytes, _pool_bytes(pool))
-        self.seconds = time.perf_counter() - started
-        self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        def advance(num_steps: int) -> tuple[Tensor, Tensor]:
+            for _ in range(num_steps):
+                step = next(steps)
+            return step.ids_BN, step.known_BN
+
+        sizes = [1] * cursor.num_steps if every_step else [cursor.num_steps]
+        super().__init__([partial(advance, size) for size in sizes], state.ids_BN.device, run_bytes=run_bytes)
 
     def replay(self, state: DecodeState, cursor: PlanCursor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the graphs on another request of the same shape; yield copies of ids and known after each graph.
-
-        The caller holds `busy` and releases it.
-        """
-        stream = torch.cuda.current_stream(state.ids_BN.device)
-        stream.wait_event(self._replayed)  # the last replay may have run on another stream
-        try:
-            own, new = [*_leaves(self.state), *self.cursor.tensors()], [*_leaves(state), *cursor.tensors()]
-            for mine, given in zip(own, new, strict=True):
-                mine.copy_(given)
-            for graph, ids_BN, known_BN in self.graphs:
-                graph.replay()
-                yield ids_BN.clone(), known_BN.clone()
-        finally:
-            self._replayed.record(stream)
+        """Run the graphs on another request of the same shape; yield copies of ids and known after each graph."""
+        own, new = [*_leaves(self.state), *self.cursor.tensors()], [*_leaves(state), *cursor.tensors()]
+        for ids_BN, known_BN in self.run(own, new):
+            yield ids_BN.clone(), known_BN.clone()
 
 
-class GraphCache:
+class GraphCache(Generic[C]):
     """Captured graphs by key; the least recently used ones go first where memory is short."""
 
     def __init__(self, device: torch.device, *, memory: int | None = None, capture_after: int = 0) -> None:
@@ -115,12 +138,12 @@ class GraphCache:
         if memory is None and device.type == "cuda":
             memory = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
         self.memory, self.capture_after = memory or 0, capture_after
-        self.captured: OrderedDict[GraphKey, CapturedGraphs] = OrderedDict()
+        self.captured: OrderedDict[GraphKey, C] = OrderedDict()
         self._runs: Counter[GraphKey] = Counter()
         self._too_large: set[GraphKey] = set()
         self._lock = threading.Lock()
 
-    def acquire(self, key: GraphKey) -> CapturedGraphs | None:
+    def acquire(self, key: GraphKey) -> C | None:
         """Return the graphs of a key with `busy` held, if they are there and not in use."""
         with self._lock:
             found = self.captured.get(key)
@@ -137,12 +160,12 @@ class GraphCache:
             self._runs[key] += 1
             return self._runs[key] > self.capture_after and key not in self.captured and key not in self._too_large
 
-    def capture(self, key: GraphKey, make: Callable[[], CapturedGraphs]) -> CapturedGraphs | None:
+    def capture(self, key: GraphKey, make: Callable[[], C]) -> C | None:
         """Capture, keep and return graphs with `busy` held, evicting idle ones; None where they do not fit."""
         try:
             graphs = make()
         except torch.OutOfMemoryError:
-            log.warning("a generation is too large to be captured as CUDA graphs; it runs eagerly")
+            log.warning("a batch is too large to be captured as CUDA graphs; it runs eagerly")
             self.clear()
             self._too_large.add(key)
             return None

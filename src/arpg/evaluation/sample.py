@@ -122,7 +122,7 @@ class PixelBatches:
     def _pixels(self, ids_BN: Tensor, grid: tuple[int, int]) -> Tensor:
         count, unit = len(ids_BN), self.unit or len(ids_BN)
         ids_BN = torch.cat((ids_BN, ids_BN[-1:].expand(-count % unit, -1)))  # whole units only
-        parts = [to_uint8(self.pipe.tokenizer.decode(ids_UN, grid)) for ids_UN in torch.split(ids_BN, unit)]
+        parts = [to_uint8(self.pipe.graphed_tokenizer.decode(ids_UN, grid)) for ids_UN in torch.split(ids_BN, unit)]
         return torch.cat(parts)[:count]
 
     def _plan(self, start: int) -> tuple[Request, Plan]:

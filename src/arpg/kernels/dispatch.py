@@ -35,6 +35,7 @@ class KernelPolicy:
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     fused_conv: Literal["measured", "all", "none"] = "measured"  # at which shapes of the tokenizer (`conv.py`)
+    pixel_graphs: bool = False  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
 
 _DEFAULT_POLICY = KernelPolicy()
@@ -91,6 +92,11 @@ def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return False
     return x.shape[-1] % 16 == 0 and layer.in_features % 16 == 0  # loads of 16 bytes
+
+
+def use_pixel_graphs() -> bool:
+    """Whether images may come from CUDA graphs."""
+    return _policy.get().pixel_graphs and not torch.is_grad_enabled()
 
 
 def conv_tile(x_BIHW: Tensor, weight_OIkk: Tensor) -> Tile | None:

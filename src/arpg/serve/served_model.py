@@ -80,7 +80,8 @@ class ServedModel:
         loaded = self._load()
         size, threads = settings.max_batch, settings.threads
         tokens, stride = own_tokens(loaded), loaded.tokenizer.config.stride
-        tokenizer = TokenizerLanes(loaded.tokenizer, max_pixels=tokens * stride**2, max_batch=size, threads=threads)
+        own, max_pixels = loaded.graphed_tokenizer, tokens * stride**2
+        tokenizer = TokenizerLanes(own, max_pixels=max_pixels, max_batch=size, threads=threads)
         pipeline = serving_pipeline(loaded, tokenizer, metrics)
         max_wait = settings.max_wait_ms / 1000
 
