@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import IO, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from arpg.storage import AnyPath
 
 T = TypeVar("T")
-
-
-class AnyFile(Protocol):
-    """What the checks need of a path, local or remote."""
-
-    def is_file(self) -> bool:
-        """Return whether it is a file."""
-
-    def is_dir(self) -> bool:
-        """Return whether it is a folder."""
-
-    def open(self, mode: Literal["rb"]) -> IO[bytes]:
-        """Open it for reading."""
 
 
 class InputError(ValueError):
@@ -51,14 +41,14 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(names)}"
 
 
-def require_file(path: AnyFile, expected: str, *, what: str = "") -> None:
+def require_file(path: AnyPath, expected: str, *, what: str = "") -> None:
     """Raise an `InputError` unless `path` is a file; `what` it is for comes before its name."""
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise InputError(f"{what} {path} {found}; expected {expected}".strip())
 
 
-def describe_broken(path: AnyFile, expected: str, error: Exception, *, starts: tuple[bytes, ...] = ()) -> str:
+def describe_broken(path: AnyPath, expected: str, error: Exception, *, starts: tuple[bytes, ...] = ()) -> str:
     """Say why a file could not be read as `expected`: it is empty, text, something else, or cut short.
 
     A file that begins with one of `starts` is of the expected kind, so it can only be damaged.
