@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from arpg.decode.plan import SamplePlan, plan_sample
 from arpg.files import write_whole
@@ -19,7 +18,6 @@ from arpg.image import adm_crop, sheet
 from arpg.settings import ORDERS, SamplingSettings
 
 SIDE = 192  # pixels of the longer side of a map
-MARGIN, CAPTION = 14, 26
 FRAME_MS, LAST_FRAME_MS = 120, 2000  # milliseconds that a frame of an animation is shown
 # Early to late: the stops of a dark-to-light colour ramp.
 RAMP = np.array([(38, 22, 74), (104, 37, 119), (178, 54, 95), (232, 103, 62), (251, 178, 76), (252, 244, 190)])
@@ -29,39 +27,27 @@ log = logging.getLogger(__name__)
 
 def draw_plans(grid: tuple[int, int], settings: SamplingSettings, *, seed: int) -> Image.Image:
     """Return a figure with the step of every token, one map per order, four in a row."""
-    cell = max(1, SIDE // max(grid))
-    width, height = grid[1] * cell, grid[0] * cell
-    columns = 4
-    rows = math.ceil(len(ORDERS) / columns)
-    size = (columns * (width + MARGIN) + MARGIN, rows * (height + CAPTION + MARGIN) + MARGIN)
-    canvas = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(canvas)
-    font = ImageFont.load_default(size=14)
-    for i, order in enumerate(ORDERS):
-        x = MARGIN + i % columns * (width + MARGIN)
-        y = MARGIN + i // columns * (height + CAPTION + MARGIN)
-        draw.text((x, y), order, fill="black", font=font)
+    maps = []
+    for order in ORDERS:
         known = [False] * (grid[0] * grid[1])
         plan = plan_sample(grid, known, seed, dataclasses.replace(settings, order=order))
-        colours = _colours(plan).reshape(*grid, 3).repeat(cell, 0).repeat(cell, 1)
-        canvas.paste(Image.fromarray(colours), (x, y + CAPTION))
-    return canvas
+        maps.append(_enlarged(_colours(plan).reshape(*grid, 3)))
+    return sheet(maps, columns=4, captions=ORDERS)
 
 
 def draw_bits(bits_hw: NDArray[np.float32], image: Image.Image) -> Image.Image:
     """Return a figure of an image with the bits of each token beside it: the more bits, the brighter."""
-    cell = max(1, SIDE // max(bits_hw.shape))
-    height, width = (side * cell for side in bits_hw.shape)
     low, high = float(bits_hw.min()), float(bits_hw.max())
     colours = ramp((bits_hw.ravel() - low) / max(high - low, 1e-9)).reshape(*bits_hw.shape, 3)
-    canvas = Image.new("RGB", (2 * width + 3 * MARGIN, height + CAPTION + 2 * MARGIN), "white")
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=14)
-    draw.text((MARGIN, MARGIN), "picture", fill="black", font=font)
-    text = f"bits per token: {low:.1f} to {high:.1f}"
-    draw.text((2 * MARGIN + width, MARGIN), text, fill="black", font=font)
-    canvas.paste(adm_crop(image, min(width, height)).resize((width, height)), (MARGIN, MARGIN + CAPTION))
-    canvas.paste(Image.fromarray(colours.repeat(cell, 0).repeat(cell, 1)), (2 * MARGIN + width, MARGIN + CAPTION))
-    return canvas
+    bits = _enlarged(colours)
+    shown = adm_crop(image, min(bits.size)).resize(bits.size)
+    return sheet([shown, bits], columns=2, captions=["image", f"bits per token: {low:.1f} to {high:.1f}"])
+
+
+def _enlarged(colours_hw3: NDArray[np.uint8]) -> Image.Image:
+    """Return the colours of tokens as an image whose longer side has about `SIDE` pixels."""
+    cell = max(1, SIDE // max(colours_hw3.shape[:2]))
+    return Image.fromarray(colours_hw3.repeat(cell, 0).repeat(cell, 1))
 
 
 def _colours(plan: SamplePlan) -> NDArray[np.uint8]:

@@ -230,7 +230,7 @@ def sheet(
 
 def _captioned(image: Image.Image, text: str) -> Image.Image:
     """Enlarge a small image to about 192 pixels and write up to three lines of text below it."""
-    scale, line = max(1, 192 // image.width), 11
+    scale, line = max(1, 192 // max(image.size)), 11
     width, height = image.width * scale, image.height * scale
     canvas = Image.new("RGB", (width, height + 3 * line + 4), "white")
     canvas.paste(image.resize((width, height), Image.Resampling.NEAREST), (0, 0))

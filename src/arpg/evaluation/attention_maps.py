@@ -29,7 +29,7 @@ from arpg.decode import Plan, Request, SamplePlan, decode, make_plan
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import StepPlan
 from arpg.errors import require
-from arpg.figures import CAPTION, MARGIN, SIDE, ramp
+from arpg.figures import SIDE, ramp
 from arpg.image import adm_crop, resize, to_images, to_pil, to_rgb
 from arpg.kernels.dispatch import can_fuse_half
 from arpg.model import ARPG, Condition, class_condition
@@ -239,6 +239,7 @@ def summarize(maps: AttentionMaps) -> list[LayerSummary]:
     return lines
 
 
+MARGIN, CAPTION = 14, 26  # pixels around a tile, and of a line of text
 OCTAVES = 4  # colours run from 1/16 to 16 times an even share
 NOT_SEEN = (232, 232, 232)
 NAMES = {"pass1": "Pass 1", "pass2": "Pass 2"}
