@@ -13,6 +13,7 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from arpg.hub import resolve
 from arpg.lora import AdapterConfig
 from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import open_encoder
-from arpg.train.distributed import World
 from arpg.train.loop import train
 from arpg.train.memory import budget_bytes, training_bytes
 from arpg.train.model import ModelTraining
@@ -99,12 +99,7 @@ def finetune(
         tokens = tokenize(tokenizer, part, output / "tokens" / name, size=size, views=views, progress=progress)
         if config.text is not None:
             write_text_states(tokens, config.text, open_encoder(config.text, device=choose_device(device)))
-    settings = recipe
-
-    def start(world: World) -> Finetuning:
-        return Finetuning(settings, output, world)
-
-    path = train(start, resume=(output / "snapshots").is_dir(), device=device)
+    path = train(partial(Finetuning, recipe, output), resume=(output / "snapshots").is_dir(), device=device)
     best = read_metadata(output / "best.safetensors")
     return Finetuned(
         path, float(best["loss"]), int(best["step"]), _base_loss(output), _command(path, train_images, lora=lora)
