@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from arpg.errors import InputError, one_of, require
+from arpg.errors import InputError, one_of, require, require_positive
 from arpg.settings import CONTROL_KINDS, SamplingDefaults
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
@@ -18,6 +18,14 @@ STORAGE_FORMATS = ("int8", "int6", "int4", "float16", "bfloat16", "float32")  # 
 POSITIONS = ("rope", "cosine")
 
 T = TypeVar("T")
+
+
+def _check_heads(width: int, num_heads: int) -> None:
+    require(
+        width % (4 * num_heads) == 0,
+        f"width {width} does not give {num_heads} heads of a multiple of 4 channels, which 2-D rotation needs; change "
+        "width or num_heads",
+    )
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,7 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.encoder), "encoder is empty; expected minilm, flan-t5-xl, a hub id or a folder")
-        for name in ("width", "max_tokens"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require_positive(self, "width", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,8 @@ class ControlConfig:
         for kind in self.kinds:
             one_of("kinds", kind, CONTROL_KINDS)
         require(bool(self.encoder), "encoder is empty; expected patches, a hub id or a folder")
-        for name in ("patch", "width", "num_heads", "layers"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected 1 or more")
-        require(
-            self.width % (4 * self.num_heads) == 0,
-            f"width {self.width} does not give {self.num_heads} heads of a multiple of 4 channels, "
-            "which 2-D rotation needs; change width or num_heads",
-        )
+        require_positive(self, "patch", "width", "num_heads", "layers")
+        _check_heads(self.width, self.num_heads)
 
     def kind_id(self, kind: str) -> int:
         """Return the index of a kind; raise an `InputError` if the model does not take it."""
@@ -92,19 +92,13 @@ class ModelConfig:
     guidance_input: bool = False  # the guidance scale is an input of Pass 2: no unconditional rows (distilled)
 
     def __post_init__(self) -> None:
-        for name in ("width", "num_heads", "pass2_layers", "vocab_size"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require_positive(self, "width", "num_heads", "pass2_layers", "vocab_size")
         if self.text is None:
             require(self.num_classes >= 1, f"num_classes is {self.num_classes}; expected 1 or more")
         else:
             require(self.num_classes == 0, f"num_classes is {self.num_classes}; a model that takes prompts has 0")
         require(self.pass1_layers >= 0, f"pass1_layers is {self.pass1_layers}; expected 0 or more")
-        require(
-            self.width % (4 * self.num_heads) == 0,
-            f"width {self.width} does not give {self.num_heads} heads of a multiple of 4 channels, "
-            "which 2-D rotation needs; change width or num_heads",
-        )
+        _check_heads(self.width, self.num_heads)
         require(min(self.grid) >= 1, f"grid is {self.grid}; expected two numbers of 1 or more")
         one_of("positions", self.positions, POSITIONS)
         require(0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 <= dropout < 1")
@@ -154,9 +148,7 @@ class TokenizerConfig:
     codebook_dim: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("channels", "res_blocks", "z_channels", "codebook_size", "codebook_dim"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected 1 or more")
+        require_positive(self, "channels", "res_blocks", "z_channels", "codebook_size", "codebook_dim")
         require(
             len(self.multipliers) >= 1 and min(self.multipliers) >= 1,
             f"multipliers are {self.multipliers}; expected one number of 1 or more per level",

@@ -29,6 +29,13 @@ def present(value: T | None, message: str) -> T:
     return value
 
 
+def require_positive(config: object, *names: str, prefix: str = "") -> None:
+    """Raise an `InputError` unless these fields of a configuration are 1 or more; `prefix` is before their names."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= 1, f"{prefix}{name} is {value}; expected 1 or more")
+
+
 def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
     """Raise an `InputError` unless `value` is one of the choices of `name`."""
     require(value in choices, f"{name} is {value!r}; expected one of {', '.join(choices)}{more}")

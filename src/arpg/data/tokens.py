@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg.config import from_dict, to_dict
-from arpg.errors import InputError, one_of, require
+from arpg.errors import InputError, one_of, require, require_positive
 from arpg.files import read_array, read_json, write_array, write_json
 from arpg.settings import CONTROL_KINDS
 from arpg.storage import AnyPath, as_path, list_files
@@ -70,8 +70,7 @@ class TokenInfo:
     control_size: tuple[int, int] = (0, 0)  # height and width of the condition images
 
     def __post_init__(self) -> None:
-        for name in ("views", "vocab_size", "num_classes"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected 1 or more")
+        require_positive(self, "views", "vocab_size", "num_classes")
         require(min(self.grid) >= 1, f"grid is {self.grid}; expected two numbers of 1 or more")
         if self.control:
             one_of("control", self.control, CONTROL_KINDS)

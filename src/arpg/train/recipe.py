@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arpg.config import ModelConfig, TokenizerConfig, from_dict
-from arpg.errors import InputError, one_of, require, require_file
+from arpg.errors import InputError, one_of, require, require_file, require_positive
 from arpg.lora import AdapterConfig
 from arpg.settings import SamplingDefaults
 
@@ -63,8 +63,8 @@ class RunRecipe:
     def __post_init__(self) -> None:
         one_of("run.precision", self.precision, ("auto", "bf16", "float32"))
         one_of("run.parallel", self.parallel, PARALLEL)
-        for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "sample_every", "save_every"):
-            require(getattr(self, name) >= 1, f"run.{name} is {getattr(self, name)}; expected 1 or more")
+        counts = ("steps", "batch_size", "accumulate", "log_every", "validate_every", "sample_every", "save_every")
+        require_positive(self, *counts, prefix="run.")
         require(self.patience >= 0, f"run.patience is {self.patience}; expected 0 or more validations")
         require(self.max_minutes >= 0, f"run.max_minutes is {self.max_minutes}; expected 0 (no limit) or more")
         require(self.keep >= 1, f"run.keep is {self.keep}; expected 1 or more snapshots")
