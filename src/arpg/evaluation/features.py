@@ -387,41 +387,30 @@ def read_features(
     """
     if has_features(path):
         return Features.load(path)
-    features = _of_images(path, inception, size=size, batch_size=batch_size, keep=keep, progress=progress, ray=ray)
-    if path.suffix == ".npz" and "mu" in npz_names(path):
-        given = Features.load(path)
-        features = dataclasses.replace(features, pool=given.pool, spatial=given.spatial)
-    return features
-
-
-def _of_images(
-    path: AnyPath,
-    inception: Inception,
-    *,
-    size: int | None,
-    batch_size: int,
-    keep: bool,
-    progress: Progress | None,
-    ray: RayOptions | None,
-) -> Features:
     source = open_source(path, size=size)
     key = _key(path, inception, size) if keep or ray is not None else None
     cached = home() / "features" / f"{key}.npz" if keep else None
     resume = None if key is None else home() / "features" / f"{key}-{batch_size}.partial"
+    features = None
     if cached is not None and cached.is_file():
         try:
-            return Features.load(cached)
+            features = Features.load(cached)
         except InputError as error:
             log.warning("%s; computing the features again", error)
-    on_batch = None if progress is None else (lambda done: progress(done, source.count))
-    first = None
-    if source.images is not None and size is None:
-        first = (source.images.names[0], np.asarray(source.images.read(0)).shape)
-    extractor = FeatureExtractor(inception, size, first, to_cpu=ray is not None)
-    start = (lambda: extractor) if ray is None else partial(_start_extractor, extractor, "auto")
-    features = collect(inception, source.jobs(batch_size), progress=on_batch, start=start, ray=ray, resume=resume)
-    if cached is not None:
-        features.save(cached)
+    if features is None:
+        first = None
+        if source.images is not None and size is None:
+            first = (source.images.names[0], np.asarray(source.images.read(0)).shape)
+        extractor = FeatureExtractor(inception, size, first, to_cpu=ray is not None)
+        start = (lambda: extractor) if ray is None else partial(_start_extractor, extractor, "auto")
+        on_batch = None if progress is None else (lambda done: progress(done, source.count))
+        jobs = source.jobs(batch_size)
+        features = collect(inception, jobs, progress=on_batch, start=start, ray=ray, resume=resume)
+        if cached is not None:
+            features.save(cached)
+    if path.suffix == ".npz" and "mu" in npz_names(path):
+        given = Features.load(path)
+        features = dataclasses.replace(features, pool=given.pool, spatial=given.spatial)
     return features
 
 
