@@ -274,14 +274,14 @@ def _check_same(wanted: dict[str, Any], text: str, *, where: AnyPath) -> None:
         found = None
     require(
         isinstance(found, dict) and found.get("format") == FORMAT,
-        f"{where} is there already and was not made here; choose another --out",
+        f"{where} is there already and was not made here; choose another --output",
     )
     now = json.loads(json.dumps(wanted))
     found = json_settings(SamplingSettings()) | found  # a setting that did not exist yet had its default
     other = [f"{key} {found.get(key)}, not {now[key]}" for key in now if found.get(key) != now[key]]
     require(
         not other,
-        f"{where} was made with other settings ({'; '.join(other)}); delete it or choose another --out",
+        f"{where} was made with other settings ({'; '.join(other)}); delete it or choose another --output",
     )
 
 
@@ -290,7 +290,7 @@ def _read_about(out: AnyPath) -> str:
         with zipfile.ZipFile(fetch(out)) as archive:
             return archive.comment.decode("utf-8", errors="replace")
     except (OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"{out} is not a whole npz file ({error}); delete it or choose another --out") from None
+        raise InputError(f"{out} is not a whole npz file ({error}); delete it or choose another --output") from None
 
 
 def _ranges(parts: AnyPath) -> list[tuple[int, int, AnyPath]]:

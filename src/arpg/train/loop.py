@@ -159,7 +159,7 @@ def run_training(training: Training, *, resume: bool) -> AnyPath:
     require(
         resume or not done,
         f"{folder} holds a run that reached step {done[-1] if done else 0}; continue it with --resume, or choose "
-        "another --out",
+        "another --output",
     )
     first = training.restore() if resume else 0
     report = Report(folder, num_steps=run.steps, start=first, active=world.main)
