@@ -16,7 +16,7 @@ from arpg.kernels.group_norm import add, last, moments, norm
 from arpg.kernels.ops import Features, norm_conv, norm_conv_to_image, upsample_conv
 from arpg.tokenizer.autoencoder import Decoder, ResBlock, SpatialAttention, Upsample
 
-_OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
+OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
 
 
 class FusedDecoder(nn.Module):
@@ -36,7 +36,7 @@ class FusedDecoder(nn.Module):
             if level.resize:
                 self.stages.append(_fused(level.upsample, dtype))  # type: ignore[arg-type]
         self.norm_out = decoder.norm_out
-        self.conv_out = _Conv(decoder.conv_out, dtype, outputs=_OUTPUTS)
+        self.conv_out = _Conv(decoder.conv_out, dtype, outputs=OUTPUTS)
 
     @torch.no_grad()
     def forward(self, z: Tensor) -> Tensor:
