@@ -36,6 +36,7 @@ class KernelPolicy:
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     fused_conv: Literal["measured", "all", "none"] = "measured"  # at which shapes of the tokenizer (`conv.py`)
     pixel_graphs: bool = False  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
+    folded_norms: bool = False  # read when a pipeline is opened: weights include that of the norm before them
 
 
 _DEFAULT_POLICY = KernelPolicy()
@@ -50,6 +51,11 @@ def kernel_policy(policy: KernelPolicy) -> Iterator[None]:
         yield
     finally:
         _policy.reset(token)
+
+
+def current_policy() -> KernelPolicy:
+    """Return the policy of the caller."""
+    return _policy.get()
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -80,6 +86,27 @@ def can_fuse_inference(x: Tensor) -> bool:
     return can_fuse_half(x) and not torch.is_grad_enabled()
 
 
+def can_fold_norms(weight_OI: Tensor) -> bool:
+    """Whether layers whose weight includes that of the norm before them are faster with this weight.
+
+    bfloat16 only: a product of the stream that is not normed may leave the range of float16.
+    """
+    return has_kernels(weight_OI) and weight_OI.dtype == torch.bfloat16
+
+
+def folded_weight(layer: nn.Module) -> Tensor | None:
+    """Return the weight of `layer` times that of the norm before it, `[O, I]`, where the layer has them folded."""
+    weight_OI: Tensor | None = getattr(layer, "folded_OI", None)
+    return weight_OI
+
+
+def gemm_weight(layer: nn.Module) -> Tensor | None:
+    """Return the weight that a matrix product of `layer` reads, `[O, I]`; None: it is quantized or has a bias."""
+    if (weight_OI := folded_weight(layer)) is not None:
+        return weight_OI
+    return layer.weight if isinstance(layer, nn.Linear) and layer.bias is None else None
+
+
 def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
     """Whether the small-batch GEMM takes `x` and the weight of `layer`: few rows, plain weights of the same type.
 
@@ -89,9 +116,10 @@ def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
         return False
     if not _policy.get().small_gemm or not gluon_works(x.device):
         return False
-    if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
+    weight_OI = gemm_weight(layer)
+    if weight_OI is None or weight_OI.dtype != x.dtype:
         return False
-    return x.shape[-1] % 16 == 0 and layer.in_features % 16 == 0  # loads of 16 bytes
+    return x.shape[-1] % 16 == 0 and weight_OI.shape[1] % 16 == 0  # loads of 16 bytes
 
 
 def use_pixel_graphs() -> bool:
