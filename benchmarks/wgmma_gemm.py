@@ -1,6 +1,6 @@
 """Time a GEMM for 1 to 128 rows that holds its weights in shared memory, beside the library and the present kernel.
 
-    python -m benchmarks.wgmma_gemm --out wgmma-gemm-h200.json   # products, then layers
+    python -m benchmarks.wgmma_gemm --out wgmma-gemm-h200.json   # layers and products
     python -m benchmarks.wgmma_gemm --rows 64 --variants whole
 
 A prototype: the package does not use it. It computes what `arpg.kernels.small_gemm.linear` computes (norm, product,
@@ -19,10 +19,10 @@ then SwiGLU or the residual sum) on Hopper (compute capability 9.0), in another 
   all of them in a fixed order, so results are reproducible. A cluster cannot do it: Triton 3.6 does not compile a
   layout conversion between the programs of a cluster, and its bulk copies have no multicast.
 
-Every product is checked against float32 and timed alone, each call with other weights. Then the network of
-`benchmarks/small_gemm.py` (24 layers and the head, both passes, one CUDA graph, more weights than L2 holds) runs with
-the library's products, the present kernel and each variant: logits against float32, and whether a second run gives the
-same. The head, and a norm whose squares are not known, are the library's.
+The network of `benchmarks/small_gemm.py` (24 layers and the head, both passes, one CUDA graph, more weights than L2
+holds) runs with the library's products, with the present kernel and with each variant: logits against float32, and
+whether a second run gives the same. The head, and a norm whose squares are not known, are the library's. Before, every
+product of a variant is checked against float32 and timed alone, each call with other weights.
 
 Shapes: M rows, D inputs, N outputs, P partial sums.
 """
@@ -57,7 +57,6 @@ from arpg.bench.record import environment
 from arpg.files import write_json
 from arpg.kernels import dispatch, small_gemm
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy, prefetch_weights
-from arpg.model import ARPG
 from benchmarks.measures import graph_microseconds, relative_error
 from benchmarks.small_gemm import HALF, LAYERS, SHAPES, attempt, exact_product, make_model, one_step
 
@@ -337,29 +336,21 @@ def _weights(outputs: int, inputs: int) -> list[Tensor]:
     return [(torch.randn(outputs, inputs, device="cuda") / inputs**0.5).to(HALF) for _ in range(LAYERS)]
 
 
-def time_layers(model: ARPG, exact: ARPG, rows: int, variants: list[str], record: list[dict[str, Any]]) -> None:
-    """Record the microseconds of a layer and the error of the logits: library, present kernel, each variant."""
-    expected = one_step(exact, rows, torch.float32)()
+def time_layers(
+    call: Callable[[], Tensor], name: str, rows: int, expected: Tensor, record: list[dict[str, Any]]
+) -> None:
+    """Record the microseconds of a layer and the error of the logits of `call`, one step of the network."""
 
-    def time(name: str, policy: KernelPolicy) -> None:
-        def run() -> tuple[float, float, bool]:
-            call = one_step(model, rows, HALF)
-            took, logits = graph_microseconds(call, repeats=20)
-            return took / LAYERS, relative_error(logits, expected), torch.equal(call(), logits)
+    def run() -> tuple[float, float, bool]:
+        took, logits = graph_microseconds(call, repeats=20)
+        return took / LAYERS, relative_error(logits, expected), torch.equal(call(), logits)
 
-        with kernel_policy(policy), mock.patch.object(dispatch, "SMALL_BATCH_ROWS", max(ROWS)):
-            result = attempt(name, run)
-        if result is not None:
-            took, error, same = result
-            verdict = "" if same else "  NOT REPRODUCIBLE"
-            print(f"{rows:3d} rows  {name:12s} {took:6.2f} us a layer, error {error:.4f}{verdict}", flush=True)
-            record.append({"rows": rows, "variant": name, "us": took, "error": error, "reproducible": same})
-
-    time("library", KernelPolicy(small_gemm=False, pdl=False))
-    time("present", KernelPolicy())
-    for variant in variants:
-        with in_network(VARIANTS[variant]):
-            time(variant, KernelPolicy())
+    result = attempt(name, run)
+    if result is not None:
+        took, error, same = result
+        verdict = "" if same else "  NOT REPRODUCIBLE"
+        print(f"{rows:3d} rows  {name:12s} {took:6.2f} us a layer, error {error:.4f}{verdict}", flush=True)
+        record.append({"rows": rows, "variant": name, "us": took, "error": error, "reproducible": same})
 
 
 @torch.no_grad()
@@ -374,11 +365,24 @@ def main() -> None:
     products: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     model, exact = make_model().to(HALF), make_model()
-    for rows in options.rows:
-        time_products(rows, options.variants, products)
-        time_layers(model, exact, rows, options.variants, layers)
+    expected = {rows: one_step(exact, rows, torch.float32)() for rows in options.rows}
+
+    def write() -> None:
         if options.out is not None:
             write_json(options.out, {"about": about, "layers": layers, "products": products})
+
+    with mock.patch.object(dispatch, "SMALL_BATCH_ROWS", max(ROWS)):
+        for rows in options.rows:  # first, and recorded whatever the prototype does
+            with kernel_policy(KernelPolicy(small_gemm=False, pdl=False)):
+                time_layers(one_step(model, rows, HALF), "library", rows, expected[rows], layers)
+            time_layers(one_step(model, rows, HALF), "present", rows, expected[rows], layers)
+        write()
+        for rows in options.rows:
+            time_products(rows, options.variants, products)
+            for variant in options.variants:
+                with in_network(VARIANTS[variant]):
+                    time_layers(one_step(model, rows, HALF), variant, rows, expected[rows], layers)
+            write()
 
 
 if __name__ == "__main__":
