@@ -95,6 +95,5 @@ def test_the_work_of_pixels_by_hand():
 
 def test_the_limits_of_this_cpu_are_numbers():
     limits = cpu_limits(torch.float32, torch.get_num_threads())
-    assert limits.measured
     assert limits.flops > 1e8
     assert limits.bandwidth > 1e7

@@ -34,7 +34,6 @@ class Limits:
 
     flops: float  # per second
     bandwidth: float  # bytes per second
-    measured: bool = False  # rather than from a data sheet
 
     def seconds(self, work: Work) -> float:
         """Return the least seconds that `work` takes."""
@@ -83,7 +82,7 @@ def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
         row = torch.randn(1, 4096).to(dtype)
         reading = _least(lambda: [weight(row) for weight in weights], 5)
     size = 4 * 4096**2 * dtype.itemsize
-    return Limits(2 * 1024 * 2048**2 / product, size / reading, measured=True)
+    return Limits(2 * 1024 * 2048**2 / product, size / reading)
 
 
 def passes(
