@@ -1,10 +1,14 @@
-"""The tokenizer's thread: finished images first and alone, previews together, failures raised in the caller."""
+"""The tokenizer's thread: finished images first, previews together, failures raised in the caller."""
 
+import copy
 import threading
 
 import pytest
 import torch
 
+from arpg.serve.observability import Metrics
+from arpg.serve.served_model import ServedModel
+from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import TokenizerThread
 from support.small import small_tokenizer
 
@@ -32,19 +36,27 @@ class PausedTokenizer:
         return self.inner.encode(image)
 
 
-def test_previews_wait_and_share_a_call():
+@pytest.mark.parametrize(
+    ("share_finished", "calls"),
+    [
+        (False, [(1, False), (2, False), (1, False), (3, True), (3, True)]),  # 1 + 2 previews together, then 3
+        (True, [(1, False), (3, False), (3, True), (3, True)]),  # and 2 + 1 images
+    ],
+)
+def test_calls_wait_and_share_a_batch(share_finished, calls):
     tokenizer = small_tokenizer()
     paused = PausedTokenizer(tokenizer)
-    shared = TokenizerThread(paused, max_batch=4)
-    ids = [torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in (1, 1, 2, 3, 2)]
-    known = [None, *(torch.rand(x.shape) < 0.5 for x in ids[1:4]), None]
-    found = [None] * 5
+    shared = TokenizerThread(paused, max_batch=4, share_finished=share_finished)
+    sizes = (1, 1, 2, 3, 2, 1)
+    ids = [torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in sizes]
+    known = [None, *(torch.rand(x.shape) < 0.5 for x in ids[1:4]), None, None]
+    found = [None] * len(ids)
 
     def decode(i):
         found[i] = shared.decode(ids[i], (4, 4), known_BN=known[i])
 
     threads = []
-    for i in range(5):
+    for i in range(len(ids)):
         threads.append(threading.Thread(target=decode, args=(i,)))
         threads[-1].start()
         if i == 0:
@@ -56,11 +68,20 @@ def test_previews_wait_and_share_a_call():
     for thread in threads:
         thread.join(30)
     shared.close()
-    assert paused.calls == [(1, False), (2, False), (3, True), (3, True)]  # 1 + 2 previews together, then 3
-    for i in range(5):
+    assert paused.calls == calls
+    for i in range(len(ids)):
         with torch.no_grad():
             expected = tokenizer.decode(ids[i], (4, 4), known_BN=known[i])
         torch.testing.assert_close(found[i], expected)
+
+
+def test_finished_images_share_a_call_below_float32_only(pipeline):
+    for dtype in (torch.float32, torch.bfloat16):
+        served = ServedModel("small", lambda dtype=dtype: copy.deepcopy(pipeline).to(dtype=dtype))
+        served.open(ServeSettings(), Metrics())
+        assert served.loaded.tokenizer.small._share_finished == (dtype != torch.float32)
+        assert not served.loaded.tokenizer.large._share_finished
+        served.close()
 
 
 def test_a_failure_is_raised_in_the_caller_and_the_thread_goes_on():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from arpg.checkpoint import MODEL, FolderConfig, read_folder
@@ -30,6 +31,7 @@ from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import missing_encoder
 
 log = logging.getLogger(__name__)
+MAX_PIXEL_BATCH = 16  # images of one call of the tokenizer: their activations take memory beside the cache
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,13 @@ class ServedModel:
         loaded = self._load()
         size, threads = settings.max_batch, settings.threads
         tokens, stride = own_tokens(loaded), loaded.tokenizer.config.stride
-        own, max_pixels = loaded.graphed_tokenizer, tokens * stride**2
-        tokenizer = TokenizerLanes(own, max_pixels=max_pixels, max_batch=size, threads=threads)
+        tokenizer = TokenizerLanes(
+            loaded.graphed_tokenizer,
+            max_pixels=tokens * stride**2,
+            max_batch=min(size, MAX_PIXEL_BATCH),
+            threads=threads,
+            share_finished=loaded.dtype != torch.float32,
+        )
         pipeline = serving_pipeline(loaded, tokenizer, metrics)
         max_wait = settings.max_wait_ms / 1000
 

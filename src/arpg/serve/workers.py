@@ -6,6 +6,7 @@ Shapes: B images, N tokens.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Sequence
@@ -42,13 +43,16 @@ class TokenizerCall:
 class TokenizerThread:
     """A `Tokenizer` for any thread: calls run in one thread, finished images before previews.
 
-    Previews of several requests share a call of at most `max_batch` images. Finished images do not: the last bit of a
-    pixel can depend on the batch, and an image may be the input of the next stage, so a result would depend on which
-    other requests are being served.
+    Previews of several requests share a call of at most `max_batch` images. Finished images share one only with
+    `share_finished`, where the model computes in less than float32: the last bit of a pixel can depend on the batch,
+    and an image may be the input of the next stage, so a result depends on which other requests are being served.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_batch: int, threads: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_batch: int, threads: int | None = None, share_finished: bool = False
+    ) -> None:
         self.config, self.device = tokenizer.config, tokenizer.device
+        self._share_finished = share_finished
         self._tokenizer, self._max_batch, self._threads = tokenizer, max_batch, threads
         self._calls: queue.SimpleQueue[TokenizerCall | None] = queue.SimpleQueue()  # None: close
         self._lock = threading.Lock()  # no call is queued once the thread has ended
@@ -121,13 +125,15 @@ class TokenizerThread:
             pending[:] = [call for call in pending if call not in chosen]
 
     def _choose(self, pending: list[TokenizerCall]) -> list[TokenizerCall]:
-        """Choose the oldest call for finished images; else the oldest preview and those that fit in its batch."""
+        """Choose the oldest call for finished images, else the oldest preview, and those that may share its batch."""
+        first = next((call for call in pending if call.known_BN is None), pending[0])
+        is_preview = first.known_BN is not None
+        if first.grid is None or not (is_preview or self._share_finished):
+            return [first]
+        chosen, rows = [first], len(first.value)
         for call in pending:
-            if call.known_BN is None:
-                return [call]
-        chosen, rows = [pending[0]], len(pending[0].value)
-        for call in pending[1:]:
-            if call.key == pending[0].key and rows + len(call.value) <= self._max_batch:
+            fits = call.key == first.key and rows + len(call.value) <= self._max_batch
+            if call is not first and fits and (call.known_BN is not None) == is_preview:
                 chosen.append(call)
                 rows += len(call.value)
         return chosen
@@ -156,9 +162,18 @@ class TokenizerLanes:
     two teams of threads on the same cores would wait for each other.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_pixels: int, max_batch: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_pixels: int,
+        max_batch: int,
+        threads: int | None = None,
+        share_finished: bool = False,
+    ) -> None:
         self.config, self.device = tokenizer.config, tokenizer.device
-        self.small, self.large = (TokenizerThread(tokenizer, max_batch=max_batch, threads=threads) for _ in range(2))
+        self.small = TokenizerThread(tokenizer, max_batch=max_batch, threads=threads, share_finished=share_finished)
+        self.large = TokenizerThread(tokenizer, max_batch=max_batch, threads=threads)
         self.preview = TokenizerThread(tokenizer, max_batch=max_batch, threads=1)
         self._max_pixels = max_pixels
 
@@ -194,12 +209,14 @@ class WorkerPools:
     """Threads that prepare jobs (read images, encode prompts), that make previews and PNG files, and that extract.
 
     The pools are separate, so that previews continue while images and prompts are read or condition images are
-    extracted, and so that large tasks, whose work takes long, keep no thread from small ones.
+    extracted, and so that large tasks, whose work takes long, keep no thread from small ones. Images are finished in as
+    many threads as there are cores: compression does not hold the interpreter lock, and waiting for pixels takes no
+    core.
     """
 
     def __init__(self) -> None:
         self.prepare: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
-        self.finish: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-finish")
+        self.finish: Executor = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="arpg-finish")
         self.large: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-large")
         self.extract: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-extract")
 
