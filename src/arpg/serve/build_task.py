@@ -17,12 +17,16 @@ from arpg.extractors import can_extract
 from arpg.image import to_rgb, to_rgba
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError, check
-from arpg.serve.schemas import ControlImage, ExtractCondition, TaskParams
+from arpg.serve.schemas import TASKS, ControlImage, ExtractCondition, TaskParams
 from arpg.serve.server_config import Limits
 from arpg.settings import EXPAND_METHODS
 from arpg.tasks.control_input import ControlInput
 from arpg.tasks.task import ImageTask
 
+OWN_FIELDS = {  # what a task takes besides the parameters of all tasks
+    task: [name for name in schema.model_fields if name not in TaskParams.model_fields]
+    for task, schema in TASKS.items()
+}
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # Pillow reads many more, which would only be a larger surface to attack
 
 BuiltTask = tuple[ImageTask, dict[str, Any]]  # and what else than settings its response and PNG files list
@@ -42,8 +46,9 @@ class TaskBuilder:
         needs_label |= task == "expand" and params.image is None
         label = self._label(params, required=needs_label)
         own: dict[str, Any] = {}
-        for name, value in params:
-            if name in TaskParams.model_fields or value is None:
+        for name in OWN_FIELDS[task]:
+            value = getattr(params, name)
+            if value is None:
                 continue
             if name in ("image", "mask"):
                 value = self.read_base64(value, name)

@@ -34,6 +34,10 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
+API_HEADERS, PAGE_HEADERS = (
+    [(name.encode(), value.encode()) for name, value in {**SECURITY_HEADERS, "cache-control": caching}.items()]
+    for caching in ("no-store", "no-cache")
+)
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # not logged
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 POST_ROUTES = {  # all that take a body: whether there may be images in it
@@ -200,11 +204,11 @@ class _ResponseSender:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            ours = {**SECURITY_HEADERS, "x-request-id": self.id}
-            ours["cache-control"] = "no-store" if self.scope["path"].startswith("/v1/") else "no-cache"
-            given = {name.lower() for name, _ in message.get("headers", [])}
-            more = [(k.encode(), v.encode()) for k, v in ours.items() if k.encode() not in given]
-            message = {**message, "headers": [*message.get("headers", []), *more]}
+            ours = API_HEADERS if self.scope["path"].startswith("/v1/") else PAGE_HEADERS
+            own = message.get("headers", [])
+            given = {name.lower() for name, _ in own}
+            more = [header for header in ours if header[0] not in given]
+            message = {**message, "headers": [*own, *more, (b"x-request-id", self.id.encode())]}
         try:
             async with asyncio.timeout(self.io_timeout_s):
                 await self._send(message)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
 from arpg.serve.api_error import ApiError
+from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.request_body import JsonRoute
 from arpg.serve.responses import (
     Job,
@@ -126,9 +127,13 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
         model = service.find(body.model)
         position = model.loaded.batcher.num_waiting
         previews = PreviewOptions(body.previews, body.preview_size) if body.stream else None
-        job = service.start(call, model, lambda builder: builder.from_params(task, body), previews=previews)
+
+        def build(builder: TaskBuilder) -> BuiltTask:
+            return builder.from_params(task, body)
+
+        job = service.start(call, model, build, stream=body.stream, previews=previews)
         queued = ("queued", {"id": job.id, "position": position})
-        return await respond(job, call, stream=body.stream, to_body=_to_body, to_sse=_to_sse, first=[queued])
+        return await respond(job, call, to_body=_to_body, to_sse=_to_sse, first=[queued])
 
     run_task.__annotations__["body"] = schema
     description = f"The images; with `stream`, server-sent events: queued, step ({StepEvent.__name__}), done or error."

@@ -203,8 +203,9 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         form = ResponseFormat(params, kind, to_url)
         model = service.find_for(params.model, params.prompt)
-        job = service.start(call, model, build, previews=form.previews, encode=form.encode)
-        return await respond(job, call, stream=bool(params.stream), to_body=form.body, to_sse=form.events)
+        stream = bool(params.stream)
+        job = service.start(call, model, build, stream=stream, previews=form.previews, encode=form.encode)
+        return await respond(job, call, to_body=form.body, to_sse=form.events)
 
     @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:

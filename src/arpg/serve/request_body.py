@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -22,40 +24,37 @@ MAX_FIELDS, MAX_FILES = 64, 4  # of a form
 
 
 class JsonRoute(APIRoute):
-    """A route that takes its JSON from `parse_json`; FastAPI would parse it on the event loop, whatever is in it."""
+    """A route whose handler is called with the request and its JSON body, parsed by `parse_json`.
+
+    FastAPI would parse the JSON on the event loop, whatever is in it, and resolve dependencies that no handler has.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, with the body parsed before."""
-        handle = super().get_route_handler()
+        """Return the handler of the route; without a body, FastAPI's."""
+        if self.body_field is None:
+            return super().get_route_handler()
+        schema: Any = self.body_field.field_info.annotation
+        validate = TypeAdapter(schema).validate_python
 
-        async def handle_parsed(call: Request) -> Response:
-            if self.body_field is not None and "json" in call.headers.get("content-type", ""):
-                call = await _parsed(call)
-            return await handle(call)
+        async def handle(call: Request) -> Response:
+            try:
+                body = validate(await _read_json(call))
+            except ValidationError as error:
+                raise RequestValidationError(error.errors()) from None
+            answer: Response = await self.endpoint(call, body)
+            return answer
 
-        return handle_parsed
-
-
-class _ParsedRequest(Request):
-    """A request whose JSON is parsed already."""
-
-    def __init__(self, call: Request, body: bytes, value: Any) -> None:
-        super().__init__(call.scope, call.receive)
-        self._bytes, self._value = body, value
-
-    async def body(self) -> bytes:
-        return self._bytes
-
-    async def json(self) -> Any:
-        return self._value
+        return handle
 
 
-async def _parsed(call: Request) -> Request:
+async def _read_json(call: Request) -> Any:
+    """Return the JSON of a request; None where it has no body, its bytes where they are said to be something else."""
     body = await call.body()
+    if "json" not in call.headers.get("content-type", ""):
+        return body or None
     if not body:
-        return _ParsedRequest(call, body, None)
-    value = parse_json(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(parse_json, body)
-    return _ParsedRequest(call, body, value)
+        return None
+    return parse_json(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(parse_json, body)
 
 
 def parse_json(body: bytes) -> Any:

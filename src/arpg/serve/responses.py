@@ -111,11 +111,12 @@ class Job:
         key: str,
         deadline: float,
         trace: Trace,
+        stream: bool = False,
         previews: PreviewOptions | None = None,
         encode: Encode = base64_png,
     ) -> None:
         self.id, self.key, self.trace = id, key, trace  # of the call; the label of its API key
-        self.previews, self.encode = previews, encode
+        self.stream, self.previews, self.encode = stream, previews, encode
         self.outcome = ""  # ok, cancelled, deadline or error, once it has ended
         self.created = time.time()
         self._loop = asyncio.get_running_loop()
@@ -153,8 +154,8 @@ class Job:
         self._cancelled = True
 
     def send(self, event: Accepted | Preview) -> None:
-        """Send an event that is not the last, unless the job is to stop."""
-        if not self.should_stop:
+        """Send an event that is not the last to a stream, unless the job is to stop."""
+        if self.stream and not self.should_stop:
             self._send(event)
 
     def end(self, event: Result | ApiError) -> None:
@@ -239,10 +240,10 @@ ToSse = Callable[[Job, Preview | Result], Iterable[SseEvent]]
 
 
 async def respond(
-    job: Job, call: Request, *, stream: bool, to_body: ToBody, to_sse: ToSse, first: Iterable[SseEvent] = ()
+    job: Job, call: Request, *, to_body: ToBody, to_sse: ToSse, first: Iterable[SseEvent] = ()
 ) -> Response:
-    """Return the response of a job: the JSON of its result or, with `stream`, server-sent events, `first` before."""
-    if stream:
+    """Return the response of a job: the JSON of its result or, of a stream, server-sent events, `first` before."""
+    if job.stream:
         return EventStream(job, to_sse, first)
     return json_response(to_body(job, await wait_for_result(job, call)))
 

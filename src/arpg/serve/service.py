@@ -138,6 +138,7 @@ class ImageService:
         model: ServedModel,
         build: Callable[[TaskBuilder], BuiltTask],
         *,
+        stream: bool,
         previews: PreviewOptions | None,
         encode: Encode = base64_png,
     ) -> Job:
@@ -146,7 +147,7 @@ class ImageService:
         `previews`: None: no steps.
         """
         loaded = model.loaded
-        job = self._new_job(call, previews=previews, encode=encode)
+        job = self._new_job(call, stream=stream, previews=previews, encode=encode)
 
         def prepare() -> None:
             start = time.monotonic()
