@@ -2,12 +2,14 @@
 
     python benchmarks/engine.py
     python benchmarks/engine.py --rows "L, 32 steps" "VQ-16" --minutes 8 --again
+    python benchmarks/engine.py --rows "L, 32 steps" "L, 64 steps" --switch folded_norms --out folded-norms.json
     python benchmarks/engine.py --table --write
 
 Each row is written as soon as it is measured; rows that are in the file already are skipped, unless they failed or
 --again is given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256
 tokens and without pixels, unless they say otherwise. --table only prints; --write puts the table into
-docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration.
+docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration. --switch
+measures each row twice, with a field of `KernelPolicy` off and on; the second is named after it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from arpg.bench.roofline import device_limits, pixel_work
 from arpg.bench.throughput import MeasureOptions, measure
 from arpg.device import choose_device, synchronize
 from arpg.files import write_json, write_text
+from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.pipeline import Pipeline
 from arpg.tables import fill_page, markdown_table
 
@@ -37,6 +40,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
 PAGE = ROOT / "docs" / "performance" / "results.md"
 REPEATS, WARMUP = 10, 3
+POLICY = KernelPolicy()
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Row:
     pixels: bool = False
     value: str = "token images/s"  # of `arpg bench`'s row; or `p50 ms`, `peak GiB`
     only: str = ""  # "tokens": no tokenizer on the device; "pixels": the tokenizer alone
+    policy: KernelPolicy = POLICY
 
     @property
     def unit(self) -> str:
@@ -84,15 +89,21 @@ def small(row: Row, folder: str) -> Row:
     return replace(row, model=folder, batch=min(row.batch, 2), steps=min(row.steps, 4), side=row.side // 4)
 
 
+def switched(row: Row, field: str) -> tuple[Row, Row]:
+    """Return the row with a field of its kernel policy off and on."""
+    off, on = (replace(row.policy, **{field: value}) for value in (False, True))
+    return replace(row, policy=off), replace(row, name=f"{row.name}, {field}", policy=on)
+
+
 class Bench:
     """Measures rows. It keeps the pipeline of the last row, which the next one may share."""
 
     def __init__(self, device: str, repeats: int) -> None:
         self.device, self.repeats = choose_device(device), repeats
-        self._open: tuple[tuple[str, str], Pipeline] | None = None
+        self._open: tuple[tuple[str, str, KernelPolicy], Pipeline] | None = None
 
     def pipeline(self, row: Row) -> Pipeline:
-        what = (row.model, row.precision if self.device.type == "cuda" else "auto")
+        what = (row.model, row.precision if self.device.type == "cuda" else "auto", row.policy)
         if self._open is None or self._open[0] != what or row.only == "tokens":
             self.close()
             engine = "graph" if self.device.type == "cuda" else "auto"
@@ -108,6 +119,10 @@ class Bench:
 
     def measure(self, row: Row) -> dict[str, Any]:
         """Return `value` and the whole row of `arpg bench`."""
+        with kernel_policy(row.policy):
+            return self._measure(row)
+
+    def _measure(self, row: Row) -> dict[str, Any]:
         pipe = self.pipeline(row)
         grid = (row.side, row.side)
         if row.only == "pixels":
@@ -252,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--like", metavar="FOLDER", help="Run small rows with that model's configuration.")
+    parser.add_argument("--switch", choices=list(asdict(POLICY)), help="Measure each row with it off and on.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="Measure nothing.")
     parser.add_argument("--write", action="store_true", help="Put the table into docs/performance/results.md.")
@@ -264,6 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = read(options.out)
     else:
         wanted = [small(row, options.like) for row in chosen] if options.like else chosen
+        if options.switch:
+            if options.out == RESULTS:
+                parser.error("--switch compares two engines; give another --out")
+            wanted = [each for row in wanted for each in switched(row, options.switch)]
         bench = Bench(options.device, options.repeats)
         if bench.device.type != "cuda" and not options.like:
             parser.error("there is no GPU; --like FOLDER --out FILE runs small rows")

@@ -324,6 +324,19 @@ def test_what_is_added_later_or_at_once():
 
 
 @pytest.mark.usefixtures("anywhere")
+def test_compiled_blocks_with_folded_norms():
+    """A block that writes the stream that it was given, and returns it."""
+    settings = SamplingSettings(steps=3, guidance=3.0)
+    expected, _ = run_steps(normed_model(config=NARROW), settings)
+    model = fold_norms(normed_model(config=NARROW))
+    torch._dynamo.reset()
+    for block in (*model.pass1, *model.pass2):
+        block.compile(backend="aot_eager")
+    with kernel_policy(KernelPolicy(small_gemm=False)):
+        assert torch.equal(run_steps(model, settings)[0], expected)
+
+
+@pytest.mark.usefixtures("anywhere")
 def test_teacher_forcing_with_folded_norms(monkeypatch):
     """The likelihood of given tokens, without a cache; through plain code and the kernels."""
     from arpg.model import class_condition

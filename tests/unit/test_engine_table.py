@@ -68,6 +68,21 @@ def test_a_row_that_fails_is_reported_and_tried_again(tmp_path, monkeypatch):
     assert len(asked) == 4
 
 
+@pytest.mark.skipif(peak_bytes(torch.device("cpu")) == 0, reason="the platform does not say the peak memory")
+def test_a_row_with_a_switch_off_and_on(folder, tmp_path, monkeypatch):
+    """Each is opened and measured under its own kernel policy."""
+    from arpg.kernels.dispatch import current_policy
+
+    seen, own = [], table.open_pipeline
+    monkeypatch.setattr(table, "device_limits", lambda *_: Limits(1e9, 1e9))
+    monkeypatch.setattr(table, "open_pipeline", lambda *a, **k: seen.append(current_policy()) or own(*a, **k))
+    out = tmp_path / "switch.json"
+    options = ["--device", "cpu", "--like", str(folder), "--repeats", "1", "--switch", "folded_norms"]
+    table.main([*options, "--rows", "L, 64 steps", "--out", str(out)])
+    assert list(json.loads(out.read_text())["rows"]) == ["L, 64 steps", "L, 64 steps, folded_norms"]
+    assert [policy.folded_norms for policy in seen] == [False, True]
+
+
 def test_what_is_reached():
     lines = table.table(measured(**{"L, 32 steps": 1250.0, "L, batch 64: peak memory": 3.0})).splitlines()
     assert lines[2] == "| L, 32 steps | **1,250** images/s | 1000 | 125% | 1500 | 83% |  |"
