@@ -4,19 +4,23 @@
     python benchmarks/engine.py --rows "L, 32 steps" "VQ-16" --minutes 8 --again
     python benchmarks/engine.py --rows "L, 32 steps" "L, 64 steps" --switch folded_norms --out folded-norms.json
     python benchmarks/engine.py --table --write
+    python benchmarks/engine.py --host
 
 Each row is written as soon as it is measured; rows that are in the file already are skipped, unless they failed or
 --again is given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256
 tokens and without pixels, unless they say otherwise. --table only prints; --write puts the table into
 docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration. --switch
-measures each row twice, with a field of `KernelPolicy` off and on; the second is named after it.
+measures each row twice, with a field of `KernelPolicy` off and on; the second is named after it. --host needs no GPU: it
+prints the CPU time of one batch before its graph is replayed, as the least of many repeats.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -26,10 +30,16 @@ from typing import Any
 
 import torch
 
+from arpg import ARPG, SamplingSettings, make_plan, tasks
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import commit, environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
 from arpg.bench.throughput import MeasureOptions, measure
+from arpg.config import MODELS
+from arpg.decode.engine import check, make_strategy, pad_to_bucket
+from arpg.decode.graphs import graph_key
+from arpg.decode.state import to_device
+from arpg.decode.steps import PlannedSteps
 from arpg.device import choose_device, synchronize
 from arpg.files import write_json, write_text
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
@@ -41,6 +51,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
 PAGE = ROOT / "docs" / "performance" / "results.md"
 REPEATS, WARMUP = 10, 3
 POLICY = KernelPolicy()
+HOST_BATCHES, HOST_REPEATS = (1, 64), 200
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,43 @@ def _roofline(row: Row, found: dict[str, Any]) -> float | None:
     return round(1 / sum(1 / found[name] for name in names), 1)
 
 
+@torch.no_grad()
+def host_times(model: ARPG, batch: int, repeats: int) -> dict[str, float]:
+    """Return the milliseconds of CPU time of each part from the labels of a batch to the key of its graph."""
+    settings, found = SamplingSettings(steps=32, guidance=4.0), {}
+    for i in range(repeats):
+        times = {"": time.process_time()}
+        seeds = range(i * batch, (i + 1) * batch)
+        request = tasks.generate(model, [seed % model.config.num_classes for seed in seeds], seeds)
+        times["request"] = time.process_time()
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        times["plan"] = time.process_time()
+        check(model, request, plan)
+        times["check"] = time.process_time()
+        request, plan = pad_to_bucket(request, plan)
+        strategy = make_strategy(request, plan, settings, model.device)
+        assert isinstance(strategy, PlannedSteps)
+        times["cursor"] = time.process_time()
+        state = to_device(model, request, guided=plan.guided, ragged=strategy.ragged)
+        times["state"] = time.process_time()
+        graph_key(state, strategy.cursor, settings, every_step=False)
+        times["graph key"] = time.process_time()
+        edges = list(times.values())
+        parts = dict(zip(list(times)[1:], (b - a for a, b in itertools.pairwise(edges)), strict=True))
+        parts["all"] = edges[-1] - edges[0]
+        found = {name: min(1000 * part, found.get(name, math.inf)) for name, part in parts.items()}
+    return found
+
+
+def host_table(device: torch.device) -> str:
+    """Return a Markdown table of `host_times` with ARPG-L's configuration; one layer each, which none of it needs."""
+    config = replace(MODELS["arpg-l"], pass1_layers=1, pass2_layers=1)
+    model = ARPG(config).init_weights(seed=0).eval().to(device)
+    found = {batch: host_times(model, batch, HOST_REPEATS) for batch in HOST_BATCHES}
+    rows = [[f"batch {batch}", *(f"{part:.2f}" for part in parts.values())] for batch, parts in found.items()]
+    return markdown_table(["CPU ms", *found[HOST_BATCHES[0]]], rows)
+
+
 def reached(row: Row, value: float, wanted: float) -> float:
     """Return the share of `wanted` that `value` reaches."""
     return wanted / value if row.less else value / wanted
@@ -270,9 +318,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--switch", choices=list(asdict(POLICY)), help="Measure each row with it off and on.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="Measure nothing.")
+    parser.add_argument("--host", action="store_true", help="Measure the CPU time before a graph is replayed, only.")
     parser.add_argument("--write", action="store_true", help="Put the table into docs/performance/results.md.")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.host:
+        say(host_table(choose_device(options.device)))
+        return
     chosen = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]
     if not chosen:
         parser.error(f"no row begins with {' or '.join(options.rows)}; there are {'; '.join(row.name for row in ROWS)}")
