@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from arpg.config import DEFAULT_CONTROL_MODEL
@@ -85,12 +86,12 @@ def class_condition(model: TokenDecoder, labels_B: Tensor) -> Condition:
     if labels_B.device.type == "cpu":  # a check on an accelerator would have to wait for it
         bad = labels_B[(labels_B < 0) | (labels_B > config.num_classes)]
         require(not len(bad), f"class {bad.tolist()} does not exist; expected 0 to {config.num_classes - 1}")
-    ids_B = send(labels_B, model.device) + config.first_class_id
-    null_B = torch.full_like(ids_B, config.null_class_id)
+    ids_R = F.pad(labels_B + config.first_class_id, (0, 1), value=config.null_class_id)
+    prefix_RPD, batch = model.embed(send(ids_R, model.device)[:, None]), len(labels_B)
     return Condition(
-        prefix_BPD=model.embed(ids_B[:, None]),
-        null_prefix_BPD=model.embed(null_B[:, None]),
-        pos_BP2=no_positions(len(ids_B), 1, device=model.device),
+        prefix_BPD=prefix_RPD[:batch],
+        null_prefix_BPD=prefix_RPD[batch:].expand(batch, -1, -1),
+        pos_BP2=no_positions(batch, 1, device=model.device),
     )
 
 
