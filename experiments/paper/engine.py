@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from arpg import make_plan, tasks
 from arpg.decode import Engine, Plan, Request
-from arpg.decode.engine import row_progress
 from arpg.decode.sampling import warp
 from arpg.decode.schedule import guidance_scales
 from arpg.decode.state import DecodeState
@@ -95,8 +95,7 @@ class RowEngine(Engine):
         """Return planned steps, or those that predict everything left."""
         if self.confidence is None and not isinstance(self.model, Masked):
             return super().make_strategy(request, plan, settings)
-        rows, device = row_progress(request, plan), self.model.device
-        cursor = PlanCursor(rows, num_tokens=request.num_tokens, device=device, guided=plan.guided)
+        cursor = PlanCursor(request, plan, self.model.device)
         return RemainingSteps(cursor, settings, confidence=self.confidence)
 
     def plan(self, request: Request, settings: SamplingSettings) -> Plan:
@@ -104,9 +103,10 @@ class RowEngine(Engine):
         if request.known_BN.any():
             return make_plan(request.grid, request.known_BN, request.seeds, settings)
         orders = SamplingSettings(steps=settings.steps, order=settings.order, schedule=settings.schedule)
-        samples = _plan_from_nothing(request.grid, tuple(request.seeds), orders).samples
-        scales = guidance_scales(settings.guidance_schedule, settings.guidance, samples[0].sizes)
-        return Plan(tuple(dataclasses.replace(sample, scales=scales) for sample in samples))
+        plan = _plan_from_nothing(request.grid, tuple(request.seeds), orders)
+        sizes = tuple(plan.count_BK[0].tolist())
+        scales = guidance_scales(settings.guidance_schedule, settings.guidance, sizes)
+        return Plan.from_arrays(plan.order_T, plan.count_BK, np.tile(scales, (len(plan.count_BK), 1)))
 
     def generate(self, labels: Sequence[int], seeds: Sequence[int], settings: SamplingSettings) -> Tensor:
         """Sample ids `[B, N]`; image i has label i and seed i, with the orders and step sizes of `settings`."""

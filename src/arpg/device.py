@@ -11,12 +11,14 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "ARPG_THREADS"
 _tuning, _num_tuning, _tuned_before = threading.Lock(), 0, False  # blocks of `tuned_convolutions`, in all threads
+_ALIGNMENT = 16  # bytes; kernels are compiled for pointers that are multiples of it
 _OLDEST_GPU = (7, 0)  # compute capability: Volta, the first with tensor cores
 _DEVICES = "auto, cpu, cuda, cuda:0 or mps"
 
@@ -153,6 +156,20 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def send_all(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
+    """Copy `arrays` to the device as `send` does, in one transfer; the tensors are views of one buffer."""
+    if device.type == "mps":  # whose operations have had faults with views in another type
+        return {name: send(torch.from_numpy(array), device) for name, array in arrays.items()}
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed_bytes, start = packed.numpy(), 0
+    for array, size in zip(arrays.values(), sizes, strict=True):
+        packed_bytes[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        start += size
+    parts = zip(arrays.items(), torch.split(packed.to(device, non_blocking=True), sizes), strict=True)
+    return {name: part[: x.nbytes].view(torch.from_numpy(x).dtype).view(x.shape) for (name, x), part in parts}
 
 
 @contextlib.contextmanager

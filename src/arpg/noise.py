@@ -41,18 +41,18 @@ class Stream(IntEnum):
 
 def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
     """`[B, 2]`: each 64-bit seed as two words."""
-    return send(torch.tensor(_words(seeds), dtype=torch.long), torch.device(device))
+    return send(torch.from_numpy(_words(seeds)), torch.device(device))
 
 
 def position_words(seeds: Sequence[int], stream: Stream, num_positions: int) -> NDArray[np.int64]:
     """`[B, N]`: `random_words` of one code at each of the positions 0 to N - 1, in numpy."""
-    zero, kind, keys = np.zeros((), np.int64), np.full((), int(stream)), np.array(_words(seeds))
+    zero, kind, keys = np.zeros((), np.int64), np.full((), int(stream)), _words(seeds)
     words: NDArray[np.int64] = philox((zero, np.arange(num_positions), kind, zero), (keys[:, :1], keys[:, 1:]))[0]
     return words
 
 
-def _words(seeds: Sequence[int]) -> list[tuple[int, int]]:
-    return [(seed & _WORD, seed >> 32) for seed in seeds]
+def _words(seeds: Sequence[int]) -> NDArray[np.int64]:
+    return np.array([(seed & _WORD, seed >> 32) for seed in seeds], dtype=np.int64)
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, ...]:

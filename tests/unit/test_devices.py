@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,3 +157,26 @@ def test_threads_that_tune_convolutions_at_once_leave_the_flag_as_it_was(monkeyp
     assert torch.backends.cudnn.benchmark
     second.__exit__(None, None, None)
     assert not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_arrays_are_sent_together(on):
+    """Any types, shapes and layouts; each begins where kernels expect a tensor to begin."""
+    if on == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    numbers = np.arange(15).reshape(3, 5)
+    arrays = {
+        "flags": numbers % 2 == 0,
+        "ids": numbers,
+        "turned": numbers.T,
+        "none": numbers[:0],
+        "scales": numbers.astype(np.float32)[:, ::2] / 3,
+    }
+    sent = device.send_all(arrays, torch.device(on))
+    assert list(sent) == list(arrays)
+    for name, array in arrays.items():
+        assert sent[name].dtype == torch.from_numpy(array.copy()).dtype
+        assert sent[name].shape == array.shape
+        assert sent[name].is_contiguous()
+        assert np.array_equal(sent[name].cpu().numpy(), array)
+        assert sent[name].data_ptr() % 16 == 0

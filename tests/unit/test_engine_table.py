@@ -13,6 +13,7 @@ from arpg.device import peak_bytes
 from arpg.tables import fill_page
 from benchmarks import engine as table
 from support.paths import ROOT
+from support.small import small_model
 
 
 def measured(**values):
@@ -91,6 +92,12 @@ def test_what_is_reached():
     found = {"roofline token images/s": 2721.0, "roofline pixel images/s": 3126.0}
     to_pixels = next(row for row in table.ROWS if row.pixels)
     assert table._roofline(to_pixels, found) == pytest.approx(1455, abs=1)
+
+
+def test_the_time_of_the_host():
+    found = table.host_times(small_model(), 3, 1)
+    assert list(found) == ["request", "plan", "check", "cursor", "state", "graph key", "all"]
+    assert found.pop("all") == pytest.approx(sum(found.values()))
 
 
 def test_another_machine_gets_another_file(tmp_path):

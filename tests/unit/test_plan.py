@@ -8,13 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpg import InputError, Plan, SamplingSettings, make_plan
+from arpg import InputError, Plan, Request, SamplingSettings, make_plan
 from arpg.decode import SamplePlan
-from arpg.decode.order import make_order, order_words
+from arpg.decode import order as order_module
+from arpg.decode.engine import check
+from arpg.decode.order import fill_orders
 from arpg.decode.plan import plan_sample
 from arpg.decode.schedule import guidance_scales, step_sizes
+from arpg.decode.steps import PlanCursor
 from arpg.figures import draw_plans
+from arpg.model import class_condition
+from arpg.noise import Stream, position_words
 from arpg.settings import ORDERS, SCHEDULES
+from support.small import small_model
 
 GRIDS = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
@@ -66,7 +72,7 @@ def test_an_order_visits_each_open_position_once(order, grid, seed, data):
 def full(order, grid, seed=0, steps=1):
     num_tokens = grid[0] * grid[1]
     sizes = step_sizes("linear", num_tokens, steps)
-    return make_order(order, grid, np.arange(num_tokens), sizes=sizes, words=order_words(grid, [seed])[0]).tolist()
+    return fill_orders(order, grid, np.ones((1, num_tokens), dtype=bool), [seed], sizes=[sizes]).tolist()
 
 
 def test_the_fixed_orders():
@@ -78,6 +84,30 @@ def test_the_fixed_orders():
     assert full("z-curve", grid) == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 10, 11]
     # On a power-of-two square the Z-curve is the usual one.
     assert full("z-curve", (4, 4)) == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+
+def sorted_words(grid, known, seed):
+    """A random order by its definition: the stable argsort of the words of the seed."""
+    words = position_words([seed], Stream.ORDER, grid[0] * grid[1])[0]
+    return tuple(p for p in np.argsort(words, kind="stable").tolist() if not known[p])
+
+
+@given(GRIDS, st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), st.data())
+@settings(max_examples=100, deadline=None)
+def test_random_orders_are_sorted_words(grid, seeds, data):
+    """Of one sample, and of several that do not have the same mask."""
+    num_tokens = grid[0] * grid[1]
+    known = [data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)) for _ in seeds]
+    plan = make_plan(grid, torch.tensor(known), seeds, SamplingSettings(steps=3))
+    assert [each.order for each in plan.samples] == [
+        sorted_words(grid, *each) for each in zip(known, seeds, strict=True)
+    ]
+
+
+def test_equal_words_keep_the_order_of_their_positions(monkeypatch):
+    words = np.array([[2**32 - 1, 5, 0, 5, 2**32 - 1, 5]])
+    monkeypatch.setattr(order_module, "position_words", lambda *_: words)
+    assert full("random", (2, 3)) == [2, 1, 3, 5, 0, 4]
 
 
 def columns_first(grid):
@@ -145,9 +175,8 @@ def test_halton_and_local_spread_a_step_apart(grid):
 def test_local_stays_close_to_what_is_known():
     """With the left half known, the right half is filled from the left, unlike with random."""
     grid = (12, 12)
-    fill = np.array([p for p in range(144) if p % 12 >= 6])
     sizes = step_sizes("linear", 72, 12)
-    order = make_order("local", grid, fill, sizes=sizes, words=order_words(grid, [0])[0])
+    order = fill_orders("local", grid, np.arange(144)[None] % 12 >= 6, [0], sizes=[sizes])
     assert max(p % 12 for p in order[:12]) <= 8
     assert min(p % 12 for p in order[-6:]) >= 9
 
@@ -184,6 +213,74 @@ def test_plans_are_checked():
     with pytest.raises(InputError, match="twice"):
         SamplePlan((0, 1, 1), (3,), (1.0,))
     assert Plan((SamplePlan((), (), ()),)).num_steps == 0
+
+
+SAMPLES = (
+    SamplePlan((3, 1, 7, 0), (1, 3), (2.0, 1.5)),
+    SamplePlan((), (), ()),
+    SamplePlan((5, 2, 4), (1, 1, 1), (1.0, 3.0, 4.0)),
+    SamplePlan((0, 1, 2, 3, 4, 5, 6), (4, 3), (1.0, 1.1)),
+)
+
+
+def test_a_plan_as_arrays_is_its_samples():
+    plan = Plan(SAMPLES)
+    assert Plan.from_arrays(plan.order_T, plan.count_BK, plan.scale_BK).samples == SAMPLES
+    assert (plan.num_steps, plan.guided) == (3, True)
+    for rows in ([0], [1], [3, 3, 0], [1, 2, 0, 3, 3]):
+        some, expected = plan.rows(rows), Plan([SAMPLES[row] for row in rows])
+        assert some.samples == expected.samples
+        assert (some.num_steps, some.guided) == (expected.num_steps, expected.guided)
+
+
+def request_for(samples, grid=(2, 4)):
+    """A request that leaves open what the samples fill."""
+    num_tokens = grid[0] * grid[1]
+    known = torch.tensor([[p not in sample.order for p in range(num_tokens)] for sample in samples])
+    condition = class_condition(small_model(), torch.zeros(len(samples), dtype=torch.long))
+    return Request(condition, grid, torch.zeros_like(known, dtype=torch.long), known, tuple(range(len(samples))))
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0], [1], [2, 3], [0, 0], [1, 3]])
+def test_the_cursor_pads_each_step_to_its_longest_row(rows, lookahead):
+    samples = [SAMPLES[row] for row in rows]
+    cursor = PlanCursor(request_for(samples), Plan(samples), torch.device("cpu"), lookahead=lookahead)
+    num_steps = max(len(sample.sizes) for sample in samples)
+    padded, before = [[] for _ in samples], [8 - len(sample.order) for sample in samples]
+    widths, longest = [0], [max(before), max(before)]
+    for k in range(num_steps):
+        counts = [sample.sizes[k] if k < len(sample.sizes) else 0 for sample in samples]
+        for row, (sample, count) in enumerate(zip(samples, counts, strict=True)):
+            first = sum(sample.sizes[:k])
+            padded[row] += [*sample.order[first : first + count], *[8] * (max(counts) - count)]
+            before[row] += count
+        widths.append(max(counts))
+        longest.append(max(before))
+    assert cursor.widths == widths + [1] * lookahead
+    assert cursor.longest == longest
+    assert cursor.num_slots == max(longest[0], *(longest[k] + widths[k] for k in range(num_steps)), 0)
+    assert cursor.position_BT.tolist() == [row + [8] * lookahead for row in padded]
+    assert cursor.ragged == (len({(s.sizes, len(s.order)) for s in samples}) > 1)
+    if any(scale != 1 for sample in samples for scale in sample.scales):
+        scales = [[*sample.scales, *[1.0] * (num_steps + lookahead - len(sample.scales))] for sample in samples]
+        assert torch.equal(cursor.scale_BK, torch.tensor(scales))
+    else:
+        assert cursor.scale_BK is None
+    if cursor.ragged:
+        sizes = [[*sample.sizes, *[0] * (num_steps - len(sample.sizes))] for sample in samples]
+        assert cursor.count_BK.tolist() == sizes
+
+
+@pytest.mark.parametrize("order", [(3, 1, 7, 2), (3, 1, 7, -1), (3, 1, 7, 8), (3, 1, 0), (3, 1, 7, 0, 2)])
+def test_a_plan_must_fill_what_the_request_leaves_open(order):
+    model, request = small_model(), request_for(SAMPLES)
+    check(model, request, Plan(SAMPLES))
+    wrong = SamplePlan(order, (len(order),), (1.0,))
+    with pytest.raises(InputError, match=rf"plan fills {len(order)} positions; they are not the 4 positions"):
+        check(model, request, Plan((wrong, *SAMPLES[1:])))
+    with pytest.raises(InputError, match="plan is for 3 samples; the request has 4"):
+        check(model, request, Plan(SAMPLES[:3]))
 
 
 def test_the_figure_shows_every_order():

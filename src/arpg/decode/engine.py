@@ -23,7 +23,7 @@ from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
 from arpg.decode.speculative import Speculative
-from arpg.decode.state import DecodeState, known_positions, prefill, to_device
+from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, RowProgress, StepPlan
 from arpg.device import nvidia_capability
 from arpg.errors import one_of, require
@@ -123,35 +123,40 @@ def run_step(
 
 def row_progress(request: Request, plan: Plan) -> list[RowProgress]:
     """The samples of a request before their first step."""
-    return [RowProgress(p, len(known)) for p, known in zip(plan.samples, known_positions(request), strict=True)]
+    return [RowProgress(*row) for row in zip(plan.samples, request.known_BN.sum(dim=1).tolist(), strict=True)]
 
 
 def make_strategy(
     request: Request, plan: Plan, settings: SamplingSettings, device: torch.device
 ) -> PlannedSteps | Exact | Speculative:
     """Return the strategy that `settings.decode` names."""
-    rows = row_progress(request, plan)
     if settings.decode == "exact":
-        return Exact(rows, request.num_tokens, device, guided=plan.guided, draft=settings.draft)
+        return Exact(request, plan, device, draft=settings.draft)
     if settings.decode == "speculative":
-        return Speculative(rows, request.num_tokens, device, guided=plan.guided, settings=settings)
-    return PlannedSteps(PlanCursor(rows, num_tokens=request.num_tokens, device=device, guided=plan.guided))
+        return Speculative(request, plan, device, settings=settings)
+    return PlannedSteps(PlanCursor(request, plan, device))
 
 
 def check(model: TokenDecoder, request: Request, plan: Plan) -> None:
     """Raise an `InputError` unless plan, request and model fit each other."""
+    num_B = plan.count_BK.sum(axis=1)
     require(
-        len(plan.samples) == len(request.seeds),
-        f"the plan is for {len(plan.samples)} samples; the request has {len(request.seeds)}",
+        len(num_B) == len(request.seeds),
+        f"the plan is for {len(num_B)} samples; the request has {len(request.seeds)}",
     )
-    for sample_plan, known in zip(plan.samples, request.known_BN.numpy(), strict=True):
-        require(
-            sorted(sample_plan.order) == np.flatnonzero(~known).tolist(),
-            f"the plan fills {len(sample_plan.order)} positions; they are not the "
-            f"{int((~known).sum())} positions that the request leaves open",
-        )
-    known_ids = request.ids_BN[request.known_BN.to(request.ids_BN.device)]
-    if request.ids_BN.device.type == "cpu" and len(known_ids):
+    open_BN, order_T = ~request.known_BN.numpy(), plan.order_T
+    planned_BN, num_tokens = np.zeros(open_BN.shape, dtype=bool), request.num_tokens
+    if order_T.min(initial=0) >= 0 and order_T.max(initial=0) < num_tokens:
+        planned_BN.reshape(-1)[np.repeat(np.arange(len(num_B)) * num_tokens, num_B) + order_T] = True
+    wrong_B = (planned_BN != open_BN).any(axis=1) | (num_B != open_BN.sum(axis=1))
+    row = int(wrong_B.argmax())
+    require(
+        not wrong_B[row],
+        f"the plan fills {num_B[row]} positions; they are not the {open_BN[row].sum()} positions that the request "
+        "leaves open",
+    )
+    if request.ids_BN.device.type == "cpu" and not open_BN.all():
+        known_ids = request.ids_BN[request.known_BN]
         low, high = int(known_ids.min()), int(known_ids.max())
         require(
             low >= 0 and high < model.config.vocab_size,
@@ -262,4 +267,4 @@ def pad_to_bucket(request: Request, plan: Plan) -> tuple[Request, Plan]:
     if size == batch:
         return request, plan
     rows = [*range(batch), *[batch - 1] * (size - batch)]
-    return request.rows(rows), Plan(tuple(plan.samples[row] for row in rows))
+    return request.rows(rows), plan.rows(rows)

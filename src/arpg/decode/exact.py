@@ -10,13 +10,13 @@ Shapes: B batch, S tokens of a step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from arpg.decode.plan import Plan
+from arpg.decode.request import Request
 from arpg.decode.state import DecodeState
-from arpg.decode.steps import RowProgress, StepPlan, TokenCursor
+from arpg.decode.steps import StepPlan, TokenCursor
 
 
 class Exact:
@@ -24,11 +24,9 @@ class Exact:
 
     ragged = True
 
-    def __init__(
-        self, rows: Sequence[RowProgress], num_tokens: int, device: torch.device, *, guided: bool, draft: int
-    ) -> None:
+    def __init__(self, request: Request, plan: Plan, device: torch.device, *, draft: int) -> None:
         """`draft`: tokens that are drafted beyond the verified ones in each call."""
-        self.cursor = TokenCursor(rows, num_tokens=num_tokens, device=device, guided=guided, lookahead=2 * draft)
+        self.cursor = TokenCursor(request, plan, device, lookahead=2 * draft)
         self.num_slots = self.cursor.num_slots
         self.num_steps: int | None = None
         self._draft = draft

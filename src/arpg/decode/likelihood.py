@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from arpg.decode.order import make_order, order_words, resolve_order
+from arpg.decode.order import fill_orders, resolve_order
 from arpg.decode.request import Request
 from arpg.errors import require
 from arpg.image import ImageInput, adm_crop, to_image, to_images, to_rgb
@@ -27,11 +27,10 @@ _CHUNK_TOKENS = 4608  # tokens whose logits are in memory together
 
 def make_orders(order: Order, grid: tuple[int, int], seeds: range) -> Tensor:
     """`[len(seeds), N]`: whole-image orders. (`local` is taken one token at a time.)"""
-    num_tokens = grid[0] * grid[1]
-    everything, ones = np.arange(num_tokens), (1,) * num_tokens
-    one = resolve_order(order, grid)
-    orders = [make_order(one, grid, everything, sizes=ones, words=words) for words in order_words(grid, seeds)]
-    return torch.from_numpy(np.stack(orders))
+    open_BN = np.ones((len(seeds), grid[0] * grid[1]), dtype=bool)
+    sizes = [(1,) * open_BN.shape[1]] * len(seeds)
+    order_T = fill_orders(resolve_order(order, grid), grid, open_BN, seeds, sizes=sizes)
+    return torch.from_numpy(order_T.reshape(open_BN.shape))
 
 
 @torch.no_grad()

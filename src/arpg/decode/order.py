@@ -48,26 +48,34 @@ def resolve_order(order: Order, grid: Grid) -> str | tuple[int, ...]:
     return made
 
 
-def make_order(
-    order: str | tuple[int, ...], grid: Grid, fill: Positions, *, sizes: tuple[int, ...], words: Words
+def fill_orders(
+    order: str | tuple[int, ...],
+    grid: Grid,
+    open_BN: NDArray[np.bool_],
+    seeds: Sequence[int],
+    *,
+    sizes: Sequence[tuple[int, ...]],
 ) -> Positions:
-    """Return `fill` (rising raster positions) in a resolved order; `sizes` matters to `local` alone."""
+    """Return the open positions of each sample in a resolved order, one sample after the other.
+
+    `sizes`: the step sizes of each sample, which matter to `local` alone.
+    """
+    if order in ("random", "halton", "local"):
+        words_BN = position_words(seeds, Stream.ORDER, grid[0] * grid[1])
     if order == "local":
-        return _local(grid, fill, sizes, words)
+        rows = zip(open_BN, sizes, words_BN, strict=True)
+        return np.concatenate([_local(grid, np.flatnonzero(open_N), each, words_N) for open_N, each, words_N in rows])
     if order == "random":
-        full: Positions = np.argsort(words, kind="stable")
+        # Their stable argsort: with its position behind it, no word occurs twice, and sorting is faster than argsort.
+        full_BN = words_BN << 31 | np.arange(words_BN.shape[1])
+        full_BN.sort(axis=1)
+        full_BN &= 2**31 - 1
     elif order == "halton":
-        full = _halton(grid, words)
-    elif isinstance(order, str):
-        full = _FIXED[order](*grid)
+        full_BN = np.stack([_halton(grid, words_N) for words_N in words_BN])
     else:
-        full = np.array(order, dtype=np.int64)
-    return full if len(fill) == len(full) else full[np.isin(full, fill)]
-
-
-def order_words(grid: Grid, seeds: Sequence[int]) -> Words:
-    """`[seeds, N]`: the randomness of an order, one word for each position of the grid."""
-    return position_words(seeds, Stream.ORDER, grid[0] * grid[1])
+        full_N = _FIXED[order](*grid) if isinstance(order, str) else np.array(order, dtype=np.int64)
+        full_BN = np.tile(full_N, (len(open_BN), 1))
+    return full_BN.ravel() if open_BN.all() else full_BN[np.take_along_axis(open_BN, full_BN, axis=1)]
 
 
 def _raster(height: int, width: int) -> Positions:

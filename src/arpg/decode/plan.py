@@ -1,16 +1,21 @@
-"""Plans: which positions each step of each sample fills, and its guidance scale. Made without a model."""
+"""Plans: which positions each step of each sample fills, and its guidance scale. Made without a model.
+
+Shapes: B batch, N grid tokens, K steps, T positions of all samples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.decode.order import make_order, order_words, resolve_order
+from arpg.decode.order import Positions, fill_orders, resolve_order
 from arpg.decode.schedule import guidance_scales, step_sizes
 from arpg.errors import require
 from arpg.settings import SamplingSettings
@@ -33,32 +38,65 @@ class SamplePlan:
         require(len(set(self.order)) == len(self.order), "the order visits a position twice")
 
 
-@dataclass(frozen=True)
 class Plan:
-    """The plans of a batch; the samples need not have the same number of tokens or steps."""
+    """The plans of a batch as arrays; the samples need not have the same number of tokens or steps."""
 
-    samples: tuple[SamplePlan, ...]
+    order_T: Positions  # of all samples, one after the other
+    count_BK: NDArray[np.int64]  # tokens of each step; 0 behind the last step of a sample
+    scale_BK: NDArray[np.float64]  # guidance of each step; 1 behind the last
+
+    def __init__(self, samples: Sequence[SamplePlan]) -> None:
+        self.samples = tuple(samples)
+        self.order_T = np.array([position for sample in samples for position in sample.order], dtype=np.int64)
+        self.count_BK = _pad([sample.sizes for sample in samples], 0)
+        self.scale_BK = _pad([sample.scales for sample in samples], 1.0)
+
+    @classmethod
+    def from_arrays(cls, order_T: Positions, count_BK: NDArray[np.int64], scale_BK: NDArray[np.float64]) -> Plan:
+        """Return the plan of arrays that are right; no `SamplePlan` is made before somebody asks for it."""
+        plan = cls.__new__(cls)
+        plan.order_T, plan.count_BK, plan.scale_BK = order_T, count_BK, scale_BK
+        return plan
+
+    @cached_property
+    def samples(self) -> tuple[SamplePlan, ...]:
+        """The plan of each sample."""
+        steps_B = np.count_nonzero(self.count_BK, axis=1)
+        rows = zip(self._orders(), self.count_BK, self.scale_BK, steps_B, strict=True)
+        return tuple(
+            SamplePlan(tuple(order.tolist()), tuple(count_K[:k].tolist()), tuple(scale_K[:k].tolist()))
+            for order, count_K, scale_K, k in rows
+        )
 
     @property
     def num_steps(self) -> int:
         """Steps of the sample that has the most."""
-        return max(len(sample.sizes) for sample in self.samples)
+        return int(self.count_BK.shape[1])
 
     @property
     def guided(self) -> bool:
         """Whether any step needs the unconditional logits; if not, the batch is not doubled."""
-        return any(scale != 1.0 for sample in self.samples for scale in sample.scales)
+        return bool((self.scale_BK != 1.0).any())
+
+    def rows(self, rows: Sequence[int]) -> Plan:
+        """Return the plans of some of the samples, also repeated."""
+        orders, index = self._orders(), list(rows)
+        num_steps = np.count_nonzero(self.count_BK[index].any(axis=0))
+        arrays = (self.count_BK[index, :num_steps], self.scale_BK[index, :num_steps])
+        return Plan.from_arrays(np.concatenate([orders[row] for row in index]), *arrays)
+
+    def _orders(self) -> list[Positions]:
+        return np.split(self.order_T, self.count_BK.sum(axis=1).cumsum()[:-1])
 
 
 def make_plan(grid: tuple[int, int], known_BN: Tensor, seeds: Sequence[int], settings: SamplingSettings) -> Plan:
     """Plan every sample with the same settings, each with its own mask and its own order from its seed."""
-    samples, order = [], resolve_order(settings.order, grid)
-    for known_N, words_N in zip(known_BN.numpy(), order_words(grid, seeds), strict=True):
-        fill = np.flatnonzero(~known_N)
-        sizes, scales = _steps(len(fill), settings)
-        positions = make_order(order, grid, fill, sizes=sizes, words=words_N)
-        samples.append(SamplePlan(tuple(positions.tolist()), sizes, scales))
-    return Plan(tuple(samples))
+    open_BN, order = ~known_BN.numpy(), resolve_order(settings.order, grid)
+    num_tokens, row_B = np.unique(open_BN.sum(axis=1), return_inverse=True)
+    steps = [_steps(num, settings) for num in num_tokens.tolist()]
+    order_T = fill_orders(order, grid, open_BN, seeds, sizes=[steps[row][0] for row in row_B])
+    sizes, scales = zip(*steps, strict=True)
+    return Plan.from_arrays(order_T, _pad(sizes, 0)[row_B], _pad(scales, 1.0)[row_B])
 
 
 def plan_sample(grid: tuple[int, int], known_N: Sequence[bool], seed: int, settings: SamplingSettings) -> SamplePlan:
@@ -72,3 +110,11 @@ def _steps(num_tokens: int, settings: SamplingSettings) -> tuple[tuple[int, ...]
     one_by_one = settings.decode != "steps"
     sizes = (1,) * num_tokens if one_by_one else step_sizes(settings.schedule, num_tokens, settings.steps)
     return sizes, guidance_scales(settings.guidance_schedule, settings.guidance, sizes)
+
+
+def _pad(rows: Sequence[Sequence[Any]], padding: Any) -> NDArray[Any]:
+    """`[rows, K]`: the rows, padded to the longest."""
+    padded = np.full((len(rows), max(map(len, rows))), padding)
+    for to, row in zip(padded, rows, strict=True):
+        to[: len(row)] = row
+    return padded

@@ -10,15 +10,15 @@ Shapes: B batch, S tokens of a step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from arpg.decode.plan import Plan
+from arpg.decode.request import Request
 from arpg.decode.sampling import probs, sample_from
 from arpg.decode.state import DecodeState
-from arpg.decode.steps import RowProgress, StepPlan, TokenCursor
+from arpg.decode.steps import StepPlan, TokenCursor
 from arpg.noise import Stream, uniform
 from arpg.settings import SamplingSettings
 
@@ -31,17 +31,8 @@ class Speculative:
 
     ragged = True
 
-    def __init__(
-        self,
-        rows: Sequence[RowProgress],
-        num_tokens: int,
-        device: torch.device,
-        *,
-        guided: bool,
-        settings: SamplingSettings,
-    ) -> None:
-        lookahead = settings.draft + 1
-        self.cursor = TokenCursor(rows, num_tokens=num_tokens, device=device, guided=guided, lookahead=lookahead)
+    def __init__(self, request: Request, plan: Plan, device: torch.device, *, settings: SamplingSettings) -> None:
+        self.cursor = TokenCursor(request, plan, device, lookahead=settings.draft + 1)
         self.num_slots = self.cursor.num_slots
         self.num_steps: int | None = None
         self._settings = settings

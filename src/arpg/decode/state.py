@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg.decode.request import Request
 from arpg.decode.steps import EncodeArgs, PredictArgs
-from arpg.device import send
+from arpg.device import send_all
 from arpg.kernels import ops
 from arpg.model import Cache, Condition, TokenDecoder
 from arpg.model.rope import BASE
@@ -146,22 +148,36 @@ def to_device(model: TokenDecoder, request: Request, *, guided: bool, ragged: bo
     uniform = len(set(lengths)) == 1
     prefix_RPD = torch.cat((condition.prefix_BPD, condition.null_prefix_BPD)) if guided else condition.prefix_BPD
     prefix_pos = torch.cat((condition.pos_BP2, condition.pos_BP2)) if guided else condition.pos_BP2
-    known, encode = known_positions(request), None
-    counts = [len(row) for row in known]
-    if any(counts):
-        count_B = send(torch.tensor(counts), device) if ragged or not uniform else None
-        padded = [[*row, *[request.num_tokens] * (max(counts) - len(row))] for row in known]
-        encode = EncodeArgs(send(torch.tensor(padded, dtype=torch.long), device), count_B, max(counts))
+    known_BN, num_tokens = request.known_BN.numpy(), request.num_tokens
+    arrays: dict[str, NDArray[Any]] = {
+        "ids_BN": np.zeros((batch, num_tokens + 1), dtype=np.int64),
+        "known_BN": np.ones((batch, num_tokens + 1), dtype=bool),
+        "pos_N2": np.zeros((num_tokens + 1, 2), dtype=np.float32),
+        "key_B2": seed_keys(request.seeds).numpy(),
+    }
+    arrays["ids_BN"][:, :-1] = request.ids_BN.numpy(force=True)
+    arrays["known_BN"][:, :-1] = known_BN
+    arrays["pos_N2"][:-1] = request.positions().numpy(force=True)
+    if not uniform:
+        arrays["prefix_length_R"] = np.array(lengths)
+    count_B = known_BN.sum(axis=1)
+    most = int(count_B.max())
+    if most:
+        position_BS = np.argsort(~known_BN, axis=1, kind="stable")[:, :most]
+        arrays["known_BS"] = np.where(np.arange(most) < count_B[:, None], position_BS, num_tokens)
+        if ragged or not uniform:
+            arrays["count_B"] = count_B
+    sent = send_all(arrays, device)
     return DecodeState(
-        ids_BN=send(torch.cat((request.ids_BN, request.ids_BN.new_zeros(batch, 1)), 1), device),
-        known_BN=send(torch.cat((request.known_BN, request.known_BN.new_ones(batch, 1)), 1), device),
-        pos_BN2=send(torch.cat((request.positions(), torch.zeros(1, 2))), device).repeat(batch, 1, 1),
-        key_B2=seed_keys(request.seeds, device=device),
+        ids_BN=sent["ids_BN"],
+        known_BN=sent["known_BN"],
+        pos_BN2=sent["pos_N2"].repeat(batch, 1, 1),
+        key_B2=sent["key_B2"],
         prefix_RPD=prefix_RPD[:, : max(lengths)],
         prefix_pos_RP2=prefix_pos[:, : max(lengths)],
-        prefix_length_R=None if uniform else send(torch.tensor(lengths), device),
+        prefix_length_R=sent.get("prefix_length_R"),
         query_RND=_queries(model, condition, guided=guided),
-        known=encode,
+        known=EncodeArgs(sent["known_BS"], sent.get("count_B"), most) if most else None,
     )
 
 
@@ -178,11 +194,6 @@ def prefill(model: TokenDecoder, state: DecodeState, *, causal: bool, num_slots:
     if state.known is not None:
         state.encode(model, state.known, causal=causal)
     return state
-
-
-def known_positions(request: Request) -> list[list[int]]:
-    """The known positions of each sample, in raster order."""
-    return [np.flatnonzero(row).tolist() for row in request.known_BN.numpy()]
 
 
 def _queries(model: TokenDecoder, condition: Condition, *, guided: bool) -> Tensor | None:

@@ -5,17 +5,18 @@ Shapes: B batch, S tokens of a step, T positions of all steps, K steps, V vocabu
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.decode.plan import SamplePlan
-from arpg.device import send
+from arpg.decode.plan import Plan, SamplePlan
+from arpg.decode.request import Request
+from arpg.device import send, send_all
 from arpg.errors import require
 
 if TYPE_CHECKING:
@@ -94,32 +95,30 @@ class PlanCursor:
     N. The first group is empty: it is what is encoded before the first step. All rows move together.
     """
 
-    def __init__(
-        self, rows: Sequence[RowProgress], *, num_tokens: int, device: torch.device, guided: bool, lookahead: int = 0
-    ) -> None:
-        """`num_tokens`: N; `lookahead`: columns of padding behind the last step."""
-        plans = [row.plan for row in rows]
-        self.num_steps = max(len(plan.sizes) for plan in plans)
-        counts = [[0, *plan.sizes, *[0] * (self.num_steps - len(plan.sizes))] for plan in plans]
-        columns = list(zip(*counts, strict=True))
-        self.widths = [max(column) for column in columns] + [1] * lookahead
-        lengths = [row.length for row in rows]
-        self.ragged = any(len(set(column)) > 1 for column in (lengths, *columns))
-        order = [list(plan.order) for plan in plans]
-        padded = [_pad(*each, self.widths, num_tokens) for each in zip(order, counts, strict=True)]
-        self.position_BT = send(torch.tensor(padded, dtype=torch.long), device)
-        scales = [plan.scales for plan in plans]
-        width = self.num_steps + lookahead
-        self.scale_BK = (
-            send(torch.tensor([[*s, *[1.0] * (width - len(s))] for s in scales]), device) if guided else None
-        )
-        self.count_BK = send(torch.tensor(counts), device) if self.ragged else None
+    def __init__(self, request: Request, plan: Plan, device: torch.device, *, lookahead: int = 0) -> None:
+        """`lookahead`: columns of padding behind the last step."""
+        self.num_steps, count_BK = plan.num_steps, plan.count_BK
+        known_B, width_K = request.known_BN.numpy().sum(axis=1), count_BK.max(axis=0)
+        self.widths: list[int] = [0, *width_K.tolist(), *[1] * lookahead]
+        self.ragged = bool((known_B != known_B[0]).any() or (count_BK != width_K).any())
+        position_BT = np.full((len(count_BK), sum(self.widths)), request.num_tokens)
+        group_T = np.repeat(np.arange(self.num_steps), width_K)
+        offset_T = np.arange(len(group_T)) - (width_K.cumsum() - width_K)[group_T]
+        position_BT[:, : len(group_T)][offset_T < count_BK[:, group_T]] = plan.order_T
+        arrays: dict[str, NDArray[Any]] = {"position_BT": position_BT}
+        if plan.guided:
+            arrays["scale_BK"] = np.ones((len(count_BK), self.num_steps + lookahead), dtype=np.float32)
+            arrays["scale_BK"][:, : self.num_steps] = plan.scale_BK
+        if self.ragged:
+            arrays["count_BK"] = count_BK
+        sent = send_all(arrays, device)
+        self.position_BT, self.scale_BK, self.count_BK = sent["position_BT"], sent.get("scale_BK"), sent.get("count_BK")
         # Image tokens of the longest row before each group is encoded, and after the last.
-        rising = [itertools.accumulate(row, initial=length) for row, length in zip(counts, lengths, strict=True)]
-        self.longest = [max(column) for column in zip(*rising, strict=True)]
+        first, length_BK = int(known_B.max()), known_B[:, None] + count_BK.cumsum(axis=1)
+        self.longest: list[int] = [first, first, *length_BK.max(axis=0).tolist()]
         # The tokens of the last step are never encoded.
         ends = [self.longest[k] + self.widths[k] for k in range(self.num_steps)]
-        self.num_slots = max(self.longest[0], *ends, 0)
+        self.num_slots = max(first, *ends, 0)
         self._next = 0
 
     def next_step(self) -> StepPlan | None:
@@ -130,7 +129,7 @@ class PlanCursor:
         self._next += 1
         encode = None
         if self.widths[k]:
-            count_B = None if self.count_BK is None else self.count_BK[:, k]
+            count_B = None if self.count_BK is None else self.count_BK[:, k - 1]
             encode = EncodeArgs(self._groups[k], count_B, self.longest[k + 1], static=True)
         scale_B1 = None if self.scale_BK is None else self.scale_BK[:, k : k + 1]
         return StepPlan(encode, PredictArgs(self._groups[k + 1], scale_B1, static=True))
@@ -157,22 +156,20 @@ class TokenCursor(PlanCursor):
     order, whichever call decides it.
     """
 
-    def __init__(
-        self, rows: Sequence[RowProgress], *, num_tokens: int, device: torch.device, guided: bool, lookahead: int
-    ) -> None:
+    def __init__(self, request: Request, plan: Plan, device: torch.device, *, lookahead: int) -> None:
         """`lookahead`: how far beyond the end of an order offsets may reach."""
         require(
-            all(set(row.plan.sizes) <= {1} for row in rows),
+            bool((plan.count_BK <= 1).all()),
             "the plan fills several tokens at once; exact and speculative decoding need a plan of single tokens",
         )
-        super().__init__(rows, num_tokens=num_tokens, device=device, guided=guided, lookahead=lookahead)
-        totals, known = [len(row.plan.order) for row in rows], [row.length for row in rows]
-        self.total_B, self.known_B = torch.tensor(totals, device=device), torch.tensor(known, device=device)
+        super().__init__(request, plan, device, lookahead=lookahead)
+        total_B, known_B = torch.from_numpy(plan.count_BK.sum(axis=1)), request.known_BN.sum(dim=1)
+        self.total_B, self.known_B = send(total_B, device), send(known_B, device)
         self.done_B = torch.zeros_like(self.total_B)
-        self.left = max(totals)  # places that the row with the most of them still has
+        self.left = self.num_steps  # places that the row with the most of them still has
         self.started = False
         # Rows that are done still encode their padding.
-        self.num_slots = max(a + b for a, b in zip(known, totals, strict=True)) + lookahead
+        self.num_slots = int((known_B + total_B).max()) + lookahead
 
     def encode(self, first: int, stop: int) -> EncodeArgs | None:
         """Encode the tokens at these offsets, if there are any: there is none at -1 before the first call."""
@@ -224,14 +221,3 @@ class PlannedSteps:
     def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accept every sampled token."""
         return sampled_BS, None
-
-
-def _pad(order: list[int], counts: list[int], widths: list[int], padding: int) -> list[int]:
-    """The positions of all groups, each padded to its width; groups behind the last are padding."""
-    widths_here = widths[: len(counts)]
-    behind = [padding] * sum(widths[len(counts) :])
-    if counts == widths_here:
-        return order + behind
-    ends = list(itertools.accumulate(counts, initial=0))
-    groups = zip(itertools.pairwise(ends), widths_here, strict=True)
-    return [x for (a, b), width in groups for x in (*order[a:b], *[padding] * (width - b + a))] + behind
