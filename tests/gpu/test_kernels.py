@@ -176,6 +176,19 @@ CUTS = [
 ]
 
 
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_attention_reads_no_further_than_its_row(queries):
+    """Rows of 1, 40 and 130 slots in a cache of 300: what lies behind them is not even multiplied by zero."""
+    q, key, value = draw(3, queries, 2, 32), draw(3, 300, 2, 32), draw(3, 300, 2, 32)
+    limit = torch.tensor([[1], [40], [130]], device=DEVICE)
+    expected = attend(q, key, value, limit)
+    for row, length in enumerate(limit.flatten().tolist()):
+        key[row, length:], value[row, length:] = float("nan"), float("nan")
+        alone = attend(q[row : row + 1], key[row : row + 1, :length], value[row : row + 1, :length], None)
+        torch.testing.assert_close(expected[row : row + 1], alone, atol=2e-5, rtol=2e-5)
+    assert torch.equal(attend(q, key, value, limit), expected)
+
+
 @pytest.mark.parametrize(("settled", "newest"), CUTS)
 @pytest.mark.parametrize("limited", [False, True])
 def test_attention_over_settled_slots(settled, newest, limited, monkeypatch):

@@ -179,6 +179,10 @@ def _attend(  # type: ignore[no-untyped-def]
     end = first
     if RAGGED:
         end = tl.load(lengths + batch).to(tl.int32)
+    if LIMITED:
+        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)[:, None]
+        if not NEW:  # a row may be shorter than the longest: no more is read than its queries see
+            end = tl.minimum(end, tl.max(sees))
     row = tl.minimum(query, S - 1)[:, None]  # behind the last query: the last one again
     x = _load(q + batch * qb + head * qh + row * qs + channel, whole)
     if NEW:  # as many as there are queries
@@ -219,7 +223,6 @@ def _attend(  # type: ignore[no-untyped-def]
     there = (query[:, None] < S) & (channel < K)
     visible, new_visible = (slot < held)[None, :], (query < fresh)[None, :]
     if LIMITED:
-        sees = tl.load(limit + batch * lb + query * ls, query < S, other=1).to(tl.int32)[:, None]
         visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((held + query)[None, :] < sees)
     if NEW:
         to = (end + query)[:, None]
