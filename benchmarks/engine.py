@@ -10,8 +10,8 @@ Each row is written as soon as it is measured; rows that are in the file already
 --again is given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256
 tokens and without pixels, unless they say otherwise. --table only prints; --write puts the table into
 docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration. --switch
-measures each row twice, with a field of `KernelPolicy` off and on; the second is named after it. --host needs no GPU: it
-prints the CPU time of one batch before its graph is replayed, as the least of many repeats.
+measures each row twice, with a field of `KernelPolicy` off and on; the second is named after it. --host needs no GPU:
+it prints the CPU time of one batch before its graph is replayed, as the least of many repeats.
 """
 
 from __future__ import annotations

@@ -51,8 +51,13 @@ def position_words(seeds: Sequence[int], stream: Stream, num_positions: int) -> 
     return words
 
 
+def seed_words(seed: int) -> tuple[int, int]:
+    """Return a 64-bit seed as two words."""
+    return seed & _WORD, seed >> 32
+
+
 def _words(seeds: Sequence[int]) -> NDArray[np.int64]:
-    return np.array([(seed & _WORD, seed >> 32) for seed in seeds], dtype=np.int64)
+    return np.array([seed_words(seed) for seed in seeds], dtype=np.int64)
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, ...]:

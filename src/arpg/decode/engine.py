@@ -186,9 +186,8 @@ class Engine:
         self._arguments = (mode, graph_memory)
         if self.mode == "compiled":
             model.compile_blocks(dynamic=True)
-        capture_after = 1 if mode == "auto" else 0
         self.graphs: GraphCache[CapturedGraphs] = GraphCache(
-            model.device, memory=graph_memory, capture_after=capture_after
+            model.device, memory=graph_memory, capture_after=1 if mode == "auto" else 0
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""CUDA graphs: a generation captured once and replayed for every request of the same shape.
+"""CUDA graphs: a generation, or a step of a continuous batch, captured once and replayed for all of the same shape.
 
 The GPU then runs the steps without the CPU launching each kernel, which for small steps takes longer than the kernels.
 What is captured is the decode loop itself: in one graph per step where somebody watches the steps, so that previews can
@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GraphKey = tuple[Any, ...]
 T = TypeVar("T")
-C = TypeVar("C", bound="Capture[Any]")
+GraphKey = tuple[Any, ...]
 _MAX_COUNTED_KEYS = 4096
 _MEMORY_SHARE = 0.25  # of the GPU's memory that captured graphs may hold together
 
@@ -46,6 +45,43 @@ def graph_key(
     return _structure(state), shapes, tuple(cursor.widths), tuple(cursor.longest), sampling, every_step
 
 
+class GraphPool:
+    """Captures graphs that share their memory, and so can only be replayed one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._handle = device, torch.cuda.graph_pool_handle()
+
+    def capture(self, runs: Iterable[Callable[[], T]], *, scratch: int = 0) -> list[tuple[torch.cuda.CUDAGraph, T]]:
+        """Capture what each of `runs` launches, in a graph of its own; return the graphs and the results.
+
+        `scratch`: bytes that are taken first and freed at once: one piece for all that follows, which may grow from run
+        to run.
+        """
+        captured = []
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream), _own_workspace():
+            for run in runs:
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+                try:
+                    if scratch and not captured:
+                        torch.empty(scratch, dtype=torch.uint8, device=self._device)
+                    result = run()
+                finally:
+                    graph.capture_end()
+                captured.append((graph, result))
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        return captured
+
+    @property
+    def bytes(self) -> int:
+        """All memory that the graphs hold."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        own = (part for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._handle))
+        return sum(part["total_size"] for part in own)
+
+
 class Capture(Generic[T]):
     """Work captured as CUDA graphs with the memory they work in. `busy` is held while one is being replayed."""
 
@@ -56,26 +92,12 @@ class Capture(Generic[T]):
         A run of the same work must have come before: it compiles the kernels, and took `run_bytes` of memory.
         """
         self.busy, self._device = threading.Lock(), device
-        self.graphs: list[tuple[torch.cuda.CUDAGraph, T]] = []
         allocated, started = torch.cuda.memory_allocated(device), time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _own_workspace():
-            for part in parts:
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    if not self.graphs:  # freed at once: one piece for all that follows, which grows from step to step
-                        torch.empty(run_bytes, dtype=torch.uint8, device=device)
-                    result = part()
-                finally:
-                    graph.capture_end()
-                self.graphs.append((graph, result))
-        torch.cuda.current_stream(device).wait_stream(stream)
+        pool = GraphPool(device)
+        self.graphs = pool.capture(parts, scratch=run_bytes)
         # The scratch memory of the kernels is free again for the next graph of the pool, but for nothing else.
         self.live_bytes = torch.cuda.memory_allocated(device) - allocated
-        self.bytes = max(self.live_bytes, _pool_bytes(pool))
+        self.bytes = max(self.live_bytes, pool.bytes)
         self.seconds = time.perf_counter() - started
         self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -130,7 +152,34 @@ class CapturedGraphs(Capture[tuple[Tensor, Tensor]]):
             yield ids_BN.clone(), known_BN.clone()
 
 
-class GraphCache(Generic[C]):
+class CapturedStep:
+    """The graph of a step of a continuous batch, and the tensor that it reads its numbers from."""
+
+    def __init__(self, run: Callable[[], None], inputs: Tensor, pool: GraphPool) -> None:
+        """Capture `run`, which reads `inputs`. It must have run before: that compiles the kernels."""
+        before, started = pool.bytes, time.perf_counter()
+        self.busy, self.inputs = threading.Lock(), inputs
+        ((self._graph, _),) = pool.capture([run])
+        self.bytes = pool.bytes - before
+        self.seconds = time.perf_counter() - started
+
+    def replay(self, inputs: Tensor) -> None:
+        """Run the step with other numbers, on the CPU until now. The caller holds `busy`."""
+        self.inputs.copy_(inputs.pin_memory() if self.inputs.is_cuda else inputs, non_blocking=True)
+        self._graph.replay()
+
+
+class Captured(Protocol):
+    """What a `GraphCache` keeps. `busy` is held while it is used."""
+
+    busy: threading.Lock
+    bytes: int
+
+
+G = TypeVar("G", bound=Captured)
+
+
+class GraphCache(Generic[G]):
     """Captured graphs by key; the least recently used ones go first where memory is short."""
 
     def __init__(self, device: torch.device, *, memory: int | None = None, capture_after: int = 0) -> None:
@@ -138,12 +187,12 @@ class GraphCache(Generic[C]):
         if memory is None and device.type == "cuda":
             memory = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
         self.memory, self.capture_after = memory or 0, capture_after
-        self.captured: OrderedDict[GraphKey, C] = OrderedDict()
+        self.captured: OrderedDict[GraphKey, G] = OrderedDict()
         self._runs: Counter[GraphKey] = Counter()
         self._too_large: set[GraphKey] = set()
         self._lock = threading.Lock()
 
-    def acquire(self, key: GraphKey) -> C | None:
+    def acquire(self, key: GraphKey) -> G | None:
         """Return the graphs of a key with `busy` held, if they are there and not in use."""
         with self._lock:
             found = self.captured.get(key)
@@ -160,12 +209,12 @@ class GraphCache(Generic[C]):
             self._runs[key] += 1
             return self._runs[key] > self.capture_after and key not in self.captured and key not in self._too_large
 
-    def capture(self, key: GraphKey, make: Callable[[], C]) -> C | None:
+    def capture(self, key: GraphKey, make: Callable[[], G]) -> G | None:
         """Capture, keep and return graphs with `busy` held, evicting idle ones; None where they do not fit."""
         try:
             graphs = make()
         except torch.OutOfMemoryError:
-            log.warning("a batch is too large to be captured as CUDA graphs; it runs eagerly")
+            log.warning("a shape is too large to be captured as CUDA graphs; it runs eagerly")
             self.clear()
             self._too_large.add(key)
             return None
@@ -205,12 +254,6 @@ def run_and_measure(steps: Iterable[Any], device: torch.device) -> int:
     for _ in steps:
         pass
     return max(0, peak_bytes(device) - before) if device.type == "cuda" else 0
-
-
-def _pool_bytes(pool: Any) -> int:
-    """All memory that the pool of the graphs holds."""
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return sum(part["total_size"] for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(pool))
 
 
 def _leaves(x: Any) -> Iterator[Tensor]:

@@ -79,13 +79,13 @@ class Cache:
         made._settled = 0
         return made
 
-    def view(self, rows: int, end: int, length_B: Tensor | None) -> Cache:
-        """Return the first `rows` with other lengths: of the longest row, and of each (None: all the same).
+    def view(self, rows: slice, end: int, length_B: Tensor | None) -> Cache:
+        """Return some rows with other lengths: of the longest row, and of each (None: all the same).
 
         It writes where this one does. What was written before must be complete, as after `settle`.
         """
         made = copy.copy(self)
-        made.key_LBTHK, made.value_LBTHK = self.key_LBTHK[:, :rows], self.value_LBTHK[:, :rows]
+        made.key_LBTHK, made.value_LBTHK = self.key_LBTHK[:, rows], self.value_LBTHK[:, rows]
         made.end, made.length_B, made._settled = end, length_B, end
         return made
 

@@ -35,6 +35,7 @@ class Condition:
     query_BND: Tensor | None = None  # replaces the [MASK] queries, position by position; the null is plain [MASK]
     length_B: Tensor | None = None  # how many prefix slots of each sample are real, the first ones; None: all P
     null_length_B: Tensor | None = None  # likewise of the null prefix
+    label_B: Tensor | None = None  # on the CPU: the classes that the prefix consists of (and the null class the null)
 
     def __len__(self) -> int:
         return self.prefix_BPD.shape[0]
@@ -59,6 +60,7 @@ class Condition:
         """Return samples of several conditions as one; shorter prefixes are padded."""
         queries = [condition.query_BND[row] for condition, row in parts if condition.query_BND is not None]
         assert len(queries) in (0, len(parts))
+        labels = [condition.label_B[row] for condition, row in parts if condition.label_B is not None]
 
         def side(name: str) -> Tensor:
             return pad_sequence([getattr(condition, name)[row] for condition, row in parts], batch_first=True)
@@ -76,6 +78,7 @@ class Condition:
             query_BND=torch.stack(queries) if queries else None,
             length_B=lengths("length_B", "prefix_BPD"),
             null_length_B=lengths("null_length_B", "null_prefix_BPD"),
+            label_B=torch.stack(labels) if len(labels) == len(parts) else None,
         )
 
 
@@ -92,6 +95,7 @@ def class_condition(model: TokenDecoder, labels_B: Tensor) -> Condition:
         prefix_BPD=prefix_RPD[:batch],
         null_prefix_BPD=prefix_RPD[batch:].expand(batch, -1, -1),
         pos_BP2=no_positions(batch, 1, device=model.device),
+        label_B=labels_B if labels_B.device.type == "cpu" else None,
     )
 
 
