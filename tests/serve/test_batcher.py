@@ -7,8 +7,9 @@ import torch
 
 from arpg import tasks
 from arpg.decode import Request
+from arpg.decode.continuous import TokenCopy
 from arpg.model import class_condition
-from arpg.serve.batcher import Batcher
+from arpg.serve.batcher import Batcher, warm_up
 from arpg.settings import SamplingSettings
 from support.rows import SETTINGS, SteppedBatcher, SubmittedRows
 
@@ -173,6 +174,85 @@ def test_a_failing_step_fails_its_batch_alone(model, slow, monkeypatch, error, c
     after = SubmittedRows(model, "after")
     batcher.submit(after.pending)
     assert after.is_right()
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    """Copies that are never ready before somebody waits for them, as on a GPU; returns those waited for."""
+    waited, wait = [], TokenCopy.wait
+
+    def recorded(copy):
+        waited.append(copy)
+        return wait(copy)
+
+    monkeypatch.setattr(TokenCopy, "ready", False)
+    monkeypatch.setattr(TokenCopy, "wait", recorded)
+    return waited
+
+
+def test_tokens_are_delivered_after_the_next_step(model, slow, late_copies):
+    """Nobody waits for the device before it has more to do; what the last step has made is delivered at once."""
+    batcher, shown = slow(max_batch=8), []
+    first, second = SubmittedRows(model, "a", seed=1), SubmittedRows(model, "b", seed=2)
+    first.pending.on_step = lambda pending: shown.append((pending.steps_B[0], int(pending.known_BN.sum())))
+    batcher.submit(first.pending)
+    batcher.step(1)
+    assert batcher.stepped.acquire(timeout=30)  # it waits before its second step
+    assert not late_copies
+    batcher.submit(second.pending)
+    batcher.allowed.release()
+    batcher.step(3)
+    assert batcher.stepped.acquire(timeout=30)
+    assert [steps for steps, _ in shown] == [1, 2, 3, 4]
+    assert not first.ended.is_set()  # its last step was launched, but none after it
+    batcher.allowed.release(1000)
+    assert first.is_right()
+    assert second.is_right()
+    assert [steps for steps, _ in shown] == [1, 2, 3, 4, 5]
+    assert shown[-1][1] == 16
+    assert [known for _, known in shown] == sorted(known for _, known in shown)
+
+
+def test_a_copy_that_fails_fails_its_rows_alone(model, slow, late_copies, monkeypatch, caplog):
+    caplog.set_level("CRITICAL")
+    batcher, error = slow(max_batch=8), RuntimeError("broken")
+    bad = SubmittedRows(model, "bad")
+    good = SubmittedRows(model, "good", settings=dataclasses.replace(SETTINGS, steps=9))
+    with batcher._wake:
+        batcher._arrived += [bad.pending, good.pending]
+        batcher._wake.notify()
+    batcher.step(SETTINGS.steps)
+    assert batcher.stepped.acquire(timeout=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenCopy, "wait", lambda copy: (_ for _ in ()).throw(error))
+        batcher.allowed.release()
+        assert bad.wait().error is error
+    batcher.allowed.release(1000)
+    assert good.is_right()
+
+
+def test_a_batch_with_captured_steps_is_kept(model, slow):
+    """Rows that come later find its graphs; an eager batch is dropped."""
+    batcher = slow(max_batch=8)
+    batcher._capture_after = 10**9  # padded as captured steps are, but never captured
+    batcher.allowed.release(1000)
+    for seed in range(2):
+        rows = SubmittedRows(model, "a", seed=seed, num=2)
+        batcher.submit(rows.pending)
+        assert rows.is_right()
+    other = SubmittedRows(model, "b", settings=SamplingSettings(steps=4, guidance=1.0))
+    batcher.submit(other.pending)
+    assert other.is_right()
+    assert [len(batch.rows) for batch in batcher._idle.values()] == [0, 0]
+
+
+def test_a_warm_up_decodes_batches_of_all_sizes(model):
+    batcher = Batcher(model, max_batch=4)
+    seen, step = [], batcher._step
+    batcher._step = lambda: (seen.extend(len(batch.rows) for batch in batcher._batches), step())
+    warm_up(batcher, tasks.generate(model, [0], [0]), SETTINGS)
+    batcher.close()
+    assert {1, 2, 4} <= set(seen)
 
 
 def test_everything_known_needs_no_step(model, batcher):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The help of the settings of a server that are numbers; the name of an option has no _s.
 SETTING_HELP = {
-    "max_batch": "Images decoded together.",
+    "max_batch": "Images decoded together; by default 16, on a GPU up to 128 as its memory allows.",
     "max_wait_ms": "How long an idle server waits for more requests.",
     "max_pending_requests": "Requests waiting or running; more get a 429.",
     "max_pending_cost": "Work waiting or running, in images of the model's own size; more gets a 429.",

@@ -6,7 +6,9 @@ before a step, and each row leaves when it is finished. Batches take turns.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -18,14 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arpg.decode import Plan, Request
-from arpg.decode.continuous import ContinuousBatch, DraftingBatch, start_batch
+from arpg.decode import Plan, Request, make_plan
+from arpg.decode.continuous import ContinuousBatch, DraftingBatch, TokenCopy, start_batch
+from arpg.decode.engine import choose_mode
+from arpg.decode.graphs import GraphCache
 from arpg.model import ARPG
 from arpg.serve.observability import Metrics
 from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
 MAX_BYPASS_S = 2.0  # after this time no row is admitted before one that waits for more room
+_BUCKET = 16  # slots of a cache for padding
+_MAX_IDLE = 4  # batches without rows that are kept for their captured steps
+_CPU_BATCH, _GPU_BATCH = 16, 128  # images decoded together at most, where the user gives no number
+_CACHE_SHARE = 0.25  # of the free memory of a GPU, for the caches of one full batch
 
 
 @dataclass(eq=False)
@@ -82,6 +90,13 @@ class Batch:
     rows: list[RowRef]
 
 
+class Delivery(NamedTuple):
+    """Tokens of rows on their way to the CPU, with the steps that each row has done and whether it is finished."""
+
+    copy: TokenCopy
+    rows: list[tuple[RowRef, int, bool]]
+
+
 class Batcher:
     """The batching thread. `submit` may be called from any thread."""
 
@@ -93,8 +108,11 @@ class Batcher:
         max_wait: float = 0.01,
         threads: int | None = None,
         metrics: Metrics | None = None,
+        engine: str = "eager",
     ) -> None:
-        """`max_wait`: seconds that an idle batcher waits for more rows."""
+        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph`, which `auto` is on a GPU,
+        the steps of a batch are captured, bucket by bucket.
+        """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
         self.metrics = metrics or Metrics()
         self._threads = threads
@@ -102,6 +120,9 @@ class Batcher:
         self._arrived: list[PendingRows] = []
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
+        self._capture_after = {"auto": 1, "graph": 0}[engine] if choose_mode(engine, model.device) == "graph" else None
+        self._idle: OrderedDict[tuple[Any, ...], ContinuousBatch] = OrderedDict()  # by key, with their captured steps
+        self._deliveries: deque[Delivery] = deque()
         self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
         self._closing = False
         self._ended: BaseException | None = None  # why the thread has ended
@@ -245,56 +266,94 @@ class Batcher:
         if not unfinished:
             return
         try:
-            request = Request.gather([(ref.pending.request, ref.row) for ref in unfinished])
-            plan = Plan(tuple(ref.pending.plan.samples[ref.row] for ref in unfinished))
+            parts = [(ref.pending.request, ref.row) for ref in unfinished]
+            plans = tuple(ref.pending.plan.samples[ref.row] for ref in unfinished)
             for other in self._batches:
                 if other.key == key and isinstance(other.decode, ContinuousBatch):
-                    other.decode.add(request, plan)
+                    other.decode.add_rows(parts, plans)
                     other.rows += unfinished
                     return
-            settings = unfinished[0].pending.settings
-            batch = Batch(key, start_batch(self.model, request, plan, settings), unfinished)
+            decode: ContinuousBatch | DraftingBatch
+            if (idle := self._idle.pop(key, None)) is not None:
+                idle.add_rows(parts, plans)
+                decode = idle
+            else:
+                settings, after = unfinished[0].pending.settings, self._capture_after
+                decode = start_batch(
+                    self.model,
+                    Request.gather(parts),
+                    Plan(plans),
+                    settings,
+                    graphs=None if after is None else GraphCache(self.model.device, capture_after=after),
+                )
+            batch = Batch(key, decode, unfinished)
         except Exception as error:
             self._fail(unfinished, error)
             return
         self._batches.appendleft(batch)
 
     def _step(self) -> None:
-        """Take one step of the first batch, then move it to the end."""
-        if not self._batches:
-            return
-        batch = self._batches[0]
-        self.metrics.batch.observe(len(batch.rows))
-        start = time.perf_counter()
-        try:
-            batch.decode.step()
-            self._deliver(batch)
-        except Exception as error:  # also out of memory: this batch fails, the server continues
-            self._batches.remove(batch)
-            self._fail(batch.rows, error)
-            return
-        self.metrics.step.observe(time.perf_counter() - start)
-        self._batches.rotate(-1)
-        if not batch.rows:
-            self._batches.remove(batch)
+        """Launch one step of the first batch, then move it to the end. Deliver what the steps before it have made: the
+        device has work meanwhile.
+        """
+        launched = len(self._deliveries)
+        if self._batches:
+            batch = self._batches[0]
+            self.metrics.batch.observe(len(batch.rows))
+            start = time.perf_counter()
+            try:
+                batch.decode.step()
+                self._collect(batch)
+            except Exception as error:  # also out of memory: this batch fails, the server continues
+                self._batches.remove(batch)
+                self._fail(batch.rows, error)
+            else:
+                self.metrics.step.observe(time.perf_counter() - start)
+                self._batches.rotate(-1)
+                if not batch.rows:
+                    self._retire(batch)
+        while self._deliveries and (launched > 0 or not self._batches or self._deliveries[0].copy.ready):
+            self._deliver(self._deliveries.popleft())
+            launched -= 1
 
-    def _deliver(self, batch: Batch) -> None:
-        """Copy the tokens of finished and watched rows to their `PendingRows`; finished rows leave."""
+    def _collect(self, batch: Batch) -> None:
+        """Start to copy the tokens of finished and watched rows; finished rows leave."""
         states = batch.decode.rows
-        shown = [i for i, ref in enumerate(batch.rows) if states[i].finished or ref.pending.on_step]
+        finished = [state.finished for state in states]
+        shown = [i for i, ref in enumerate(batch.rows) if finished[i] or ref.pending.on_step]
         if not shown:
             return
-        for i, ids_N, known_N in zip(shown, *batch.decode.tokens(shown), strict=True):
-            pending, row = batch.rows[i]
-            pending.ids_BN[row], pending.known_BN[row], pending.steps_B[row] = ids_N, known_N, states[i].done
-        for pending in dict.fromkeys(batch.rows[i].pending for i in shown):
-            if pending.on_step is not None and not pending.ended:
-                pending.on_step(pending)
-        finished = [ref for i, ref in enumerate(batch.rows) if states[i].finished]
-        if finished:
-            self._keep(batch, [i for i, state in enumerate(states) if not state.finished])
-        for ref in finished:
-            self._finish(ref)
+        copy = batch.decode.fetch(shown)
+        self._deliveries.append(Delivery(copy, [(batch.rows[i], states[i].done, finished[i]) for i in shown]))
+        if any(finished):
+            self._keep(batch, [i for i, end in enumerate(finished) if not end])
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """Hand the tokens of a step to their `PendingRows`."""
+        rows = delivery.rows
+        try:
+            for (ref, done, _), ids_N, known_N in zip(rows, *delivery.copy.wait(), strict=True):
+                pending, row = ref
+                if not pending.ended:
+                    pending.ids_BN[row], pending.known_BN[row], pending.steps_B[row] = ids_N, known_N, done
+            for pending in dict.fromkeys(ref.pending for ref, _, _ in rows):
+                if pending.on_step is not None and not pending.ended:
+                    pending.on_step(pending)
+        except Exception as error:
+            self._fail([ref for ref, _, _ in rows], error)
+            return
+        for ref, _, finished in rows:
+            if finished and not ref.pending.ended:
+                self._finish(ref)
+
+    def _retire(self, batch: Batch) -> None:
+        """Remove a batch without rows; one with captured steps is kept for the next rows of its key."""
+        self._batches.remove(batch)
+        if isinstance(batch.decode, ContinuousBatch) and batch.decode.graphs is not None:
+            batch.decode.keep([])
+            self._idle[batch.key] = batch.decode
+            while len(self._idle) > _MAX_IDLE:
+                self._idle.popitem(last=False)
 
     def _keep(self, batch: Batch, rows: list[int]) -> None:
         """Drop all other rows of a batch."""
@@ -320,7 +379,7 @@ class Batcher:
         for batch in list(self._batches):
             stay = [i for i, ref in enumerate(batch.rows) if ref.pending not in gone]
             if not stay:
-                self._batches.remove(batch)
+                self._retire(batch)
             elif len(stay) < len(batch.rows):
                 self._keep(batch, stay)
         for pending in gone:
@@ -328,6 +387,7 @@ class Batcher:
 
     def _all_pending(self) -> dict[PendingRows, None]:
         running = dict.fromkeys(ref.pending for batch in self._batches for ref in batch.rows)
+        running |= dict.fromkeys(ref.pending for delivery in self._deliveries for ref, _, _ in delivery.rows)
         return running | dict.fromkeys(ref.pending for rows in self._waiting.values() for ref in rows)
 
     def _fail(self, rows: Sequence[RowRef], error: BaseException) -> None:
@@ -339,6 +399,7 @@ class Batcher:
             self._end(pending, error)
         self._remove(failed)
         if isinstance(error, torch.OutOfMemoryError):
+            self._idle.clear()
             torch.cuda.empty_cache()
 
     def _fail_all(self, error: BaseException) -> None:
@@ -347,6 +408,7 @@ class Batcher:
             failed |= dict.fromkeys(self._arrived)
             self._arrived = []
         self._batches.clear()
+        self._deliveries.clear()
         self._waiting.clear()
         for pending in failed:
             self._end(pending, error)
@@ -356,6 +418,39 @@ class Batcher:
         if not pending.ended:
             pending.ended = True
             pending.on_end(pending, error)
+
+
+def choose_max_batch(model: ARPG) -> int:
+    """Return how many images to decode together: as many as a quarter of a GPU's free memory holds the caches of."""
+    if model.device.type != "cuda":
+        return _CPU_BATCH
+    config, copies = model.config, 1 if model.takes_guidance else 2
+    prefix = 1 if config.text is None else config.text.max_tokens
+    cache = model.allocate_cache(copies, prefix + math.prod(config.grid) + _BUCKET)
+    each = cache.key_LBTHK.nbytes + cache.value_LBTHK.nbytes
+    free, _ = torch.cuda.mem_get_info(model.device)
+    chosen = max(1, min(_GPU_BATCH, int(_CACHE_SHARE * free / each)))
+    log.info("max_batch chosen", extra={"max_batch": chosen, "cache_bytes": chosen * each, "free_bytes": free})
+    return chosen
+
+
+def warm_up(batcher: Batcher | BatcherLanes, request: Request, settings: SamplingSettings) -> None:
+    """Decode a sample once, twice at the same time, four times, ... up to a full batch; wait for the last.
+
+    Where every bucket is captured when it first occurs, the usual ones then are before the first request.
+    """
+    plan, num = make_plan(request.grid, request.known_BN, request.seeds, settings), 1
+    while num <= batcher.max_batch:
+        ended, left = threading.Event(), itertools.count(num - 1, -1)
+
+        def on_end(_: PendingRows, error: BaseException | None) -> None:
+            if error is not None or next(left) == 0:  # noqa: B023  (called before the next round)
+                ended.set()  # noqa: B023
+
+        for owner in range(num):
+            batcher.submit(PendingRows(("warm up", owner), request, plan, settings, lambda: False, on_end))
+        ended.wait()
+        num *= 2
 
 
 class BatcherLanes:
@@ -368,6 +463,7 @@ class BatcherLanes:
 
     def __init__(self, make: Callable[[], Batcher], *, max_tokens: int) -> None:
         self.small, self.large, self._max_tokens = make(), make(), max_tokens
+        self.max_batch = self.small.max_batch
 
     @property
     def alive(self) -> bool:

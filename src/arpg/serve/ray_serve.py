@@ -249,7 +249,7 @@ def application(
         "downscale_delay_s": DOWNSCALE_DELAY_S,
         "policy": {
             "policy_function": f"{__name__}:{QueueTimePolicy.__name__}",
-            "policy_kwargs": {"target_s": target_queue_s, "max_batch": settings.max_batch},
+            "policy_kwargs": {"target_s": target_queue_s, "max_batch": settings.max_batch or 16},
         },
     }
     replica = serve.deployment(

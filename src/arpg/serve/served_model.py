@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from arpg.checkpoint import MODEL, FolderConfig, read_folder
 from arpg.config import DEFAULT_MODEL
-from arpg.errors import InputError
+from arpg.decode.engine import choose_mode
+from arpg.errors import InputError, present
 from arpg.files import hash_file
 from arpg.hub import resolve
 from arpg.installed import installed_folder, installed_models
@@ -21,7 +22,7 @@ from arpg.lora import parse_lora, read_adapter
 from arpg.pipeline import Pipeline, choose_device
 from arpg.serve.admission import own_tokens
 from arpg.serve.api_error import ApiError
-from arpg.serve.batcher import Batcher, BatcherLanes
+from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, warm_up
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import Metrics
 from arpg.serve.schemas import model_info
@@ -64,7 +65,7 @@ class ServedModel:
     @classmethod
     def from_pretrained(cls, model: str, settings: ServeSettings) -> ServedModel:
         """Serve a model by its name. The device and the folder are checked here; `open` loads the weights."""
-        choose_device(settings.device)
+        choose_mode(settings.engine, choose_device(settings.device))
         folder = resolve(model)
         lora = [text for text in settings.lora if _is_base(folder, parse_lora(text)[0])]
 
@@ -80,7 +81,7 @@ class ServedModel:
     def open(self, settings: ServeSettings, metrics: Metrics) -> None:
         """Load the model and start its threads; this takes a while."""
         loaded = self._load()
-        size, threads = settings.max_batch, settings.threads
+        size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
         tokens, stride = own_tokens(loaded), loaded.tokenizer.config.stride
         tokenizer = TokenizerLanes(
             loaded.graphed_tokenizer,
@@ -93,13 +94,24 @@ class ServedModel:
         max_wait = settings.max_wait_ms / 1000
 
         def make_batcher() -> Batcher:
-            return Batcher(pipeline.model, max_batch=size, max_wait=max_wait, threads=threads, metrics=metrics)
+            return Batcher(
+                pipeline.model,
+                max_batch=size,
+                max_wait=max_wait,
+                threads=threads,
+                metrics=metrics,
+                engine=settings.engine,
+            )
 
         batcher = BatcherLanes(make_batcher, max_tokens=tokens)
+        if settings.engine == "graph":
+            task = pipeline.generate_task(["an image"] if pipeline.model.text is not None else [0])
+            warm_up(batcher, present(task.next_request(), "a new task has a request"), task.spec.settings)
         builder = TaskBuilder(pipeline, self.name, settings.limits)
         weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
         self._state = LoadedModel(pipeline, tokenizer, batcher, builder, weight_bytes)
-        about = {"model": self.name, "device": str(pipeline.model.device), "weight_bytes": weight_bytes}
+        device = str(pipeline.model.device)
+        about = {"model": self.name, "device": device, "weight_bytes": weight_bytes, "max_batch": size}
         log.info("loaded", extra=about)
 
     def close(self) -> None:

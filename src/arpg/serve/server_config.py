@@ -38,7 +38,7 @@ class ServeSettings:
     precision: str = "auto"
     engine: str = "auto"
     lora: tuple[str, ...] = ()  # adapters, FILE or FILE:SCALE, merged into the weights of the model
-    max_batch: int = 16  # images decoded together
+    max_batch: int | None = None  # images decoded together; None: 16 on a CPU, as memory allows on a GPU
     max_wait_ms: float = 10.0  # how long an idle server waits for more requests
     max_pending_requests: int = 64  # waiting or running; more get a 429
     max_pending_cost: float = 256.0  # of those, in images of the model's own size; large tasks have as much again
@@ -59,9 +59,6 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, ENGINES)
-        require(  # rows join and leave the batches of a server, so no two steps have the same shape
-            self.engine != "graph", "engine is 'graph', which a server cannot replay; expected auto, eager or compiled"
-        )
         for name in (
             "max_batch",
             "max_pending_requests",
@@ -71,7 +68,7 @@ class ServeSettings:
             "max_body_bytes",
         ):
             value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; expected 1 or more")
+            require(value is None or value >= 1, f"{name} is {value}; expected 1 or more")
         require(0 < self.key_share <= 1, f"key_share is {self.key_share}; expected more than 0 and at most 1")
         require(self.max_pending_cost > 0, f"max_pending_cost is {self.max_pending_cost}; expected more than 0 images")
         for name in ("deadline", "io_timeout_s", "header_timeout_s", "keep_alive_s"):
