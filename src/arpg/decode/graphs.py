@@ -34,6 +34,7 @@ T = TypeVar("T")
 GraphKey = tuple[Any, ...]
 _MAX_COUNTED_KEYS = 4096
 _MEMORY_SHARE = 0.25  # of the GPU's memory that captured graphs may hold together
+_CAPTURING = threading.Lock()  # one capture at a time: before it, free memory is returned to the device
 
 
 def graph_key(
@@ -92,6 +93,8 @@ class Capture(Generic[T]):
         A run of the same work must have come before: it compiles the kernels, and took `run_bytes` of memory.
         """
         self.busy, self._device = threading.Lock(), device
+        # What the run before has freed stays with torch's allocator, which could not give it to the graphs.
+        torch.cuda.empty_cache()
         allocated, started = torch.cuda.memory_allocated(device), time.perf_counter()
         pool = GraphPool(device)
         self.graphs = pool.capture(parts, scratch=run_bytes)
@@ -212,7 +215,8 @@ class GraphCache(Generic[G]):
     def capture(self, key: GraphKey, make: Callable[[], G]) -> G | None:
         """Capture, keep and return graphs with `busy` held, evicting idle ones; None where they do not fit."""
         try:
-            graphs = make()
+            with _CAPTURING:
+                graphs = make()
         except torch.OutOfMemoryError:
             log.warning("a shape is too large to be captured as CUDA graphs; it runs eagerly")
             self.clear()
