@@ -36,8 +36,9 @@ from arpg.device import choose_device
 from arpg.errors import InputError
 from arpg.files import write_text
 from arpg.image import to_uint8
+from arpg.kernels.ops import to_float8
 from arpg.pipeline import Pipeline, prepare
-from arpg.quantization.precision import to_float8, to_precision
+from arpg.quantization.precision import to_precision
 from benchmarks.measures import (
     agreement,
     equal_share,

@@ -13,6 +13,7 @@ from arpg.errors import InputError, one_of, require, require_positive
 from arpg.settings import CONTROL_KINDS, SamplingDefaults
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "fp8")  # of the key-value cache; auto: the type that the model computes in
 ENGINES = ("auto", "eager", "compiled", "graph")
 STORAGE_FORMATS = ("int8", "int6", "int4", "float16", "bfloat16", "float32")  # of weights in files
 POSITIONS = ("rope", "cosine")

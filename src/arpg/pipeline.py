@@ -29,7 +29,7 @@ from arpg.image import ImageInput, to_image, to_mask, to_rgb
 from arpg.lora import MergedAdapters, adapter_name, read_adapter
 from arpg.model import ARPG
 from arpg.quantization.packed import unpack_linears
-from arpg.quantization.precision import Precision, precision_of, to_precision
+from arpg.quantization.precision import Precision, kv_cache_dtype_of, precision_of, to_precision
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, Order, SamplingDefaults, canonical_names
 from arpg.storage import AnyPath, as_path, fetch, home
 from arpg.tasks import Label, Prompt, label_condition, stages
@@ -127,6 +127,7 @@ class Pipeline:
         torch_dtype: Precision | None = None,
         dtype: Precision | None = None,
         engine: str = "auto",
+        kv_cache_dtype: str = "auto",
     ) -> Pipeline:
         """Load an installed model (`arpg info` lists them), a folder, a published model (`arpg-l`, `arpg-xl`,
         `arpg-xxl`) or a hub id.
@@ -135,6 +136,7 @@ class Pipeline:
         Ampere, float32 elsewhere), float32, bfloat16, float16, fp8 or int8 (8-bit weights, `arpg.quantization`), or a
         torch dtype; `torch_dtype` (as in diffusers) and `dtype` are other names of it.
         `engine` is auto (CUDA graphs on an NVIDIA GPU, else eager), eager, compiled or graph (`arpg.decode.engine`).
+        `kv_cache_dtype` is auto (the type that the model computes in) or fp8, half of 16 bits, in any precision.
         The tokenizer stays in float32, but decodes pixels in bfloat16 where the model computes in bfloat16.
         """
         folder = resolve(name)
@@ -146,7 +148,7 @@ class Pipeline:
             "more than one of precision, dtype and torch_dtype is given; they are the same, leave the others out",
         )
         precision = given[0] if given else precision
-        model = to_precision(load_model(folder, config=config), precision, on)
+        model = to_precision(load_model(folder, config=config), precision, on, kv_cache_dtype=kv_cache_dtype)
         tokenizer = load_tokenizer(folder, config=config, device=on, dtype=torch.float32)
         prepare(model, tokenizer)
         text = model.config.text
@@ -242,7 +244,8 @@ class Pipeline:
         on = self.device if device is None else choose_device(device)
         precision = precision_of(self.model) if dtype is None else dtype
         with nullcontext() if self._adapters is None else self._adapters.removed():
-            to_precision(unpack_linears(self.model), precision, on)
+            kv_cache_dtype = kv_cache_dtype_of(self.model)
+            to_precision(unpack_linears(self.model), precision, on, kv_cache_dtype=kv_cache_dtype)
             if isinstance(self.tokenizer, VQTokenizer):
                 prepare(self.model, self.tokenizer.to(on))
         there = self.tokenizer.device  # not `on`, which may be cuda for cuda:0

@@ -46,6 +46,27 @@ def half(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
+def compile_float8_cache(attention, fused_rope):
+    """Few and many programs, prefetched and not, new slots and none, limits and none."""
+
+    def cache(rows, slots):
+        return tuple(torch.zeros(rows, slots, 4, 64, dtype=torch.float8_e4m3fn) for _ in range(2))
+
+    for rows, queries in ((2, 5), (2, 20), (256, 5), (256, 20)):
+        by = torch.zeros(rows, queries, 64), torch.zeros(rows, queries, 64)
+        limit, lengths = torch.ones(rows, queries, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+        attention.attend(half(rows, queries, 4, 64), *cache(rows, 90), None, by)
+        attention.attend_and_store(half(rows, queries, 3, 4, 64), cache(rows, 90), None, by, 7)
+        attention.attend_and_store(half(rows, queries, 3, 4, 64), cache(rows, 90), limit, by, lengths)
+    qkv, by = half(2, 5, 3, 4, 64), (torch.zeros(2, 5, 64), torch.zeros(2, 5, 64))
+    for settled in (90, 200, 300):
+        seen = [x[:, : settled + 5] for x in cache(2, 520)]
+        attention.attend(qkv[:, :, 0], *seen, None, by, settled=settled)
+        attention.attend_and_store(qkv, cache(2, 520), None, by, settled, settled=settled)
+    key_BTHK, value_BTHK = cache(2, 90)
+    fused_rope.store_rope(*qkv.unbind(2)[1:], *by, key_BTHK=key_BTHK, value_BTHK=value_BTHK, first=7)
+
+
 def main(capability):
     triton.runtime.driver.set_active(Driver(capability))
     JITFunction.run = compile_only(JITFunction.run)
@@ -100,6 +121,7 @@ def main(capability):
         attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7, scale_BS=scale)
     if capability >= 89:
         attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
+        compile_float8_cache(attention, fused_rope)
     for rows in (2, 24) if capability >= 90 else ():
         few, weight = half(rows, 1024), half(1024)
         small_gemm.linear(few, half(3072, 1024))

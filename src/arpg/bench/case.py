@@ -80,17 +80,25 @@ def square_grid(tokens: int) -> tuple[int, int]:
 
 
 def open_pipeline(
-    name: str, *, random: bool, device: str = "auto", dtype: str = "auto", engine: str = "auto"
+    name: str,
+    *,
+    random: bool,
+    device: str = "auto",
+    dtype: str = "auto",
+    engine: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> Pipeline:
     """Open a model with its weights, or with random ones: speed does not depend on them, and nothing is downloaded."""
     if not random:
-        return Pipeline.from_pretrained(name, device=device, precision=dtype, engine=engine)
+        return Pipeline.from_pretrained(
+            name, device=device, precision=dtype, engine=engine, kv_cache_dtype=kv_cache_dtype
+        )
     on = choose_device(device)
     model_config, tokenizer_config, sampling = _configs(name)
     model = ARPG(model_config).init_weights(seed=0)
     torch.nn.init.normal_(model.head.weight, std=0.02, generator=torch.Generator().manual_seed(1))  # otherwise zero
     tokenizer = VQTokenizer(tokenizer_config).eval().to(on)
-    model = to_precision(model, dtype, on).eval()
+    model = to_precision(model, dtype, on, kv_cache_dtype=kv_cache_dtype).eval()
     prepare(model, tokenizer)
     return Pipeline(model, tokenizer, sampling=sampling, license="none: random weights", engine=engine)
 

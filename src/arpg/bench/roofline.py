@@ -86,9 +86,17 @@ def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
 
 
 def passes(
-    config: ModelConfig, case: Case, dtype: torch.dtype, *, weight_size: int | None = None
+    config: ModelConfig,
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    weight_size: int | None = None,
+    cache_size: int | None = None,
 ) -> list[tuple[Work, Work]]:
-    """Return the work of Pass 1 and of Pass 2 in each step of a batch; `weight_size` in bytes, by default `dtype`'s."""
+    """Return the work of Pass 1 and of Pass 2 in each step of a batch.
+
+    `weight_size` and `cache_size`: bytes of a number, by default `dtype`'s.
+    """
     plan = plan_sample(case.grid, [False] * case.tokens, 0, case.settings)
     rows = case.batch * (2 if any(scale != 1.0 for scale in plan.scales) else 1)
     size, width, hidden = dtype.itemsize, config.width, config.ffn_width
@@ -98,7 +106,7 @@ def passes(
 
     def work(weights: int, layers: int, slots: int, visible: int) -> Work:
         flops = rows * slots * (2 * weights + layers * 4 * visible * width)
-        return Work(flops, (weight_size or size) * weights + size * layers * rows * visible * 2 * width)
+        return Work(flops, (weight_size or size) * weights + (cache_size or size) * layers * rows * visible * 2 * width)
 
     def head(slots: int) -> Work:  # of the guided rows
         weights = width * config.vocab_size
@@ -114,10 +122,16 @@ def passes(
 
 
 def token_floor(
-    config: ModelConfig, case: Case, dtype: torch.dtype, limits: Limits, *, weight_size: int | None = None
+    config: ModelConfig,
+    case: Case,
+    dtype: torch.dtype,
+    limits: Limits,
+    *,
+    weight_size: int | None = None,
+    cache_size: int | None = None,
 ) -> float:
-    """Return the least seconds that the tokens of a batch take."""
-    steps = passes(config, case, dtype, weight_size=weight_size)
+    """Return the least seconds that the tokens of a batch take; sizes as in `passes`."""
+    steps = passes(config, case, dtype, weight_size=weight_size, cache_size=cache_size)
     return sum(limits.seconds(work) for step in steps for work in step)
 
 

@@ -29,7 +29,7 @@ from arpg.decode.pipelined import pipelined_decode
 from arpg.device import peak_bytes, reset_peak, set_threads, synchronize
 from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline
-from arpg.quantization.precision import precision_of
+from arpg.quantization.precision import kv_cache_dtype_of, precision_of
 from arpg.tables import significant
 from arpg.tokenizer import VQTokenizer
 
@@ -107,7 +107,11 @@ def _roofline(
     weights = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(precision_of(pipe.model), pipe.model.dtype)
     # Weight-only int8 multiplies in the model's own type.
     if (of_tokens := limits(weights if weights.is_floating_point else pipe.model.dtype)) is not None:
-        floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens, weight_size=weights.itemsize)
+        sizes = {
+            "weight_size": weights.itemsize,
+            "cache_size": (pipe.model.kv_cache_dtype or pipe.model.dtype).itemsize,
+        }
+        floor = token_floor(pipe.model.config, case, pipe.model.dtype, of_tokens, **sizes)
         found["roofline token images/s"] = significant(case.batch / floor)
         found["roofline share"] = significant(speed * floor / case.batch, 3)
     assert isinstance(pipe.tokenizer, VQTokenizer)
@@ -161,6 +165,8 @@ def row_settings(pipe: Pipeline, case: Case) -> dict[str, Any]:
         names.append("draft")
     own = {"model": case.model, "batch": case.batch, "tokens": case.tokens, "dtype": precision_of(pipe.model)}
     own["engine"] = pipe.engine.mode
+    if (cached := kv_cache_dtype_of(pipe.model)) != "auto":  # records from before there was a choice have none
+        own["kv_cache_dtype"] = cached
     return {**own, **{name: settings[name] for name in names}}
 
 
@@ -221,14 +227,22 @@ def _batch_seconds(row: Row) -> float:
 
 
 def measure_cold_start(
-    name: str, *, random: bool, device: str, dtype: str, threads: int, steps: int | None, engine: str = "auto"
+    name: str,
+    *,
+    random: bool,
+    device: str,
+    dtype: str,
+    threads: int,
+    steps: int | None,
+    engine: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Return the seconds of a fresh process with batch 1: import, load, first image, next image.
 
     `capture s`, where a graph was captured, is part of the image that captured it.
     """
     options = {"name": name, "random": random, "device": device, "dtype": dtype, "engine": engine}
-    options |= {"threads": threads, "steps": steps}
+    options |= {"threads": threads, "steps": steps, "kv_cache_dtype": kv_cache_dtype}
     code = "from arpg.bench.throughput import print_cold_start; print_cold_start()"
     began = time.time()
     run = subprocess.run([sys.executable, "-c", code, json.dumps(options), repr(began)], capture_output=True, text=True)

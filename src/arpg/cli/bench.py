@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from arpg import config as configs
-from arpg.cli.options import DeviceOption, Verb, VerbGroup, err, out, output_option, parse_values, with_axes
+from arpg.cli.options import (
+    DeviceOption,
+    KvCacheOption,
+    Verb,
+    VerbGroup,
+    err,
+    out,
+    output_option,
+    parse_values,
+    with_axes,
+)
 from arpg.errors import one_of, require
 from arpg.settings import SamplingDefaults
 
@@ -33,6 +43,7 @@ def bench(
     dtype: Annotated[
         str, typer.Option("--precision", help=f"One or more of {', '.join(configs.PRECISIONS)}.")
     ] = "auto",
+    kv_cache_dtype: KvCacheOption = "auto",
     engine: Annotated[str, typer.Option(help=f"One or more of {', '.join(configs.ENGINES)}.")] = "auto",
     tokens: Annotated[str, typer.Option(help="Tokens of a square grid, like 64,256; default: the model's grid.")] = "",
     scaling: Annotated[bool, typer.Option("--scaling", help="Grow tokens and batch; fit the exponent.")] = False,
@@ -60,6 +71,7 @@ def bench(
     engines = parse_values("engine", engine, str) or ["auto"]
     for name in engines:
         one_of("engine", name, configs.ENGINES)
+    one_of("kv_cache_dtype", kv_cache_dtype, configs.KV_CACHE_DTYPES)
     batches, sizes = parse_values("batch", batch, int), parse_values("tokens", tokens, int)
     require(max_seconds > 0, f"max-seconds is {max_seconds}; expected seconds above 0")
     from arpg.image import check_writable
@@ -85,7 +97,8 @@ def bench(
     about: dict[str, Any] = {}
     for name, precision, mode in itertools.product(names, dtypes or ["auto"], engines):
         with err.status(f"loading {name}"):
-            pipe = open_pipeline(name, random=random, device=device, dtype=precision, engine=mode)
+            opened = {"device": device, "dtype": precision, "kv_cache_dtype": kv_cache_dtype}
+            pipe = open_pipeline(name, random=random, engine=mode, **opened)
         about = about or record.environment(pipe.model.device)
         label = f"{name} (random)" if random else name
         own = grids or [pipe.model.config.grid]
@@ -101,7 +114,7 @@ def bench(
         if cold:
             # `auto` captures its graph only later; `graph` shows what capturing at the first image takes.
             modes = (mode, "graph") if mode == "auto" and pipe.engine.mode == "graph" else (mode,)
-            fresh: dict[str, Any] = {"random": random, "device": device, "dtype": precision, "threads": used}
+            fresh: dict[str, Any] = {"random": random, "threads": used, **opened}
             fresh["steps"] = axes["steps"][0] if axes["steps"] else None
             for each in modes:
                 with err.status("a fresh process"):

@@ -17,6 +17,7 @@ from arpg import config as configs
 from arpg.cli.options import (
     DeviceOption,
     EngineOption,
+    KvCacheOption,
     LoraOption,
     PrecisionOption,
     RayOption,
@@ -221,6 +222,7 @@ def sweep(
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
+    kv_cache_dtype: KvCacheOption = "auto",
     engine: EngineOption = "auto",
     *,
     axes: dict[str, list[Any]],
@@ -229,6 +231,7 @@ def sweep(
     require(num >= 4, f"the number of images is {num}; expected 4 or more (FID wants thousands)")
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
     one_of("engine", engine, configs.ENGINES)
+    one_of("kv_cache_dtype", kv_cache_dtype, configs.KV_CACHE_DTYPES)
     from arpg.data.images import concatenate, open_images
     from arpg.evaluation.sweep import combinations
     from arpg.image import check_writable
@@ -245,7 +248,7 @@ def sweep(
         from arpg.evaluation.sweep import sweep as run
         from arpg.files import write_text
 
-    pipe = load_pipeline(model, lora=lora, device=device, dtype=dtype, engine=engine)
+    pipe = load_pipeline(model, lora=lora, device=device, dtype=dtype, engine=engine, kv_cache_dtype=kv_cache_dtype)
     with err.status("loading"):
         network = Inception.load(inception, device=pipe.model.device)
         scorer = None if classifier is None else Classifier.load(classifier, device=pipe.model.device)

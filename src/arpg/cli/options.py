@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL, ENGINES, PRECISIONS
+from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL, ENGINES, KV_CACHE_DTYPES, PRECISIONS
 from arpg.errors import InputError, one_of, present, require
 from arpg.settings import SETTINGS, TASK_SETTINGS, SamplingDefaults
 
@@ -117,6 +117,14 @@ LoraOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:0.")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help=f"One of {', '.join(PRECISIONS)}.")]
+KvCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="Type of the key-value cache: auto, the type that the model computes in, or fp8. auto stays 16 bits with "
+        "--precision fp8 until the quality and speed of an fp8 cache are measured.",
+    ),
+]
 RayOption = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster of $RAY_ADDRESS, or on a local one.")]
 WorkersOption = Annotated[
     int, typer.Option("--workers", help="Workers on Ray; 0: one per GPU, or per $OMP_NUM_THREADS cores.")
@@ -137,6 +145,7 @@ class SamplingOptions:
     device: str
     dtype: str
     engine: str
+    kv_cache_dtype: str
     settings: dict[str, Any]
     lora: tuple[str, ...] = ()
 
@@ -153,8 +162,9 @@ class SamplingOptions:
 
     def load(self) -> Any:
         """Load the pipeline; an adapter brings its base model, unless the user named a model."""
+        options = {"device": self.device, "dtype": self.dtype, "engine": self.engine}
         return load_pipeline(
-            self.model, lora=self.lora, named=self.named, device=self.device, dtype=self.dtype, engine=self.engine
+            self.model, lora=self.lora, named=self.named, kv_cache_dtype=self.kv_cache_dtype, **options
         )
 
 
@@ -318,6 +328,7 @@ def _read_sampling(
     seed: SeedOption = DEFAULTS["seed"],
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
+    kv_cache_dtype: KvCacheOption = "auto",
     engine: EngineOption = "auto",
     **settings: Any,
 ) -> SamplingOptions:
@@ -325,8 +336,18 @@ def _read_sampling(
     settings["schedule"] = parse_schedule(settings["schedule"])
     SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
     one_of("engine", engine, ENGINES)
-    named = model is not None
-    return SamplingOptions(model or DEFAULT_MODEL, named, seed, device, dtype, engine, settings, tuple(lora or ()))
+    one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    return SamplingOptions(
+        model=model or DEFAULT_MODEL,
+        named=model is not None,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        engine=engine,
+        kv_cache_dtype=kv_cache_dtype,
+        settings=settings,
+        lora=tuple(lora or ()),
+    )
 
 
 def make_parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:

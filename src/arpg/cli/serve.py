@@ -12,6 +12,7 @@ from arpg.cli.options import (
     Command,
     DeviceOption,
     EngineOption,
+    KvCacheOption,
     LoraOption,
     PrecisionOption,
     add_options,
@@ -58,10 +59,18 @@ def _read_settings(
     lora: LoraOption = None,
     device: DeviceOption = "auto",
     dtype: PrecisionOption = "auto",
+    kv_cache_dtype: KvCacheOption = "auto",
     engine: EngineOption = "auto",
     **numbers: Any,
 ) -> ServeSettings:
-    return ServeSettings(device=device, precision=dtype, engine=engine, lora=tuple(lora or ()), **numbers)
+    return ServeSettings(
+        device=device,
+        precision=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        engine=engine,
+        lora=tuple(lora or ()),
+        **numbers,
+    )
 
 
 @with_serve_settings

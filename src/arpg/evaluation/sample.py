@@ -35,7 +35,7 @@ from arpg.executor import RayOptions, Report, open_workers
 from arpg.files import hash_tensors, read_array, write_array, write_json, write_whole
 from arpg.image import to_uint8
 from arpg.pipeline import Pipeline
-from arpg.quantization.precision import precision_of
+from arpg.quantization.precision import kv_cache_dtype_of, precision_of
 from arpg.settings import SamplingSettings
 from arpg.storage import AnyPath, Lease, fetch, remove_folder
 
@@ -263,6 +263,8 @@ def fingerprint(pipe: Pipeline) -> str:
     digest = hashlib.sha256()
     if (precision := precision_of(pipe.model)) in ("fp8", "int8"):  # equal weights give other results then
         digest.update(precision.encode())
+    if (cached := kv_cache_dtype_of(pipe.model)) != "auto":
+        digest.update(f"cache {cached}".encode())
     hash_tensors(pipe.model.state_dict(), digest)
     return hash_tensors(pipe.tokenizer.state_dict(), digest)[:32]
 

@@ -3,6 +3,10 @@
 Forward only. New slots bring their own keys and values, which the same kernel writes into the cache, so that a layer of
 Pass 1 is one kernel. Settled slots are complete, whichever kernels still run: earlier steps have written them. Where
 few programs run they are read before the dependency barrier; only queries and the newest slots are read after it.
+
+A float8 cache is read as 16-bit words, of one even and one odd channel each, and converted to float16, which holds
+every float8 number: a product takes the even channels and the odd ones as two parts. The tensor cores want the values
+of two slots in one register; bytes would have to be loaded one by one for that, words need not.
 Shapes: B rows, S queries, T slots, H heads, K head channels.
 """
 
@@ -16,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels.dispatch import prefetch_weights
+from arpg.kernels.dispatch import FLOAT8, prefetch_weights
 from arpg.kernels.fused_rope import store_rope
 
 _MAX_QUERIES = 64  # of one program
@@ -37,10 +41,13 @@ class Tiles(NamedTuple):
     prefetch: bool = False  # settled slots are read before the dependency barrier; others are at most `queries`
 
 
-def tiles(queries: int, pairs: int, *, new: bool, settled: int | None = None, newest: int = 0) -> Tiles:
+def tiles(
+    queries: int, pairs: int, *, new: bool, settled: int | None = None, newest: int = 0, float8: bool = False
+) -> Tiles:
     """Choose tiles for `queries` in each of `pairs` of a row and a head; with new slots one program takes all queries.
 
-    `newest` slots follow the `settled` ones; None: not known. `benchmarks/attention_tiles.py` measures other tiles.
+    `newest` slots follow the `settled` ones; None: not known. `float8`: the cache is. `benchmarks/attention_tiles.py`
+    measures other tiles.
     """
     rows = 16 if queries <= 16 else 32 if queries <= 32 else _MAX_QUERIES
     if pairs * triton.cdiv(queries, rows) < _BUSY_PROGRAMS:  # read as much of the cache at once as there is
@@ -50,7 +57,8 @@ def tiles(queries: int, pairs: int, *, new: bool, settled: int | None = None, ne
         return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
     if rows > 16:
         return Tiles(_MAX_QUERIES, slots=32, warps=4, stages=3)
-    return Tiles(rows, slots=16, warps=1, stages=3, registers=128)  # so that a multiprocessor holds 16 programs
+    # So that a multiprocessor holds 16 programs; 32 slots of float8 take the memory of 16 others.
+    return Tiles(rows, slots=32 if float8 else 16, warps=1, stages=3, registers=128)
 
 
 def attend(
@@ -126,7 +134,8 @@ def _launch(
             known = {"settled": settled, "newest": first - settled}
         elif settled == first:
             known = {"settled": settled, "newest": queries}
-    tile = tiles(queries, batch * heads, new=new, **known)
+    float8 = cache[0].dtype == FLOAT8
+    tile = tiles(queries, batch * heads, new=new, float8=float8, **known)
     assert not new or queries <= tile.queries
     assert not tile.prefetch or (known["settled"] <= tile.slots and 0 <= known["newest"] <= tile.queries)
     pdl = prefetch_weights(q)
@@ -141,7 +150,8 @@ def _launch(
         *limit.stride()[:2], *scales.stride()[:2], queries, 0 if ragged else first, settled if tile.prefetch else 0,
         heads, math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rope is not None,
         scale_BS is not None, new, ragged,
-        tile.queries, tile.slots, max(16, triton.next_power_of_2(channels)), pdl, tile.prefetch,
+        tile.queries, tile.slots, max(32 if float8 else 16, triton.next_power_of_2(channels)), pdl, tile.prefetch,
+        float8, isinstance(_attend, triton.JITFunction) and q.dtype != torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     return out
@@ -154,12 +164,14 @@ def _attend(  # type: ignore[no-untyped-def]
     S, first, settled, H, scale: tl.constexpr, K: tl.constexpr,
     LIMITED: tl.constexpr, ROPE: tl.constexpr, SCALED: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    PAIRED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Some queries of one head of one row; online softmax in base 2.
 
     New slots enter the softmax first, then the cache's last ones, of which there may be fewer than SLOTS, then whole
     blocks, which need no mask. All that comes before the blocks is read before anything is computed. PREFETCH: at most
     SLOTS settled slots, read before the dependency barrier, and at most ROWS others enter the softmax together.
+    PAIRED: the cache is float8; a column of it is then a word of two channels. PTX: words are converted by `_unpack`.
     """
     if PDL:  # the next kernel may prefetch its weights
         tl.extra.cuda.gdc_launch_dependents()
@@ -169,11 +181,19 @@ def _attend(  # type: ignore[no-untyped-def]
     whole = None if K == CHANNELS else channel < K
     key += batch * kb + head * kh
     value += batch * vb + head * vh
+    new_key, new_value = key, value  # where new ones are written
+    if PAIRED:
+        key, value = key.to(tl.pointer_type(tl.int16), bitcast=True), value.to(tl.pointer_type(tl.int16), bitcast=True)
+    WIDTH: tl.constexpr = 2 if PAIRED else 1  # channels of a column
+    KT: tl.constexpr = kt // WIDTH
+    VT: tl.constexpr = vt // WIDTH
+    column = tl.arange(0, CHANNELS // WIDTH)[None, :]
+    whole_columns = None if K == CHANNELS else column < K // WIDTH
     if PREFETCH:
         slot = tl.arange(0, SLOTS)
-        stored = (slot[:, None] < settled) & (channel < K)
-        keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
-        values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
+        stored = (slot[:, None] < settled) & (column < K // WIDTH)
+        keys = tl.load(key + slot[:, None] * KT + column, stored, other=0)
+        values = tl.load(value + slot[:, None] * VT + column, stored, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     end = first
@@ -195,9 +215,9 @@ def _attend(  # type: ignore[no-untyped-def]
         factor = tl.load(scales + batch * rb + row * rs)
     if PREFETCH and not NEW:  # keys last: their layout conversion holds up later loads
         slot = settled + tl.arange(0, ROWS)
-        stored = (slot[:, None] < end) & (channel < K)
-        new_values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
-        new_keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+        stored = (slot[:, None] < end) & (column < K // WIDTH)
+        new_values = tl.load(value + slot[:, None] * VT + column, stored, other=0)
+        new_keys = tl.load(key + slot[:, None] * KT + column, stored, other=0)
     if SCALED:
         if ROPE:
             c, n = c * factor, n * factor
@@ -217,20 +237,26 @@ def _attend(  # type: ignore[no-untyped-def]
     else:
         blocks = tl.maximum(end - 1, 0) // SLOTS  # whole ones, before the last
         slot = blocks * SLOTS + tl.arange(0, SLOTS)
-        stored = (slot[:, None] < end) & (channel < K)
-        values = tl.load(value + slot[:, None] * vt + channel, stored, other=0.0)
-        keys = tl.load(key + slot[:, None] * kt + channel, stored, other=0.0)
+        stored = (slot[:, None] < end) & (column < K // WIDTH)
+        values = tl.load(value + slot[:, None] * VT + column, stored, other=0)
+        keys = tl.load(key + slot[:, None] * KT + column, stored, other=0)
     there = (query[:, None] < S) & (channel < K)
     visible, new_visible = (slot < held)[None, :], (query < fresh)[None, :]
     if LIMITED:
         visible, new_visible = visible & (slot[None, :] < sees), new_visible & ((held + query)[None, :] < sees)
     if NEW:
         to = (end + query)[:, None]
-        tl.store(key + to * kt + channel, new_keys, there)
-        tl.store(value + to * vt + channel, new_values, there)
+        new_keys, new_values = new_keys.to(new_key.dtype.element_ty), new_values.to(new_value.dtype.element_ty)
+        tl.store(new_key + to * kt + channel, new_keys, there)
+        tl.store(new_value + to * vt + channel, new_values, there)
+        new_keys, new_values = _split(new_keys, q, PAIRED), _split(new_values, q, PAIRED)
+    elif PREFETCH:
+        new_keys, new_values = _convert(new_keys, q, PAIRED, PTX), _convert(new_values, q, PAIRED, PTX)
+    x = _split(x, q, PAIRED)
+    keys, values = _convert(keys, q, PAIRED, PTX), _convert(values, q, PAIRED, PTX)
     if PREFETCH:
         total, mean = _softmax_pair(x, keys, values, visible, new_keys, new_values, new_visible, scale)
-        result = mean / total
+        result = _join(mean) / (_join((total, total)) if PAIRED else total)
     else:
         if NEW:
             most, total, mean = _softmax_start(x, new_keys, new_values, new_visible, scale, LIMITED)
@@ -239,11 +265,12 @@ def _attend(  # type: ignore[no-untyped-def]
             most, total, mean = _softmax_start(x, keys, values, visible, scale, LIMITED)
         slot = tl.arange(0, SLOTS)
         for start in range(0, blocks * SLOTS, SLOTS):
-            keys = _load(key + start * kt + (slot[:, None] * kt + channel), whole)
-            values = _load(value + start * vt + (slot[:, None] * vt + channel), whole)
+            some_keys = _load(key + start * KT + (slot[:, None] * KT + column), whole_columns)
+            some_values = _load(value + start * VT + (slot[:, None] * VT + column), whole_columns)
+            keys, values = _convert(some_keys, q, PAIRED, PTX), _convert(some_values, q, PAIRED, PTX)
             within = start + slot[None, :] < sees if LIMITED else None
             most, total, mean = _softmax_add(x, keys, values, within, scale, most, total, mean, LIMITED)
-        result = mean * (1 / total)[:, None]
+        result = _join(mean) * (1 / total)[:, None]
     at = out + (batch * S * H + head) * K + (query[:, None] * H * K + channel)
     tl.store(at, result.to(out.dtype.element_ty), there)
 
@@ -254,12 +281,86 @@ def _load(at, mask):  # type: ignore[no-untyped-def]
     if mask is None:
         return tl.load(at)
     else:
-        return tl.load(at, mask, other=0.0)
+        return tl.load(at, mask, other=0)
+
+
+@triton.jit
+def _split(x, like, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The parts of rows of channels: all, or even and odd ones in the type that `_convert` gives words of the cache."""
+    if PAIRED:
+        dtype: tl.constexpr = tl.float32 if like.dtype.element_ty == tl.float32 else tl.float16
+        return tl.split(tl.reshape(x.to(dtype), (x.shape[0], x.shape[1] // 2, 2)))
+    else:
+        return (x,)
+
+
+@triton.jit
+def _convert(columns, like, PAIRED: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The parts of columns of the cache: all channels, or even and odd ones."""
+    if PTX and PAIRED:
+        return _unpack(columns)
+    elif PAIRED:
+        dtype: tl.constexpr = tl.float32 if like.dtype.element_ty == tl.float32 else tl.float16
+        low, high = (columns & 0xFF).to(tl.uint8), ((columns >> 8) & 0xFF).to(tl.uint8)
+        even, odd = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+        return even.to(dtype), odd.to(dtype)
+    else:
+        return (columns,)
+
+
+@triton.jit
+def _unpack(words):  # type: ignore[no-untyped-def]
+    """Even and odd channels of words of two float8 numbers, in float16: three instructions for two words.
+
+    Two words are in a register: their low bytes go to its lower half, their high bytes to the upper one. From the plain
+    code of `_convert`, the compiler makes three times as many instructions.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 bytes;
+        .reg .b16 low, high;
+        prmt.b32 bytes, $2, 0, 0x3120;
+        mov.b32 {low, high}, bytes;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _join(parts):  # type: ignore[no-untyped-def]
+    """Rows of channels from their parts."""
+    if len(parts) == 2:
+        return tl.reshape(tl.join(parts[0], parts[1]), (parts[0].shape[0], 2 * parts[0].shape[1]))
+    else:
+        return parts[0]
+
+
+@triton.jit
+def _dot(weight, values, start):  # type: ignore[no-untyped-def]
+    """The product with each part of `values`, added to the parts of `start` if there are any."""
+    if start is None and len(values) == 2:
+        even = tl.dot(weight, values[0], input_precision="ieee")
+        return even, tl.dot(weight, values[1], input_precision="ieee")
+    elif start is None:
+        return (tl.dot(weight, values[0], input_precision="ieee"),)
+    elif len(values) == 2:
+        even = tl.dot(weight, values[0], start[0], input_precision="ieee")
+        return even, tl.dot(weight, values[1], start[1], input_precision="ieee")
+    else:
+        return (tl.dot(weight, values[0], start[0], input_precision="ieee"),)
 
 
 @triton.jit
 def _scores(x, keys, visible):  # type: ignore[no-untyped-def]
-    score = tl.dot(x, tl.trans(keys), input_precision="ieee")
+    score = tl.dot(x[0], tl.trans(keys[0]), input_precision="ieee")
+    if len(x) == 2:
+        score = tl.dot(x[1], tl.trans(keys[1]), score, input_precision="ieee")
     return score if visible is None else tl.where(visible, score, float("-inf"))
 
 
@@ -270,7 +371,7 @@ def _softmax_start(x, keys, values, visible, scale, LIMITED: tl.constexpr):  # t
     most = tl.max(score, 1) * scale
     safe = tl.where(most == float("-inf"), 0.0, most) if LIMITED else most
     weight = tl.exp2(score * scale - safe[:, None])
-    return most, tl.sum(weight, 1), tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    return most, tl.sum(weight, 1), _dot(weight.to(values[0].dtype), values, None)
 
 
 @triton.jit
@@ -281,12 +382,12 @@ def _softmax_pair(x, keys, values, visible, new_keys, new_values, new_visible, s
     """
     score, new_score = _scores(x, keys, visible), _scores(x, new_keys, new_visible)
     most = tl.maximum(tl.max(score, 1), tl.max(new_score, 1)) * scale
-    weight = tl.exp2(score * scale - most[:, None]).to(values.dtype)
-    new_weight = tl.exp2(new_score * scale - most[:, None]).to(values.dtype)
-    mean = tl.dot(weight, values, input_precision="ieee")
-    total = tl.dot(weight, tl.full(values.shape, 1.0, values.dtype), input_precision="ieee")
-    mean = tl.dot(new_weight, new_values, mean, input_precision="ieee")
-    total = tl.dot(new_weight, tl.full(new_values.shape, 1.0, values.dtype), total, input_precision="ieee")
+    weight = tl.exp2(score * scale - most[:, None]).to(values[0].dtype)
+    new_weight = tl.exp2(new_score * scale - most[:, None]).to(values[0].dtype)
+    mean = _dot(weight, values, None)
+    total = tl.dot(weight, tl.full(values[0].shape, 1.0, weight.dtype), input_precision="ieee")
+    mean = _dot(new_weight, new_values, mean)
+    total = tl.dot(new_weight, tl.full(new_values[0].shape, 1.0, weight.dtype), total, input_precision="ieee")
     return total, mean
 
 
@@ -299,8 +400,11 @@ def _softmax_add(x, keys, values, visible, scale, most, total, mean, LIMITED: tl
     weight = tl.exp2(score * scale - safe[:, None])
     fade = tl.exp2(most - safe)
     total = total * fade + tl.sum(weight, 1)
-    mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
-    return higher, total, mean
+    weight = weight.to(values[0].dtype)
+    if len(mean) == 2:
+        return higher, total, _dot(weight, values, (mean[0] * fade[:, None], mean[1] * fade[:, None]))
+    else:
+        return higher, total, _dot(weight, values, (mean[0] * fade[:, None],))
 
 
 @triton.jit

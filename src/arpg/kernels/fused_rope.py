@@ -54,7 +54,10 @@ def store_rope(
     first: int | Tensor,
     scale_BS: Tensor | None = None,
 ) -> None:
-    """Write rotated keys and values, times `scale_BS`, into a cache from slot `first` (of each row) on. No gradient."""
+    """Write rotated keys and values, times `scale_BS`, into a cache of any type from slot `first` (of each row) on.
+
+    No gradient.
+    """
     sources, targets = (key_BSHK, key_BSHK, value_BSHK), (key_BTHK, key_BTHK, value_BTHK)
     _launch(sources, targets, cos_BSK, sin_BSK, sets=2, first=first, scale_BS=scale_BS)
 
@@ -122,8 +125,8 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
         tl.store(y1 + batch * yb1 + to * ys1 + head * yh1 + channel, y, there)
         x = tl.load(x2 + batch * xb2 + slot * xs2 + head * xh2 + channel, there, other=0.0)
         if SCALED:
-            x = (x.to(tl.float32) * scale).to(y2.dtype.element_ty)
-        tl.store(y2 + batch * yb2 + to * ys2 + head * yh2 + channel, x, there)
+            x = x.to(tl.float32) * scale
+        tl.store(y2 + batch * yb2 + to * ys2 + head * yh2 + channel, x.to(y2.dtype.element_ty), there)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from arpg.kernels.dispatch import (
     FLOAT8,
+    FLOAT8_MAX,
     can_compile,
     can_fuse,
     can_fuse_half,
@@ -80,6 +81,16 @@ class Projected(NamedTuple):
 
     product_BSO: Tensor
     scale_BS: Tensor | None = None
+
+
+def to_float8(x: Tensor) -> Tensor:
+    """Cast to float8 without a scale; what is out of its range becomes its largest number."""
+    return x if x.dtype == FLOAT8 else x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View float8 as bytes, which can be indexed everywhere; others as they are."""
+    return x.view(torch.uint8) if x.dtype == FLOAT8 else x
 
 
 def input_dtype(layer: nn.Module) -> torch.dtype | None:
@@ -389,9 +400,8 @@ def unpack_rope(rope: Rope | None, packing: Packing | None) -> Rope | None:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Take vectors by their index over the first two dimensions; float8 as bytes, which can be indexed everywhere."""
-    plain = x.view(torch.uint8) if x.dtype == FLOAT8 else x
-    taken = plain.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)
+    """Take vectors by their index over the first two dimensions."""
+    taken = as_bytes(x).flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)
     return taken.view(x.dtype)
 
 
@@ -416,7 +426,8 @@ def attention(
 ) -> Tensor:
     """The one attention: `[B, S, D]` from queries (scaled first by `scale_BS`, rotated by `rope`), keys and values.
 
-    `settled`: the first so many slots are complete, whichever kernels still run. `dtype` as in `norm`.
+    Keys and values may be float8. `settled`: the first so many slots are complete, whichever kernels still run. `dtype`
+    as in `norm`.
     """
     if can_fuse_inference(q_BSHK) and not isinstance(mask, str):
         from arpg.kernels.attention import attend
@@ -426,6 +437,8 @@ def attention(
         return attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, **options).flatten(2)
     q_BSHK = _scale_rows(q_BSHK, scale_BS)
     q_BSHK = q_BSHK if rope is None else apply_rope(q_BSHK, rope)
+    if key_BTHK.dtype == FLOAT8:
+        key_BTHK, value_BTHK = key_BTHK.type_as(q_BSHK), value_BTHK.type_as(q_BSHK)
     out_BHSK = F.scaled_dot_product_attention(
         q_BSHK.transpose(1, 2),
         key_BTHK.transpose(1, 2),
@@ -451,8 +464,8 @@ def attention_with_cache_write(
 ) -> Tensor:
     """Write the rotated keys and the values into a layer's cache from slot `first` (of each row) on, and attend.
 
-    `stop` is where the longest row ends then. `scale_BS`: that of a `Projected`. One kernel does both where the fused
-    attention takes the tensors.
+    New slots are seen as the cache holds them, rounded where it is float8. `stop` is where the longest row ends then.
+    `scale_BS`: that of a `Projected`. One kernel does both where the fused attention takes the tensors.
     """
     if rope is not None and not isinstance(mask, str) and can_fuse_inference(qkv_BS3HK):
         from arpg.kernels.attention import attend_and_store
@@ -491,6 +504,9 @@ def cache_write(
 
 
 def _store(key_BSHK: Tensor, value_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: Tensor, first: int | Tensor) -> None:
+    if key_BTHK.dtype == FLOAT8:
+        key_BSHK, value_BSHK = as_bytes(to_float8(key_BSHK)), as_bytes(to_float8(value_BSHK))
+        key_BTHK, value_BTHK = as_bytes(key_BTHK), as_bytes(value_BTHK)
     num_new = key_BSHK.shape[1]
     if isinstance(first, int):
         part = slice(first, first + num_new)

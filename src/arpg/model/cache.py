@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arpg.kernels.ops import Limit, Packing
+from arpg.kernels.ops import Limit, Packing, as_bytes
 
 
 class KeyValue(NamedTuple):
@@ -46,7 +46,8 @@ class Cache:
 
     A ragged cache may hold anything beyond a row's length: those slots are masked, and overwritten by the next write.
     So rows with different numbers of tokens share one decode, and rolling back is setting the lengths. With a
-    `packing`, the tokens of a call are packed; only attention sees them as rows.
+    `packing`, the tokens of a call are packed; only attention sees them as rows. A float8 cache has no scales: keys and
+    values are of the order of 1, and float8 has the same relative precision from 2^-6 to 448.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Cache:
     def select(self, rows_B: Tensor) -> Cache:
         """Return a cache with some of the rows."""
         made = copy.copy(self)
-        made.key_LBTHK, made.value_LBTHK = self.key_LBTHK[:, rows_B], self.value_LBTHK[:, rows_B]
+        made.key_LBTHK, made.value_LBTHK = (
+            as_bytes(x)[:, rows_B].view(x.dtype) for x in (self.key_LBTHK, self.value_LBTHK)
+        )
         made.length_B = None if self.length_B is None else self.length_B[rows_B]
         made._settled = 0
         return made
@@ -92,7 +95,7 @@ class Cache:
     def copy_rows(self, source: Cache, rows: Sequence[int], to: Sequence[int], *, end: int) -> None:
         """Copy the first `end` slots of some rows of `source`, which may be this cache."""
         for mine, given in ((self.key_LBTHK, source.key_LBTHK), (self.value_LBTHK, source.value_LBTHK)):
-            mine[:, list(to), :end] = given[:, list(rows), :end]
+            as_bytes(mine)[:, list(to), :end] = as_bytes(given)[:, list(rows), :end]
 
     @property
     def rows(self) -> int:

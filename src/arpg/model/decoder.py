@@ -45,6 +45,7 @@ class TokenDecoder(nn.Module, ABC):
         """`num_layers`: self-attention blocks. Subclasses add the other parts, in the order above."""
         super().__init__()
         self.config = config
+        self.kv_cache_dtype: torch.dtype | None = None  # None: that of the weights
         self.embedding = nn.Embedding(config.num_embeddings, config.width)
         self.token_dropout = Dropout(config.dropout, 0)
         self.pass1 = nn.ModuleList(Block(config, SelfAttention(config)) for _ in range(num_layers))
@@ -84,7 +85,7 @@ class TokenDecoder(nn.Module, ABC):
             config.head_dim,
             ragged=ragged,
             device=self.device,
-            dtype=self.dtype,
+            dtype=self.kv_cache_dtype or self.dtype,
         )
 
     @abstractmethod

@@ -3,8 +3,8 @@
 A float8 number has the same relative precision from 2^-6 to 448, so activations, which are about 1, need no scale, and
 a weight needs one only. int8 has no exponent: a weight has a scale for each output there, and on a CPU an activation
 has one for each row. Quantized are the matrices of the blocks and between the passes, and the head unless it is left
-out; embeddings and norms are looked up or small. The residual stream, queries, keys, values and the cache stay in 16
-bits (on a CPU, 32).
+out; embeddings and norms are looked up or small. The residual stream, queries, keys and values stay in 16 bits (on a
+CPU, 32), and so does the key-value cache unless it is asked for in float8, which any precision can be.
 Shapes: O outputs, I inputs.
 """
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.config import PRECISIONS
+from arpg.config import KV_CACHE_DTYPES, PRECISIONS
 from arpg.device import choose_dtype, nvidia_capability
-from arpg.errors import present, require
+from arpg.errors import one_of, present, require
 from arpg.kernels import ops
 from arpg.kernels.dispatch import FLOAT8, FLOAT8_MAX
+from arpg.kernels.ops import to_float8
 from arpg.model import ARPG
 from arpg.quantization.packed import QuantizedLinear, replace_layers, unpack_linears
 from arpg.quantization.storage import to_int8
@@ -107,13 +108,18 @@ class Int8Linear(QuantizedLinear):
         super().__setstate__({**state, "values": _pack(state["values"])})  # type: ignore[no-untyped-call]
 
 
-def to_precision(model: ARPG, precision: Precision, device: torch.device, *, head: bool = True) -> ARPG:
+def to_precision(
+    model: ARPG, precision: Precision, device: torch.device, *, head: bool = True, kv_cache_dtype: str = "auto"
+) -> ARPG:
     """Move the model, in place, to the device and the precision, for inference.
 
     `head`: quantize it, too. Weights are quantized one by one from what they are now, so the device never holds all of
-    them in full, and those that come from an int8 file are what the file has.
+    them in full, and those that come from an int8 file are what the file has. `kv_cache_dtype`: of the caches that it
+    allocates, auto (the type that it computes in) or fp8 (float8 e4m3).
     """
     dtype = choose_dtype(precision, device)
+    check_kv_cache(kv_cache_dtype, device)
+    model.kv_cache_dtype = FLOAT8 if kv_cache_dtype == "fp8" else None
     if precision not in ("fp8", "int8"):
         return model.to(device=device, dtype=dtype)
     if precision == "fp8":
@@ -145,21 +151,29 @@ def precision_of(model: ARPG) -> str:
     return kinds.pop() if kinds else str(model.dtype).removeprefix("torch.")
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raise an `InputError` unless the device has float8 products: compute capability 8.9 and later."""
-    others = f"use one of {', '.join(name for name in PRECISIONS if name != 'fp8')}"
+def kv_cache_dtype_of(model: ARPG) -> str:
+    """Return the type of the model's caches by the name that `to_precision` takes."""
+    return "auto" if model.kv_cache_dtype is None else "fp8"
+
+
+def check_fp8(device: torch.device, setting: str = "precision", choices: tuple[str, ...] = PRECISIONS) -> None:
+    """Raise an `InputError` unless the device has float8: compute capability 8.9 and later."""
+    others = [name for name in choices if name != "fp8"]
+    instead = f"use {'one of ' if len(others) > 1 else ''}{', '.join(others)}"
     kind = "an AMD GPU" if device.type == "cuda" else device.type
-    found = present(nvidia_capability(device), f"precision is fp8, which needs an NVIDIA GPU, not {kind}; {others}")
+    found = present(nvidia_capability(device), f"{setting} is fp8, which needs an NVIDIA GPU, not {kind}; {instead}")
     require(
         found >= (8, 9),
-        f"precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
-        f"expected 8.9 or more (Ada, Hopper); {others}",
+        f"{setting} is fp8, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; "
+        f"expected 8.9 or more (Ada, Hopper); {instead}",
     )
 
 
-def to_float8(x: Tensor) -> Tensor:
-    """Cast to float8 without a scale; what is out of its range becomes its largest number."""
-    return x if x.dtype == FLOAT8 else x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+def check_kv_cache(kv_cache_dtype: str, device: torch.device) -> None:
+    """Raise an `InputError` unless caches on the device can be of this type; plain code converts float8 on a CPU."""
+    one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if kv_cache_dtype == "fp8" and device.type != "cpu":
+        check_fp8(device, "kv_cache_dtype", KV_CACHE_DTYPES)
 
 
 @cache

@@ -70,8 +70,8 @@ class ServedModel:
         lora = [text for text in settings.lora if _is_base(folder, parse_lora(text)[0])]
 
         def load() -> Pipeline:
-            where = {"device": settings.device, "precision": settings.precision, "engine": settings.engine}
-            pipe = Pipeline.from_pretrained(folder, **where)
+            names = ("device", "precision", "engine", "kv_cache_dtype")
+            pipe = Pipeline.from_pretrained(folder, **{name: getattr(settings, name) for name in names})
             for text in lora:
                 pipe.load_lora(*parse_lora(text))
             return pipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arpg.config import ENGINES
+from arpg.config import ENGINES, KV_CACHE_DTYPES
 from arpg.errors import one_of, require
 from arpg.settings import SETTINGS
 
@@ -37,6 +37,7 @@ class ServeSettings:
     device: str = "auto"
     precision: str = "auto"
     engine: str = "auto"
+    kv_cache_dtype: str = "auto"  # of the key-value cache: that of the model, or fp8
     lora: tuple[str, ...] = ()  # adapters, FILE or FILE:SCALE, merged into the weights of the model
     max_batch: int | None = None  # images decoded together; None: 16 on a CPU, as memory allows on a GPU
     max_wait_ms: float = 10.0  # how long an idle server waits for more requests
@@ -59,6 +60,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, ENGINES)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in (
             "max_batch",
             "max_pending_requests",
