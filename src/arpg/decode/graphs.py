@@ -58,7 +58,7 @@ class GraphPool:
         `scratch`: bytes that are taken first and freed at once: one piece for all that follows, which may grow from run
         to run.
         """
-        captured = []
+        captured: list[tuple[torch.cuda.CUDAGraph, T]] = []
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), _own_workspace():
