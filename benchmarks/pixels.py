@@ -185,18 +185,21 @@ def candidates(shape: ConvShape, *, image: bool) -> list[Tile]:
     """Return the tiles that are tried for a shape."""
     from arpg.kernels.conv import Tile
 
+    # Pixels, outputs, inputs, warps, stages, registers: few enough registers let a program normalise while another one
+    # multiplies.
     sizes = [
-        *((128, 128, 64, 8, stages) for stages in (2, 3, 4)),
-        *((128, 256, 64, 8, stages) for stages in (2, 3)),
-        *((256, 128, 64, 8, stages) for stages in (2, 3)),
-        *((128, 64, 64, 4, stages) for stages in (2, 3, 4)),
-        (256, 64, 64, 8, 3),
-        (64, 128, 64, 4, 3),
-        (128, 128, 64, 4, 3),
-        (128, 128, 32, 8, 4),
+        *((128, 128, 64, 8, stages, 128) for stages in (2, 3)),
+        *((128, 128, 64, 8, stages, None) for stages in (3, 4)),
+        *((128, 256, 64, 8, stages, None) for stages in (2, 3)),
+        *((256, 128, 64, 8, stages, None) for stages in (2, 3)),
+        *((128, 64, 64, 8, stages, None) for stages in (2, 3)),
+        *((64, 128, 64, 4, stages, None) for stages in (2, 3)),
+        (128, 64, 64, 4, 3, None),
+        (128, 128, 64, 4, 3, None),
+        (128, 128, 32, 8, 4, 128),
     ]
     if image:
-        sizes = [(pixels, 16, 64, 4, stages) for pixels in (64, 128, 256) for stages in (1, 2, 3)]
+        sizes = [(pixels, 16, 64, 4, stages, None) for pixels in (64, 128, 256) for stages in (1, 2, 3)]
     norms = [True] if image or shape.upsample else [True, False]
     tiles = [Tile(*size, norm=norm).fit(shape) for norm in norms for size in sizes]
     return list(dict.fromkeys(tiles))

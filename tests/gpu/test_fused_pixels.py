@@ -151,6 +151,30 @@ def test_a_norm_before_the_convolution_is_the_norm_in_it(monkeypatch):
     assert made[1].shape == (1, 3, 3, 5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [Tile(128, 64, 64), Tile(128, 128, 64, stages=2, registers=128), Tile(64, 128, 32, 4)])
+@pytest.mark.parametrize(("inputs", "outputs", "side"), [(128, 128, 24), (256, 128, 17), (512, 512, 8)])
+@torch.no_grad()
+def test_convolutions_in_half_precision_on_a_gpu(inputs, outputs, side, tile, dtype, monkeypatch):
+    """As close to float32 as the library's convolution with separate kernels, also where bfloat16 comes in pairs."""
+    monkeypatch.setattr(fused_conv, "DEFAULT_TILE", tile)
+    x, norm, conv = draw(3, inputs, side, side), norm_of(inputs, 32), torch.nn.Conv2d(inputs, outputs, 3, padding=1)
+    conv, residual = conv.to(DEVICE), draw(3, outputs, side, side, seed=1).to(dtype)
+    x, weight = x.to(dtype), conv.weight.to(dtype)
+    exact = F.conv2d(F.silu(norm(x.float())), weight.float(), conv.bias, padding=1) + residual.float()
+    before = ops.Features(x, groupnorm.moments(x))
+    made = both(lambda: ops.norm_conv(before, norm, weight, conv.bias, residual_BOHW=residual))
+    errors = [float((each.x_BCHW.float() - exact).norm() / exact.norm()) for each in made]
+    assert errors[1] < 1.3 * errors[0] < 0.02
+    exact = F.conv2d(F.interpolate(x.float(), scale_factor=2.0, mode="nearest"), weight.float(), conv.bias, padding=1)
+    weight = small_weights(conv.weight.to(dtype).float()).to(dtype)
+    made = both(lambda: ops.upsample_conv(x, weight, conv.bias))
+    errors = [float((each.x_BCHW.float() - exact).norm() / exact.norm()) for each in made]
+    assert errors[1] < 1.3 * errors[0] < 0.02
+
+
 def test_only_measured_shapes_take_the_fused_convolution(monkeypatch):
     """On the GPU that they were measured on, in half precision, where a batch occupies it."""
     shape, tile = ConvShape(32, 32, 16, 16), Tile(128, 32, 32)

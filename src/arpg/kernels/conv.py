@@ -1,9 +1,10 @@
 """A convolution of the tokenizer's decoder with its neighbours, as an implicit GEMM over channels-last images.
 
 While a tile of the input is read, GroupNorm and SiLU are applied to it (`group_norm.line`: a factor and a shift per
-image and channel); the border is zero after them, not before. Before the output is written, the bias and a residual are
-added, and its moments are taken for the norm that follows. So an activation is written once and read by the convolution
-alone, where the library's convolution takes a pass for each neighbour. The price: each tap normalises its tile anew.
+image and channel, which make half the norm); the border is zero after them, not before. Before the output is written,
+the bias and a residual are added, and its moments are taken for the norm that follows. So an activation is written once
+and read by the convolution alone, where the library's convolution takes a pass for each neighbour. The price: each tap
+normalises its tile anew.
 
 A convolution after upsampling is the four 2 x 2 convolutions over the small image that `tokenizer/fused.py` describes;
 each program computes one of the four and writes its pixels where they belong, so that nothing else is written.
@@ -14,7 +15,7 @@ Shapes: B batch, I inputs, O outputs, HW pixels of the input, P parts of an imag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class Tile:
     inputs: int  # of a step of the sum
     warps: int = 8
     stages: int = 3
+    registers: int | None = None  # of a thread, at most; 128: two programs of 8 warps share a multiprocessor
     norm: bool = True  # in the prologue; else by a kernel before
 
     def fit(self, shape: ConvShape) -> Tile:
@@ -51,7 +53,7 @@ class Tile:
         pixels = max(16, min(self.pixels, triton.next_power_of_2(shape.height * shape.width)))
         outputs = max(16, min(self.outputs, triton.next_power_of_2(shape.outputs)))
         inputs = min(self.inputs, shape.inputs & -shape.inputs)
-        return Tile(pixels, outputs, inputs, self.warps, self.stages, self.norm)
+        return replace(self, pixels=pixels, outputs=outputs, inputs=inputs)
 
     def programs(self, shape: ConvShape) -> int:
         """Programs per image."""
@@ -89,9 +91,10 @@ def conv(
     dtype: torch.dtype | None = None,
     outputs: int | None = None,
 ) -> tuple[Tensor, Moments]:
-    """Return the convolution of an image (after norm and SiLU, where their line is given) + bias + residual, and its
-    moments (not filled in, where they are not wanted), `[B, O, H, W]`; 2 x 2: after upsampling, `[B, O, 2H, 2W]`.
+    """Return the convolution of an image (after norm and SiLU, where the line of half the norm is given) + bias +
+    residual, and its moments (not filled in, where they are not wanted), `[B, O, H, W]`.
 
+    Weights of 2 x 2 are those after upsampling, `[4 O, I, 2, 2]`; the result is then `[B, O, 2H, 2W]`.
     `dtype`: of the result, where it is not that of the image. `outputs`: how many of them, where not all.
     """
     x_BIHW, weight_OIkk = last(x_BIHW), last(weight_OIkk if outputs is None else weight_OIkk[:outputs])
@@ -110,31 +113,51 @@ def conv(
         out if residual_BOHW is None else last(residual_BOHW), out, found.sums_BPC2,
         shape.height, shape.width, found.parts, shape.inputs, shape.outputs,
         line_B2I is not None, residual_BOHW is not None, moments, weight_OIkk.shape[-1],
-        isinstance(_conv, triton.JITFunction) and x_BIHW.dtype != torch.float32,
+        isinstance(_conv, triton.JITFunction) and x_BIHW.dtype == torch.bfloat16,
         tile.pixels, tile.outputs, tile.inputs,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     return out, found
 
 
+# The prologue is the bottleneck, so it is written for two bfloat16 at a time: halves of their norms (a, b), and
+# SiLU(2a) as a + a tanh(a), one operation of the special function unit instead of two. The error of this tanh, 2^-11,
+# is below the rounding to bfloat16. $1: the pair; $2, $3: factors; $4, $5: shifts; $6: all bits for a pixel in the
+# image, none outside.
+_NORM_SILU = tl.constexpr("""{
+    .reg .f32 a, b, s, t;
+    .reg .b32 p;
+    shl.b32 p, $1, 16;
+    mov.b32 a, p;
+    and.b32 p, $1, 0xffff0000;
+    mov.b32 b, p;
+    fma.rn.f32 a, a, $2, $4;
+    fma.rn.f32 b, b, $3, $5;
+    tanh.approx.f32 s, a;
+    tanh.approx.f32 t, b;
+    fma.rn.f32 a, a, s, a;
+    fma.rn.f32 b, b, t, b;
+    cvt.rn.bf16x2.f32 p, b, a;
+    and.b32 $0, p, $6;
+}""")
+
+
 @triton.jit
-def _silu_of_double(half, APPROX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SiLU(2 half) = half + half tanh(half): one operation of the special function unit, which would be the bottleneck,
-    instead of two. Its error, 2^-11, is below the rounding to half precision. Neither for float32, nor for the
-    interpreter, which has no such operation."""
-    if APPROX:
-        tanh = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=tl.float32, is_pure=True, pack=1
+def _norm_silu(tile, factor, shift, bits, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU(2 (factor * tile + shift)) where a pixel has its bits, else 0. PAIRS: bfloat16, not in the interpreter."""
+    if PAIRS:
+        return tl.inline_asm_elementwise(
+            _NORM_SILU, "=r,r,f,f,f,f,r,r", [tile, factor, shift, bits], tl.bfloat16, is_pure=True, pack=2
         )
-        return half + half * tanh
-    return 2.0 * half / (1.0 + tl.exp(-2.0 * half))
+    value = 2.0 * (tile.to(tl.float32) * factor + shift)
+    return tl.where(bits != 0, value / (1.0 + tl.exp(-value)), 0.0).to(tile.dtype)
 
 
 @triton.jit
 def _conv(  # type: ignore[no-untyped-def]
     x, line, weight, bias, residual, out, sums,
     height, width, parts, C_IN: tl.constexpr, C_OUT: tl.constexpr,
-    NORM: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTS: tl.constexpr, SIDE: tl.constexpr, APPROX: tl.constexpr,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTS: tl.constexpr, SIDE: tl.constexpr, PAIRS: tl.constexpr,
     PIXELS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of pixels and outputs of one image; SIDE: taps along each side, 2 after upsampling."""
@@ -148,20 +171,24 @@ def _conv(  # type: ignore[no-untyped-def]
     pixel, channel = first + tl.arange(0, PIXELS), tl.program_id(0) % blocks * OUTPUTS + tl.arange(0, OUTPUTS)
     row, column = pixel // width, pixel % width
     top, left = row - 1 + phase // 2, column - 1 + phase % 2  # of the first tap
+    inside = tl.zeros((PIXELS,), tl.int32)  # bit t: tap t lies in the image
+    for bit in tl.static_range(TAPS):
+        y, z = top + bit // SIDE, left + bit % SIDE
+        inside |= tl.where((pixel < area) & (y >= 0) & (y < height) & (z >= 0) & (z < width), 1 << bit, 0)
     x += image * area * C_IN
     line += image * 2 * C_IN
-    weight += (phase * C_OUT + channel)[None, :] * (TAPS * C_IN)
+    first_tap = x + ((top * width + left) * C_IN)[:, None] + tl.arange(0, INPUTS)[None, :]
+    weight += (phase * C_OUT + channel)[None, :] * (TAPS * C_IN) + tl.arange(0, INPUTS)[:, None]
     total = tl.zeros((PIXELS, OUTPUTS), tl.float32)
     for step in range(TAPS * (C_IN // INPUTS)):
-        tap, inputs = step % TAPS, step // TAPS * INPUTS + tl.arange(0, INPUTS)
-        y, z = top + tap // SIDE, left + tap % SIDE
-        there = (pixel < area) & (y >= 0) & (y < height) & (z >= 0) & (z < width)
-        tile = tl.load(x + ((y * width + z) * C_IN)[:, None] + inputs[None, :], there[:, None], other=0.0)
+        tap, chunk = step % TAPS, step // TAPS * INPUTS
+        bits = ((inside << (31 - tap)) >> 31)[:, None]  # all where the tap lies in the image, else none
+        tile = tl.load(first_tap + (tap // SIDE * width + tap % SIDE) * C_IN + chunk, bits != 0, other=0.0)
         if NORM:
-            factor, shift = tl.load(line + inputs) * 0.5, tl.load(line + C_IN + inputs) * 0.5
-            value = _silu_of_double(tile.to(tl.float32) * factor[None, :] + shift[None, :], APPROX)
-            tile = tl.where(there[:, None], value, 0.0).to(x.dtype.element_ty)
-        taps = tl.load(weight + tap * C_IN + inputs[:, None], (channel < C_OUT)[None, :], other=0.0)
+            inputs = chunk + tl.arange(0, INPUTS)
+            factor, shift = tl.load(line + inputs)[None, :], tl.load(line + C_IN + inputs)[None, :]
+            tile = _norm_silu(tile, factor, shift, bits, PAIRS)
+        taps = tl.load(weight + tap * C_IN + chunk, (channel < C_OUT)[None, :], other=0.0)
         total = tl.dot(tile, taps, total, input_precision="ieee")
     value = total + tl.load(bias + channel, channel < C_OUT, other=0.0).to(tl.float32)[None, :]
     pixel_out = pixel if PHASES == 1 else (2 * row + phase // 2) * (2 * width) + 2 * column + phase % 2

@@ -88,14 +88,14 @@ def norm(x_BCHW: Tensor, of: Moments, bias_C: Tensor | None, norm: torch.nn.Grou
     return out
 
 
-def line(of: Moments, bias_C: Tensor | None, norm: torch.nn.GroupNorm) -> Tensor:
-    """`[B, 2, C]`: the factor and the shift that the norm of x + bias puts each channel of x through."""
+def line(of: Moments, bias_C: Tensor | None, norm: torch.nn.GroupNorm, *, scale: float = 1.0) -> Tensor:
+    """`[B, 2, C]`: the factor and the shift that `scale` times the norm of x + bias puts each channel of x through."""
     batch, channels = of.sums_BPC2.shape[0], of.channels
     line_B2C = of.sums_BPC2.new_empty((batch, 2, channels))
     size = channels // norm.num_groups
     _line[(batch, norm.num_groups)](
         of.sums_BPC2, norm.weight if bias_C is None else bias_C, norm.weight, norm.bias, line_B2C,
-        of.pixels, channels, of.parts, of.part, norm.eps, bias_C is not None, of.phases,
+        of.pixels, channels, of.parts, of.part, norm.eps, scale, bias_C is not None, of.phases,
         size, triton.next_power_of_2(size), triton.next_power_of_2(of.parts), num_warps=4,
     )  # fmt: skip
     return line_B2C
@@ -174,7 +174,7 @@ def _spread(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _line(  # type: ignore[no-untyped-def]
-    sums, added, weight, bias, line, pixels, C, parts, part, eps,
+    sums, added, weight, bias, line, pixels, C, parts, part, eps, scale,
     ADDED: tl.constexpr, PHASES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One group of one image: the line factor * x + shift that each of its channels is put through."""
@@ -194,9 +194,9 @@ def _line(  # type: ignore[no-untyped-def]
     variance = tl.sum(squares + tl.where(there, off * off * count, 0.0)) / size
     factor = tl.rsqrt(variance + eps) * tl.load(weight + channel, inside < SIZE, other=0.0).to(tl.float32)
     to = line + tl.program_id(0) * 2 * C + channel
-    tl.store(to, factor, inside < SIZE)
+    tl.store(to, scale * factor, inside < SIZE)
     offset = tl.load(bias + channel, inside < SIZE, other=0.0).to(tl.float32)
-    tl.store(to + C, offset + (shift - mean) * factor, inside < SIZE)
+    tl.store(to + C, scale * (offset + (shift - mean) * factor), inside < SIZE)
 
 
 @triton.jit

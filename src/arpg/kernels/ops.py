@@ -644,7 +644,7 @@ def norm_conv(
 
         x, line = features.x_BCHW, None
         if tile.norm:
-            line = group_norm.line(features.moments, pending, norm)
+            line = group_norm.line(features.moments, pending, norm, scale=0.5)
         else:
             x = group_norm.norm(x, features.moments, pending, norm)
         return Features(*conv(x, weight_OI33, bias_O, tile, line_B2I=line, residual_BOHW=residual_BOHW))
@@ -665,7 +665,7 @@ def norm_conv_to_image(features: Features, norm: nn.GroupNorm, weight_OI33: Tens
     if tile is not None and tile.norm:
         from arpg.kernels.conv import conv
 
-        line = group_norm.line(features.moments, features.bias_C, norm)
+        line = group_norm.line(features.moments, features.bias_C, norm, scale=0.5)
         found = conv(
             features.x_BCHW, weight_OI33, bias_O, tile, line_B2I=line, moments=False, dtype=torch.float32, outputs=3
         )
