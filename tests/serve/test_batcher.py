@@ -1,6 +1,7 @@
 """The batcher: rows of many requests in one batch, each with the tokens it gets alone; fairness, faults, cancelling."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from arpg import tasks
 from arpg.decode import Request
 from arpg.decode.continuous import TokenCopy
 from arpg.model import class_condition
-from arpg.serve.batcher import Batcher, warm_up
+from arpg.serve.batcher import Batcher, choose_max_batch, warm_up
 from arpg.settings import SamplingSettings
 from support.rows import SETTINGS, SteppedBatcher, SubmittedRows
+from support.small import SMALL
 
 
 @pytest.fixture
@@ -244,6 +246,19 @@ def test_a_batch_with_captured_steps_is_kept(model, slow):
     batcher.submit(other.pending)
     assert other.is_right()
     assert [len(batch.rows) for batch in batcher._idle.values()] == [0, 0]
+
+
+def test_the_size_of_a_batch_follows_from_the_memory(model, monkeypatch):
+    """Of a GPU: a quarter of what is free holds the caches, of conditional and unconditional rows."""
+    assert choose_max_batch(model) == 16
+    gpu = SimpleNamespace(
+        device=torch.device("cuda"), config=SMALL, takes_guidance=False, allocate_cache=model.allocate_cache
+    )
+    slots, layers = 1 + 16 + 16, 2 + 1
+    each = 2 * layers * slots * 2 * SMALL.width * 4
+    for images, expected in ((10.5, 10), (0.1, 1), (10**6, 128)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=int(4 * images * each): (free, 2 * free))
+        assert choose_max_batch(gpu) == expected
 
 
 def test_a_warm_up_decodes_batches_of_all_sizes(model):

@@ -39,7 +39,7 @@ from arpg.noise import seed_words
 from arpg.settings import SamplingSettings
 
 Ints = NDArray[np.int64]
-_BUCKET = 16  # the smallest bucket of packed tokens and of the width of a row: one tile of attention
+BUCKET = 16  # the smallest bucket of packed tokens and of the width of a row: one tile of attention
 _MAX_IN_FLIGHT = 2  # steps that are launched and not finished: more would only make new samples wait
 
 
@@ -242,51 +242,47 @@ class SlotPlans:
     def counts(self) -> Ints:
         """`[S, 2]`: how many tokens of each slot the next step encodes and predicts."""
         bounds_S3 = np.take_along_axis(self.bounds_SK, self.done_S[:, None] + np.arange(3), 1)
-        return np.diff(bounds_S3) * (self.done_S < self.steps_S)[:, None]
+        return (bounds_S3[:, 1:] - bounds_S3[:, :-1]) * (self.done_S < self.steps_S)[:, None]
 
     def fill(self, inputs: StepInputs, shape: StepShape, count_S2: Ints) -> None:
         """Write the numbers of the next step; arrays are zero where there is padding."""
-        here, num_tokens = slice(shape.first, shape.first + shape.slots), self.num_tokens
-        counts_2S = count_S2[here].T
-        slot_T, column_T = self._columns(here, counts_2S[0], 0)
-        index_T = slot_T * (num_tokens + 1) + self.order_SN[slot_T, column_T]
-        class_CT = len(self.steps_S) * (num_tokens + 1) + self.class_SC[slot_T].T
+        here, slot_S = slice(shape.first, shape.first + shape.slots), np.arange(shape.slots)
+        # Both passes at once, one after the other: [2 S] and [T].
+        count, slot = count_S2[here].T.ravel(), np.tile(slot_S + shape.first, 2)
+        column = self.bounds_SK[slot, self.done_S[slot] + np.repeat((0, 1), shape.slots)]
+        first = np.cumsum(count) - count
+        num, place = int(first[shape.slots]), np.arange(count.sum())
+        slot_T, column_T = np.repeat(slot, count), place + np.repeat(column - first, count)
+        position_T = self.order_SN[slot_T, column_T]
+        index_T = slot_T * (self.num_tokens + 1) + position_T
         inputs.length_R[:] = self.length_SC[here].ravel()
-        inputs.count_R[:] = np.repeat(counts_2S[0], self.copies)
-        inputs.encode_CT[:, len(slot_T) :] = num_tokens  # padding: the last place of the first slot
-        inputs.encode_CT[:, : len(slot_T)] = np.where(column_T == 0, class_CT, index_T)
-        slot_T, column_T = self._columns(here, counts_2S[1], 1)
-        num, position_T = len(slot_T), self.order_SN[slot_T, column_T]
-        inputs.predict_T[num:] = num_tokens
-        inputs.predict_T[:num] = slot_T * (num_tokens + 1) + position_T
-        inputs.position_T[:num], inputs.key_T2[:num] = position_T, self.key_S2[slot_T]
-        inputs.scale_T[:num] = self.scale_SK[slot_T, self.done_S[slot_T]]
-        if shape.packed:
-            _fill_packing(inputs.encode_token_RW, inputs.encode_place_CT, counts_2S[0])
-            _fill_packing(inputs.predict_token_RW, inputs.predict_place_CT, counts_2S[1])
-
-    def _columns(self, here: slice, count_S: Ints, bound: int) -> tuple[Ints, Ints]:
-        """`[T]`: slot and column of each of so many tokens of the slots, from the bound on that follows `done_S`."""
-        slot_S = np.arange(here.start, here.stop)
-        begin_S = self.bounds_SK[slot_S, self.done_S[here] + bound]
-        shift_S = begin_S - np.cumsum(count_S) + count_S  # from the place in the packing to the column
-        return np.repeat(slot_S, count_S), np.arange(count_S.sum()) + np.repeat(shift_S, count_S)
+        inputs.count_R[:] = np.repeat(count[: shape.slots], self.copies)
+        inputs.encode_CT[:, num:] = self.num_tokens  # padding: the last place of the first slot
+        inputs.encode_CT[:, :num] = index_T[:num]
+        classes = np.flatnonzero(column_T[:num] == 0)
+        inputs.encode_CT[:, classes] = len(self.steps_S) * (self.num_tokens + 1) + self.class_SC[slot_T[classes]].T
+        slot_T, end = slot_T[num:], len(index_T) - num
+        inputs.predict_T[end:], inputs.predict_T[:end] = self.num_tokens, index_T[num:]
+        inputs.position_T[:end], inputs.key_T2[:end] = position_T[num:], self.key_S2[slot_T]
+        inputs.scale_T[:end] = self.scale_SK[slot_T, self.done_S[slot_T]]
+        if not shape.packed:
+            return
+        width = np.repeat((shape.encode_width, shape.predict_width), shape.slots)
+        place += np.repeat(self.copies * width * np.tile(slot_S, 2) - first, count)
+        # Rows C i to C i + C - 1 are those of slot i; behind their last token any other token may stand.
+        for token_RW, place_CT, place_T, first_S in (
+            (inputs.encode_token_RW, inputs.encode_place_CT, place[:num], first[: shape.slots]),
+            (inputs.predict_token_RW, inputs.predict_place_CT, place[num:], first[shape.slots :] - num),
+        ):
+            copy_C1, width_ = np.arange(self.copies)[:, None], token_RW.shape[1]
+            token_SW = np.minimum(first_S[:, None] + np.arange(width_), max(0, len(place_T) - 1))
+            token_RW.reshape(shape.slots, self.copies, width_)[:] = token_SW[:, None] + place_CT.shape[1] * copy_C1
+            place_CT[:, : len(place_T)] = place_T + width_ * copy_C1
 
     def advance(self, count_S2: Ints) -> None:
         """Count the step."""
         self.length_SC += count_S2[:, :1]
         self.done_S += self.done_S < self.steps_S
-
-
-def _fill_packing(token_RW: Ints, place_CT: Ints, count_S: Ints) -> None:
-    """Write where packed tokens stand, of which each slot has so many: in rows C i to C i + C - 1 of slot i."""
-    (copies, num_packed), width, slots = place_CT.shape, token_RW.shape[1], len(count_S)
-    first_S, offset_W, copy_C = np.cumsum(count_S) - count_S, np.arange(width), np.arange(copies)
-    token_SW = np.where(offset_W < count_S[:, None], first_S[:, None] + offset_W, 0)
-    token_RW.reshape(slots, copies, width)[:] = token_SW[:, None] + num_packed * copy_C[:, None]
-    row_S = copies * np.arange(slots) * width - first_S
-    num = int(count_S.sum())
-    place_CT[:, :num] = np.repeat(row_S, count_S) + np.arange(num) + width * copy_C[:, None]
 
 
 class SlotRow(NamedTuple):
@@ -400,7 +396,7 @@ class ContinuousBatch:
 
     def _width(self, longest: int) -> int:
         """The width of rows with at most so many tokens."""
-        return longest if self.graphs is None else max(_BUCKET, _power_of_two(longest))
+        return longest if self.graphs is None else max(BUCKET, _power_of_two(longest))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -485,6 +481,11 @@ class ContinuousBatch:
         assert self._pool is not None
         return self._pool
 
+    def finished(self) -> list[bool]:
+        """Return of each sample whether no step follows."""
+        finished_S = (self._plans.done_S == self._plans.steps_S).tolist()
+        return [finished_S[row.slot] for row in self.rows]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these samples."""
         kept = [self.rows[i] for i in rows]
@@ -516,7 +517,7 @@ def _power_of_two(number: int) -> int:
 
 def _token_bucket(num_tokens: int) -> int:
     """The next bucket of packed tokens: multiples of 16, beyond 256 of a sixteenth of the next power of two."""
-    part = max(_BUCKET, _power_of_two(num_tokens) // 16)
+    part = max(BUCKET, _power_of_two(num_tokens) // 16)
     return -(-num_tokens // part) * part
 
 
@@ -547,6 +548,10 @@ class DraftingBatch:
             decided = zip(cursor.done_B.tolist(), cursor.total_B.tolist(), strict=True)
             for row, (done, total) in zip(self.rows, decided, strict=True):
                 row.done, row.finished = row.done + 1, done == total
+
+    def finished(self) -> list[bool]:
+        """Return of each sample whether no step follows."""
+        return [row.finished for row in self.rows]
 
     @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:

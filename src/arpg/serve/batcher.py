@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from arpg.decode import Plan, Request, make_plan
-from arpg.decode.continuous import ContinuousBatch, DraftingBatch, TokenCopy, start_batch
+from arpg.decode.continuous import BUCKET, ContinuousBatch, DraftingBatch, TokenCopy, start_batch
 from arpg.decode.engine import choose_mode
 from arpg.decode.graphs import GraphCache
 from arpg.model import ARPG
@@ -30,7 +30,6 @@ from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
 MAX_BYPASS_S = 2.0  # after this time no row is admitted before one that waits for more room
-_BUCKET = 16  # slots of a cache for padding
 _MAX_IDLE = 4  # batches without rows that are kept for their captured steps
 _CPU_BATCH, _GPU_BATCH = 16, 128  # images decoded together at most, where the user gives no number
 _CACHE_SHARE = 0.25  # of the free memory of a GPU, for the caches of one full batch
@@ -318,8 +317,7 @@ class Batcher:
 
     def _collect(self, batch: Batch) -> None:
         """Start to copy the tokens of finished and watched rows; finished rows leave."""
-        states = batch.decode.rows
-        finished = [state.finished for state in states]
+        states, finished = batch.decode.rows, batch.decode.finished()
         shown = [i for i, ref in enumerate(batch.rows) if finished[i] or ref.pending.on_step]
         if not shown:
             return
@@ -426,7 +424,7 @@ def choose_max_batch(model: ARPG) -> int:
         return _CPU_BATCH
     config, copies = model.config, 1 if model.takes_guidance else 2
     prefix = 1 if config.text is None else config.text.max_tokens
-    cache = model.allocate_cache(copies, prefix + math.prod(config.grid) + _BUCKET)
+    cache = model.allocate_cache(copies, prefix + math.prod(config.grid) + BUCKET)
     each = cache.key_LBTHK.nbytes + cache.value_LBTHK.nbytes
     free, _ = torch.cuda.mem_get_info(model.device)
     chosen = max(1, min(_GPU_BATCH, int(_CACHE_SHARE * free / each)))
