@@ -1,6 +1,7 @@
 """The batcher: rows of many requests in one batch, each with the tokens it gets alone; fairness, faults, cancelling."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from arpg import tasks
 from arpg.decode import Request
 from arpg.decode.continuous import TokenCopy
+from arpg.decode.graphs import GraphCache
 from arpg.model import class_condition
 from arpg.serve.batcher import Batcher, choose_max_batch, warm_up
 from arpg.settings import SamplingSettings
@@ -233,10 +235,12 @@ def test_a_copy_that_fails_fails_its_rows_alone(model, slow, late_copies, monkey
     assert good.is_right()
 
 
-def test_a_batch_with_captured_steps_is_kept(model, slow):
+def test_a_batch_with_captured_steps_is_kept(model, slow, monkeypatch):
     """Rows that come later find its graphs; an eager batch is dropped."""
+    never = partial(GraphCache, capture_after=10**9)  # padded as captured steps are, but never captured
+    monkeypatch.setattr("arpg.serve.batcher.GraphCache", never)
     batcher = slow(max_batch=8)
-    batcher._capture_after = 10**9  # padded as captured steps are, but never captured
+    batcher._captures = True
     batcher.allowed.release(1000)
     for seed in range(2):
         rows = SubmittedRows(model, "a", seed=seed, num=2)

@@ -109,8 +109,8 @@ class Batcher:
         metrics: Metrics | None = None,
         engine: str = "eager",
     ) -> None:
-        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph`, which `auto` is on a GPU,
-        the steps of a batch are captured, bucket by bucket.
+        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph` the steps of a batch are
+        captured, bucket by bucket. `auto` captures none, also on a GPU: that has not been measured there.
         """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
         self.metrics = metrics or Metrics()
@@ -119,7 +119,8 @@ class Batcher:
         self._arrived: list[PendingRows] = []
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
-        self._capture_after = {"auto": 1, "graph": 0}[engine] if choose_mode(engine, model.device) == "graph" else None
+        choose_mode(engine, model.device)  # refuses `graph` without a GPU
+        self._captures = engine == "graph"
         self._idle: OrderedDict[tuple[Any, ...], ContinuousBatch] = OrderedDict()  # by key, with their captured steps
         self._deliveries: deque[Delivery] = deque()
         self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
@@ -277,13 +278,13 @@ class Batcher:
                 idle.add_rows(parts, plans)
                 decode = idle
             else:
-                settings, after = unfinished[0].pending.settings, self._capture_after
+                settings = unfinished[0].pending.settings
                 decode = start_batch(
                     self.model,
                     Request.gather(parts),
                     Plan(plans),
                     settings,
-                    graphs=None if after is None else GraphCache(self.model.device, capture_after=after),
+                    graphs=GraphCache(self.model.device) if self._captures else None,
                 )
             batch = Batch(key, decode, unfinished)
         except Exception as error:
