@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import functools
 import io
 import json
 import os
@@ -40,6 +41,8 @@ from PIL import Image
 
 from arpg.config import DEFAULT_MODEL
 from arpg.device import cpu_name
+from arpg.serve.png import encode_png
+from benchmarks.null_server import photo_like
 
 MIX = {"generate": 60, "stream": 15, "inpaint": 10, "outpaint": 5, "openai": 5, "expand": 5}  # percent
 
@@ -317,7 +320,26 @@ def measure_host(options: argparse.Namespace) -> dict[str, Any]:
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     with running_server(*given, module="benchmarks.null_server", verb=None) as (address, process):
         rows = asyncio.run(run_null(address, options, process))
-    return {"benchmark": "serve", "model": "null", "serve": settings, "rows": rows}
+    return {"benchmark": "serve", "model": "null", "serve": settings, "rows": rows, "png": compare_png_files()}
+
+
+def compare_png_files(repeats: int = 20) -> dict[str, dict[str, float]]:
+    """Return CPU milliseconds and bytes of a PNG file of the null model, from Pillow and from the server."""
+    image = Image.fromarray(photo_like(0))
+
+    def pillow(level: int) -> bytes:
+        file = io.BytesIO()
+        image.save(file, format="PNG", compress_level=level)
+        return file.getvalue()
+
+    found = {}
+    encoders = {f"Pillow, level {level}": functools.partial(pillow, level) for level in (1, 6)}
+    for name, encode in {**encoders, "server": functools.partial(encode_png, image)}.items():
+        began = time.process_time()
+        for _ in range(repeats):
+            size = len(encode())
+        found[name] = {"cpu ms": round(1000 * (time.process_time() - began) / repeats, 2), "bytes": size}
+    return found
 
 
 def main() -> None:
