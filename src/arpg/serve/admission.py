@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError
 from arpg.serve.observability import Metrics
 from arpg.serve.server_config import ServeSettings
-from arpg.settings import SamplingSettings
+from arpg.settings import SamplingDefaults, SamplingSettings
 from arpg.tasks.task import ImageTask
 
 LARGE_SHARE = 0.125  # of the budget: what costs more is a large task, with a budget of its own
@@ -30,11 +30,16 @@ def own_tokens(pipeline: Pipeline) -> int:
 
 def task_cost(task: ImageTask, pipeline: Pipeline) -> float:
     """Estimate the cost of a task, in images of the model's own size with its default settings."""
-    default = pipeline.sampling.settings()
-    unit = _sample_cost(own_tokens(pipeline), default)
+    unit = _unit_cost(own_tokens(pipeline), pipeline.sampling)
     windows = ((stage.window[0] * stage.window[1], len(stage.corners)) for stage in task.stages)
     settings = task.spec.settings
     return len(task.spec) * sum(count * _sample_cost(tokens, settings) for tokens, count in windows) / unit
+
+
+@lru_cache(maxsize=64)
+def _unit_cost(tokens: int, sampling: SamplingDefaults) -> float:
+    """Return the cost of an image of the model's own size with its default settings, in tokens x steps."""
+    return _sample_cost(tokens, sampling.settings())
 
 
 def _sample_cost(tokens: int, settings: SamplingSettings) -> float:
