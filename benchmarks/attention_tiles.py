@@ -2,12 +2,14 @@
 
     python -m benchmarks.attention_tiles
     python -m benchmarks.attention_tiles --one-image
+    python -m benchmarks.attention_tiles --kv-cache-dtype fp8
 
 The column that decides is that of a whole generation: every launch of 32 arccos steps, with their queries and slots, in
 one CUDA graph. Every layer has its own cache, also in Pass 2, so that none of it stays in the L2 cache.
 
 `--one-image` times attention between the small products of one image's layers, all launched early, with slots read
-before or after the dependency barrier.
+before or after the dependency barrier. `--kv-cache-dtype fp8` times both with a float8 cache; errors are then against
+the cache as it is stored.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg.bench.record import error_line
-from arpg.config import MODELS, ModelConfig
+from arpg.config import KV_CACHE_DTYPES, MODELS, ModelConfig
 from arpg.decode.schedule import step_sizes
 from arpg.kernels import attention, small_gemm
+from arpg.kernels.dispatch import FLOAT8
 from arpg.kernels.ops import Rope, apply_rope
 from arpg.model.rope import grid_positions, make_rope
 from benchmarks.measures import graph_microseconds, relative_error
@@ -32,7 +35,7 @@ DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles
 # queries, slots, warps, stages, registers of a thread
 FEW = [(16, 16, 1, 3, 128), (16, 16, 1, 3, None), (16, 16, 1, 4, 128), (16, 16, 1, 3, 96), (16, 32, 1, 2, 128),
-       (16, 32, 2, 3, None), (16, 64, 4, 2, None)]  # fmt: skip
+       (16, 32, 1, 3, 128), (16, 32, 1, 3, 160), (16, 32, 2, 3, None), (16, 64, 4, 2, None)]  # fmt: skip
 ALONE = [(16, 128, 8, 2, None), (16, 64, 4, 2, None), (16, 256, 8, 2, None), (16, 32, 1, 2, 128)]
 MANY = [(64, 32, 4, 3, None), (16, 16, 1, 3, 128), (32, 32, 2, 3, None), (64, 64, 4, 2, None), (64, 16, 4, 3, 128)]
 EARLY = [(128, 8), (256, 8), (128, 4), (256, 4), (256, 16)]  # slots, warps
@@ -42,9 +45,9 @@ Launch = tuple[bool, int, int]  # new keys and values or not, queries, slots bef
 class Layers:
     """Caches of some layers of one size, and inputs for any number of queries."""
 
-    def __init__(self, rows: int, heads: int, count: int = 12, spare: int = 0) -> None:
+    def __init__(self, rows: int, heads: int, cache_dtype: torch.dtype, *, count: int = 12, spare: int = 0) -> None:
         self.rows, self.heads, slots = rows, heads, GRID[0] * GRID[1] + 1 + spare
-        self.caches = [tuple(self.random(slots, heads) for _ in range(2)) for _ in range(count)]
+        self.caches = [tuple(self.random(slots, heads).to(cache_dtype) for _ in range(2)) for _ in range(count)]
         self.inputs: dict[int, tuple[Tensor, Rope]] = {}
 
     def random(self, slots: int, *shape: int) -> Tensor:
@@ -69,7 +72,8 @@ class Layers:
         (qkv, rope), cache = self.queries(queries), self.caches[0]
         q, k, v = qkv.unbind(2)
         out, k = self.run(launch, 0), apply_rope(k, rope)
-        kept = [x[:, :slots] for x in cache]
+        k, v = (x.to(cache[0].dtype).to(DTYPE) for x in (k, v))
+        kept = [x[:, :slots].to(DTYPE) for x in cache]
         key, value = (torch.cat(x, 1) for x in zip(kept, (k, v), strict=True)) if new else kept
         heads = (x.float().transpose(1, 2) for x in (apply_rope(q, rope), key, value))
         worst = relative_error(out, F.scaled_dot_product_attention(*heads).transpose(1, 2))
@@ -92,9 +96,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=55, help="start no variant after this")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--one-image", action="store_true", help="time attention between the products of one image")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     options = parser.parse_args()
+    dtype = FLOAT8 if options.kv_cache_dtype == "fp8" else DTYPE
     if options.one_image:
-        return one_image(time.perf_counter() + options.seconds)
+        return one_image(time.perf_counter() + options.seconds, dtype)
     stop = time.perf_counter() + options.seconds
     _say(f"{torch.cuda.get_device_name()}; us a launch; queries slots warps stages registers; N: stores, C: does not")
 
@@ -117,16 +123,16 @@ def main() -> None:
                 _say(f"  {name:22}{error_line(error)}")
         return None
 
-    large, config = Layers(options.rows, MODELS["arpg-l"].num_heads), MODELS["arpg-l"]
+    large, config = Layers(options.rows, MODELS["arpg-l"].num_heads, dtype), MODELS["arpg-l"]
     some = [(True, 8, 93), (False, 8, 93), (True, 1, 1), (False, 4, 30), (True, 16, 200), (False, 16, 200)]
     table(f"ARPG-L, {large.rows} rows, up to 16 queries", large, FEW, some, config.pass1_layers)
     some = [(True, 26, 93), (False, 26, 200), (False, 40, 200)]
     table(f"ARPG-L, {large.rows} rows, more queries", large, MANY, some, config.pass1_layers)
-    one, some = Layers(2, config.num_heads), [(True, 8, 93), (False, 8, 93), (False, 8, 200), (True, 1, 1)]
+    one, some = Layers(2, config.num_heads, dtype), [(True, 8, 93), (False, 8, 93), (False, 8, 200), (True, 1, 1)]
     table("ARPG-L, 2 rows", one, ALONE, some, config.pass1_layers)
     del large
     config = MODELS["arpg-xl"]
-    large, some = Layers(options.rows, config.num_heads), [(True, 8, 93), (False, 8, 93)]
+    large, some = Layers(options.rows, config.num_heads, dtype), [(True, 8, 93), (False, 8, 93)]
     table(f"ARPG-XL, {large.rows} rows", large, [FEW[0], FEW[3], FEW[4]], some, config.pass1_layers)
     return None
 
@@ -137,8 +143,8 @@ class Chain(Layers):
     Earlier steps have written all slots; in Pass 2 all but the newest, which this step would have written.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(2, config.num_heads, count=24, spare=16)
+    def __init__(self, config: ModelConfig, cache_dtype: torch.dtype) -> None:
+        super().__init__(2, config.num_heads, cache_dtype, count=24, spare=16)
         shapes, width = ((3 * config.width, config.width), (config.width, config.width)), config.width
         self.weights = [[torch.randn(x, device=DEVICE).to(DTYPE) * 0.02 for x in shapes] for _ in range(24)]
         self.streams = {n: torch.randn((2, n, width), device=DEVICE).to(DTYPE) for n in range(1, 65)}
@@ -167,10 +173,10 @@ class Chain(Layers):
         small_gemm.linear(made[..., : x.shape[-1]], out, add=x)
 
 
-def one_image(stop: float) -> None:
+def one_image(stop: float, cache_dtype: torch.dtype) -> None:
     """Print the microseconds of a layer's projection, attention and output, and of the two products alone."""
     config = MODELS["arpg-l"]
-    chain = Chain(config)
+    chain = Chain(config, cache_dtype)
     _say(f"{torch.cuda.get_device_name()}; us of projection, attention and output; 24 layers in a graph, 2 rows")
     present, own = attention.Tiles(16, 128, 8, 2), DEFAULT
     ways: list[tuple[str, Callable[..., attention.Tiles] | None]] = [
@@ -225,9 +231,10 @@ def _early(slots: int, warps: int) -> Callable[..., attention.Tiles]:
 def _instead(way: tuple[int, ...] | None, *, few: bool) -> Callable[..., attention.Tiles]:
     """Return these tiles for up to 16 queries (`few`), or for more; and the default for the others."""
 
-    def tiles(queries: int, pairs: int, *, new: bool, **_: int) -> attention.Tiles:
-        fits = way is not None and (queries <= way[0] or not new)
-        return attention.Tiles(*way) if fits and few == (queries <= 16) else DEFAULT(queries, pairs, new=new)
+    def tiles(queries: int, pairs: int, *, new: bool, float8: bool, **_: int) -> attention.Tiles:
+        if way is not None and few == (queries <= 16) and (queries <= way[0] or not new):
+            return attention.Tiles(*way)
+        return DEFAULT(queries, pairs, new=new, float8=float8)
 
     return tiles
 

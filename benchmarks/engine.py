@@ -4,14 +4,18 @@
     python benchmarks/engine.py --rows "L, 32 steps" "VQ-16" --minutes 8 --again
     python benchmarks/engine.py --rows "L, 32 steps" "L, 64 steps" --switch folded_norms --out folded-norms.json
     python benchmarks/engine.py --table --write
+    python benchmarks/engine.py --table --out after.json --against before.json
     python benchmarks/engine.py --host
 
 Each row is written as soon as it is measured; rows that are in the file already are skipped, unless they failed or
 --again is given. Weights are random: speed does not depend on them. All rows are bf16 (but fp8), guided, batch 64, 256
-tokens and without pixels, unless they say otherwise. --table only prints; --write puts the table into
-docs/performance/results.md. --like FOLDER runs all rows at a small size with that model's configuration. --switch
-measures each row twice, with a field of `KernelPolicy` off and on; the second is named after it. --host needs no GPU:
-it prints the CPU time of one batch before its graph is replayed, as the least of many repeats.
+tokens and without pixels, unless they say otherwise; the tokenizer is on the device. A sustained row goes on for a
+minute, when clocks and temperatures have settled. Memory is that of another row's measurement: peak is what was in use
+and what captured graphs hold, reserved all that torch's allocator has taken of the device. --table only prints;
+--write puts the table into docs/performance/results.md; --against shows another record beside this one. --like FOLDER
+runs all rows at a small size with that model's configuration. --switch measures each row twice, with a field of
+`KernelPolicy` off and on; the second is named after it. --host needs no GPU: it prints the CPU time of one batch before
+its graph is replayed, as the least of many repeats.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from arpg import ARPG, SamplingSettings, make_plan, tasks
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import commit, environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
-from arpg.bench.throughput import MeasureOptions, measure
+from arpg.bench.throughput import MeasureOptions, measure, time_pipelined
 from arpg.config import MODELS
 from arpg.decode.engine import check, make_strategy, pad_to_bucket
 from arpg.decode.graphs import graph_key
@@ -44,13 +48,14 @@ from arpg.device import choose_device, set_threads, synchronize
 from arpg.files import write_json, write_text
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.pipeline import Pipeline
-from arpg.tables import fill_page, markdown_table
+from arpg.tables import fill_page, markdown_table, significant
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
 PAGE = ROOT / "docs" / "performance" / "results.md"
 REPEATS, WARMUP = 10, 3
 POLICY = KernelPolicy()
+SWITCHES = [name for name, value in asdict(POLICY).items() if isinstance(value, bool)]
 HOST_BATCHES, HOST_REPEATS = (1, 64), 500
 
 
@@ -60,15 +65,18 @@ class Row:
 
     name: str
     bar: float
-    goal: float
+    goal: float | None = None
     model: str = "arpg-l"
     precision: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
     batch: int = 64
     steps: int = 32
     side: int = 16  # tokens
     pixels: bool = False
-    value: str = "token images/s"  # of `arpg bench`'s row; or `p50 ms`, `peak GiB`
-    only: str = ""  # "tokens": no tokenizer on the device; "pixels": the tokenizer alone
+    value: str = "token images/s"  # of `arpg bench`'s row; or `p50 ms`, `peak GiB`, `reserved GiB`
+    only_pixels: bool = False  # the tokenizer alone
+    seconds: float = 0.0  # how long it goes on at least, after the batches of other rows
+    of: str = ""  # the row whose measurement it shows
     policy: KernelPolicy = POLICY
 
     @property
@@ -82,22 +90,28 @@ class Row:
 
 
 ROWS = (
-    Row("L, 32 steps", 1000, 1500),
-    Row("L, 64 steps", 600, 900, steps=64),
-    Row("L, batch 1, 32 steps: latency", 18, 8, batch=1, value="p50 ms"),
-    Row("L, 32 steps, to pixels", 580, 850, pixels=True, value="images/s"),
-    Row("VQ-16 decode, 256 px", 1450, 2200, only="pixels", value="images/s"),
-    Row("L, batch 64: peak memory", 2.7, 2.5, only="tokens", value="peak GiB"),
-    Row("L, 32 steps, fp8", 1200, 2000, precision="fp8"),
-    Row("XL, 32 steps", 500, 750, model="arpg-xl"),
+    Row("L, 32 steps", 1300, 1550),
+    Row("L, 32 steps, sustained for 60 s", 1300, 1550, seconds=60),
+    Row("L, 64 steps", 820, 950, steps=64),
+    Row("L, batch 1, 32 steps: latency", 11, 8, batch=1, value="p50 ms"),
+    Row("L, batch 4, 32 steps: latency", 20, 16, batch=4, value="p50 ms"),
+    Row("L, batch 8, 32 steps: latency", 21, 16, batch=8, value="p50 ms"),
+    Row("L, 32 steps, to pixels", 770, 900, pixels=True, value="images/s"),
+    Row("VQ-16 decode, 256 px", 1900, 2300, only_pixels=True, value="images/s"),
+    Row("L, 32 steps: peak memory", 2.5, 2.3, value="peak GiB", of="L, 32 steps"),
+    Row("L, 32 steps: reserved memory", 3.2, value="reserved GiB", of="L, 32 steps"),
+    Row("L, 32 steps, fp8", 1650, 2000, precision="fp8"),
+    Row("L, 32 steps, fp8 with fp8 cache", 1650, 2000, precision="fp8", kv_cache_dtype="fp8"),
+    Row("XL, 32 steps", 640, 760, model="arpg-xl"),
     Row("XL, 512 px, 64 steps", 95, 150, model="arpg-xl", steps=64, side=32),
-    Row("XXL, 32 steps", 300, 420, model="arpg-xxl"),
+    Row("XXL, 32 steps", 380, 430, model="arpg-xxl"),
 )
 
 
 def small(row: Row, folder: str) -> Row:
     """Return the row with that folder's configuration, small enough for any machine."""
-    return replace(row, model=folder, batch=min(row.batch, 2), steps=min(row.steps, 4), side=row.side // 4)
+    less = {"batch": min(row.batch, 2), "steps": min(row.steps, 4), "side": row.side // 4, "seconds": row.seconds / 300}
+    return replace(row, model=folder, **less)
 
 
 def switched(row: Row, field: str) -> tuple[Row, Row]:
@@ -111,14 +125,16 @@ class Bench:
 
     def __init__(self, device: str, repeats: int) -> None:
         self.device, self.repeats = choose_device(device), repeats
-        self._open: tuple[tuple[str, str, KernelPolicy], Pipeline] | None = None
+        self._open: tuple[tuple[str, str, str, KernelPolicy], Pipeline] | None = None
 
     def pipeline(self, row: Row) -> Pipeline:
-        what = (row.model, row.precision if self.device.type == "cuda" else "auto", row.policy)
-        if self._open is None or self._open[0] != what or row.only == "tokens":
+        precision = row.precision if self.device.type == "cuda" else "auto"
+        what = (row.model, precision, row.kv_cache_dtype, row.policy)
+        if self._open is None or self._open[0] != what:
             self.close()
+            options = {"dtype": what[1], "kv_cache_dtype": what[2]}
             engine = "graph" if self.device.type == "cuda" else "auto"
-            opened = open_pipeline(row.model, random=True, device=str(self.device), dtype=what[1], engine=engine)
+            opened = open_pipeline(row.model, random=True, device=str(self.device), engine=engine, **options)
             self._open = (what, opened)
         return self._open[1]
 
@@ -136,19 +152,18 @@ class Bench:
     def _measure(self, row: Row) -> dict[str, Any]:
         pipe = self.pipeline(row)
         grid = (row.side, row.side)
-        if row.only == "pixels":
+        if row.only_pixels:
             return self._pixels(pipe, row, grid)
-        if row.only == "tokens" and self.device.type == "cuda":
-            pipe.tokenizer.to("cpu")
         settings = pipe.sampling.settings(steps=row.steps, guidance=4.0)
         case = Case(f"{row.model} (random)", row.batch, settings, grid)
         on_gpu = self.device.type == "cuda"
         options = MeasureOptions(repeats=self.repeats, warmup=WARMUP, pixels=row.pixels, top_kernels=on_gpu)
         found = measure(pipe, case, options, limits=lambda dtype: device_limits(self.device, dtype))
-        if row.only == "tokens":
-            self.close()  # its tokenizer is on the CPU
-        flat = {**found, **{f"{name} ms": value for name, value in found["latency ms"].items()}}
-        return {"value": flat[row.value], "roofline": _roofline(row, found), **found}
+        if row.seconds:
+            batches = math.ceil(row.seconds * found[row.value] / row.batch)
+            took = time_pipelined(pipe, case, batches, pixels=row.pixels)
+            found |= {row.value: significant(row.batch * batches / took), "batches timed": batches}
+        return {"value": _flat(found)[row.value], "roofline": _roofline(row, found), **found}
 
     @torch.no_grad()
     def _pixels(self, pipe: Pipeline, row: Row, grid: tuple[int, int]) -> dict[str, Any]:
@@ -166,6 +181,11 @@ class Bench:
         if (limits := device_limits(self.device, torch.bfloat16)) is not None:
             found["roofline"] = round(row.batch / limits.seconds(pixel_work(tokenizer.config, grid, row.batch, 2)), 1)
         return found
+
+
+def _flat(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `arpg bench` with its percentiles beside the other values."""
+    return {**found, **{f"{name} ms": value for name, value in found.get("latency ms", {}).items()}}
 
 
 def _roofline(row: Row, found: dict[str, Any]) -> float | None:
@@ -219,23 +239,39 @@ def reached(row: Row, value: float, wanted: float) -> float:
     return wanted / value if row.less else value / wanted
 
 
+def value_of(row: Row, record: dict[str, Any]) -> float | None:
+    """Return what the record has for a row; None: it was not measured."""
+    found = record["rows"].get(row.of or row.name, {})
+    value: float | None = _flat(found).get(row.value) if row.of else found.get("value")
+    return value
+
+
 def table(record: dict[str, Any]) -> str:
     """Return a Markdown table of what was reached, the bars and the goals."""
     rows = []
     for row in ROWS:
-        found = record["rows"].get(row.name)
-        if found is None:
-            cells = ["not measured", f"{row.bar:g}", "", f"{row.goal:g}", "", ""]
-        elif "error" in found:
-            cells = [found["error"].replace("|", "/"), f"{row.bar:g}", "", f"{row.goal:g}", "", ""]
-        else:
-            value, roof = found["value"], found.get("roofline")
-            shares = [f"{100 * reached(row, value, wanted):.0f}%" for wanted in (row.bar, row.goal)]
-            bold = f"**{value:,.4g}**" if reached(row, value, row.bar) >= 1 else f"{value:,.4g}"
-            share = "" if not roof else f"{100 * value / roof:.0f}%"
-            cells = [f"{bold} {row.unit}", f"{row.bar:g}", shares[0], f"{row.goal:g}", shares[1], share]
-        rows.append([row.name, *cells])
+        found, value = record["rows"].get(row.of or row.name, {}), value_of(row, record)
+        shown, shares, share = found.get("error", "-").replace("|", "/"), ["", ""], ""
+        if value is not None:
+            shares = ["" if x is None else f"{100 * reached(row, value, x):.0f}%" for x in (row.bar, row.goal)]
+            shown = f"**{value:,.4g}**" if reached(row, value, row.bar) >= 1 else f"{value:,.4g}"
+            shown += f" {row.unit}"
+            if row.unit == "images/s" and found.get("roofline"):
+                share = f"{100 * value / found['roofline']:.0f}%"
+        goal = "" if row.goal is None else f"{row.goal:g}"
+        rows.append([row.name, shown, f"{row.bar:g}", shares[0], goal, shares[1], share])
     return markdown_table(["", "reached", "bar", "of it", "goal", "of it", "of the roofline"], rows)
+
+
+def comparison(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return a Markdown table of two records and how many times better the second is; a dash: not measured."""
+    rows = []
+    for row in ROWS:
+        values = [value_of(row, record) for record in (before, after)]
+        old, new = values
+        gain = "-" if old is None or new is None else f"{reached(row, new, old):.3f}"
+        rows.append([f"{row.name}, {row.unit}", *("-" if x is None else f"{x:,.4g}" for x in values), gain])
+    return markdown_table(["", "before", "after", "times as good"], rows)
 
 
 def page_part(record: dict[str, Any]) -> str:
@@ -299,11 +335,12 @@ def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again:
             found = {"error": error_line(error)}
         if "error" in found:
             bench.close()
+        goal = "" if row.goal is None else f", goal {row.goal:g}"
         found |= {"bar": row.bar, "goal": row.goal, "unit": row.unit, "commit": commit()}
         found["seconds taken"] = round(time.monotonic() - began, 1)
         record["rows"][row.name] = found
         write(path, record)
-        shown = found.get("error") or f"{found['value']:g} {row.unit} (bar {row.bar:g}, goal {row.goal:g})"
+        shown = found.get("error") or f"{found['value']:g} {row.unit} (bar {row.bar:g}{goal})"
         say(f"{row.name}: {shown}, {found['seconds taken']} s")
     return record
 
@@ -316,9 +353,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--like", metavar="FOLDER", help="Run small rows with that model's configuration.")
-    parser.add_argument("--switch", choices=list(asdict(POLICY)), help="Measure each row with it off and on.")
+    parser.add_argument("--switch", choices=SWITCHES, help="Measure each row with it off and on.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="Measure nothing.")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="Another record, to show before this one.")
     parser.add_argument("--host", action="store_true", help="Measure the CPU time before a graph is replayed, only.")
     parser.add_argument("--write", action="store_true", help="Put the table into docs/performance/results.md.")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
@@ -326,7 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.host:
         say(host_table(choose_device(options.device)))
         return
-    chosen = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]
+    named = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]
+    chosen = [row for row in ROWS if not row.of and row.name in {each.of or each.name for each in named}]
     if not chosen:
         parser.error(f"no row begins with {' or '.join(options.rows)}; there are {'; '.join(row.name for row in ROWS)}")
     if options.table:
@@ -344,6 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error("--like does not measure the engine; give another --out")
         record = run(wanted, bench, options.out, minutes=options.minutes, again=options.again)
     say("\n" + page_part(record))
+    if options.against:
+        say(comparison(read(options.against), record))
     if options.write:
         page = fill_page(options.page.read_text(encoding="utf-8"), {"engine": page_part(record)})
         write_text(options.page, page)

@@ -4,13 +4,16 @@
     python -m benchmarks.precision --batch 136 --classifier runs/classifier --out precision-garden.json
     python -m benchmarks.precision --model arpg-l --batch 16 --steps 32 --out precision-arpg-l.json
     python -m benchmarks.precision --model arpg-l --batch 64 --steps 32 --products
+    python -m benchmarks.precision --model meadow --device cpu --batch 4 --rounds 0 --precisions bfloat16 \
+        "float32, fp8 cache" "bfloat16, fp8 cache"
 
 Both computations are teacher-forced: they continue from the same tokens after every step. A preset has random weights.
 With a classifier (a folder), each precision also generates images, and their class accuracy is reported. Engines (on a
 GPU) are compared by the samples on the same context and by the tokens of free runs; if one differs in float32, the exit
 code is 1. What the device cannot run is left out, with the reason. "head in full": the head stays in 16 (on a CPU, 32)
-bits. --products times the matrix products of one generation on a GPU instead, in bf16 and in float8 with a scale for
-each row or one for all; every call takes other weights, so that they come from memory as in a generation.
+bits; "fp8 cache": the key-value cache is float8. --products times the matrix products of one generation on a GPU
+instead, in bf16 and in float8 with a scale for each row or one for all; every call takes other weights, so that they
+come from memory as in a generation.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from arpg.bench.record import environment, error_line
 from arpg.config import DEFAULT_MODEL, MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
-from arpg.errors import InputError
+from arpg.errors import InputError, require
 from arpg.files import write_text
 from arpg.image import to_uint8
 from arpg.kernels.ops import to_float8
@@ -59,11 +62,15 @@ PRODUCT_BYTES = 128 * 2**20  # of different weights: more than a cache holds
 
 
 def open_in(name: str, kind: str, device: torch.device) -> Pipeline:
-    """Open a model in a precision; `fp8, head in full` leaves the head as it is."""
-    precision, _, rest = kind.partition(",")
+    """Open a model in a precision; `fp8, head in full` leaves the head as it is, `fp8, fp8 cache` has such a cache."""
+    precision, *rest = (part.strip() for part in kind.split(","))
+    require(
+        set(rest) <= {"head in full", "fp8 cache"}, f"precision is {kind!r}; expected 'head in full' or 'fp8 cache'"
+    )
     pipe = open_pipeline(name, random=name in MODELS, device=str(device), dtype="float32")
-    if precision != "float32":
-        to_precision(pipe.model, precision, device, head=not rest)
+    if kind != "float32":
+        kv_cache_dtype = "fp8" if "fp8 cache" in rest else "auto"
+        to_precision(pipe.model, precision, device, head="head in full" not in rest, kv_cache_dtype=kv_cache_dtype)
         prepare(pipe.model, pipe.tokenizer)
         pipe.tokenizer.decode_in(torch.float32)  # the accuracy shows the effect on the tokens alone
     return pipe
@@ -182,9 +189,10 @@ def main() -> None:
         "--model", default=DEFAULT_MODEL, help="an installed name, a folder, or a preset (random weights)."
     )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--precisions", nargs="+", default=[*KINDS[1:], "fp8, head in full", "int8, head in full"])
+    variants = ["fp8, head in full", "int8, head in full", "bfloat16, fp8 cache", "fp8, fp8 cache"]
+    parser.add_argument("--precisions", nargs="+", default=[*KINDS[1:], *variants])
     parser.add_argument("--engines", nargs="*", help="Engines to compare with eager; default on a GPU: all.")
-    parser.add_argument("--engine-precisions", nargs="*", default=["float32", "bfloat16", "fp8"])
+    parser.add_argument("--engine-precisions", nargs="*", default=["float32", "bfloat16", "fp8", "fp8, fp8 cache"])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=3, help="Batches that are timed; 0 for none.")

@@ -62,6 +62,8 @@ def measure(
     device = pipe.model.device
     on_gpu = device.type == "cuda"
     pipe.engine.graphs.clear()  # graphs of other rows are not this one's memory
+    if on_gpu:
+        torch.cuda.empty_cache()
     # The graph engine captures its graph in the second run at the earliest.
     warmup = max(options.warmup, 2) if pipe.engine.mode == "graph" else options.warmup
     for i in range(warmup):
