@@ -183,6 +183,21 @@ def test_attention_over_a_float8_cache(queries, slots, channels, slots_at_once, 
             torch.testing.assert_close(fused, plain, atol=5e-4, rtol=2e-5)  # values reach 448
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with float8")
+@pytest.mark.parametrize("rows", [2, 256])
+def test_words_of_float8_on_a_gpu(rows):
+    """Half precision converts words by PTX: one slot is seen, so the result is its value, for every float8 number."""
+    every = torch.tensor([byte for byte in range(256) if byte % 128 != 127], dtype=torch.uint8)
+    value = torch.cat((every, every[:2])).view(4, 64).to(DEVICE).view(FLOAT8)  # 4 heads of 64 channels
+    cache = value.view(torch.uint8).expand(rows, 1, 4, 64).contiguous().view(FLOAT8)
+    q = draw(rows, 5, 4, 64).bfloat16()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.no_grad():
+            fused = attend(q.to(dtype), ops.to_float8(torch.ones_like(cache.float())), cache, None)
+        torch.testing.assert_close(fused, value.to(dtype).expand(rows, 5, 4, 64), atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("queries", "held"), [(1, 0), (5, 70), (16, 30), pytest.param(70, 5, marks=pytest.mark.slow)])
 def test_attention_that_stores_float8(queries, held, ragged):
