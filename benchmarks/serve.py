@@ -41,7 +41,7 @@ from PIL import Image
 
 from arpg.config import DEFAULT_MODEL
 from arpg.device import cpu_name
-from arpg.serve.png import encode_png
+from arpg.serve.responses import to_png
 from benchmarks.null_server import photo_like
 
 MIX = {"generate": 60, "stream": 15, "inpaint": 10, "outpaint": 5, "openai": 5, "expand": 5}  # percent
@@ -334,7 +334,7 @@ def compare_png_files(repeats: int = 20) -> dict[str, dict[str, float]]:
 
     found = {}
     encoders = {f"Pillow, level {level}": functools.partial(pillow, level) for level in (1, 6)}
-    for name, encode in {**encoders, "server": functools.partial(encode_png, image)}.items():
+    for name, encode in {**encoders, "server": functools.partial(to_png, image)}.items():
         began = time.process_time()
         for _ in range(repeats):
             size = len(encode())

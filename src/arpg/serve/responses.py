@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import binascii
 import contextlib
+import io
 import json
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, deadline_exceeded
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
-from arpg.serve.png import encode_png
 from arpg.serve.tracing import Trace
 
 KEEP_ALIVE_S = 15.0  # a stream without events sends a comment this often
@@ -33,9 +34,18 @@ def to_base64(data: bytes) -> bytes:
     return binascii.b2a_base64(data, newline=False)
 
 
-def to_png(image: Image.Image, settings: dict[str, Any]) -> bytes:
-    """Return a PNG file with `settings` as its text chunk `arpg`."""
-    return encode_png(image, {"arpg": json.dumps(settings)})
+def to_png(image: Image.Image, settings: dict[str, Any] | None = None) -> bytes:
+    """Return a PNG file with `settings`, where there are any, as its text chunk `arpg`.
+
+    Run-length compression: photographs have no repeated strings, so the search for them takes time and saves nothing
+    (docs/performance/serving-cost.md).
+    """
+    text = PngImagePlugin.PngInfo()
+    if settings is not None:
+        text.add_text("arpg", json.dumps(settings))
+    file = io.BytesIO()
+    image.save(file, format="PNG", pnginfo=text, compress_level=1, compress_type=zlib.Z_RLE)
+    return file.getvalue()
 
 
 def base64_png(image: Image.Image, settings: dict[str, Any]) -> bytes:

@@ -19,8 +19,7 @@ from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.image_store import ImageStore
 from arpg.serve.observability import Metrics, peak_rss_bytes
-from arpg.serve.png import encode_png
-from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png, to_base64
+from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png, to_base64, to_png
 from arpg.serve.schemas import ExtractCondition, Upscale
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
@@ -187,7 +186,7 @@ class ImageService:
 
         def run() -> None:
             image, about = work()
-            job.end(Result([to_base64(encode_png(image))], image.size, [], about, job.seconds))
+            job.end(Result([to_base64(to_png(image))], image.size, [], about, job.seconds))
 
         self.submit(self.pools.extract, job, run)
         return job

@@ -17,8 +17,7 @@ from torch import Tensor
 from arpg.decode import Step, make_plan
 from arpg.serve.admission import own_tokens, task_cost
 from arpg.serve.batcher import PendingRows
-from arpg.serve.png import encode_png
-from arpg.serve.responses import Job, Preview, Result, Usage, to_base64
+from arpg.serve.responses import Job, Preview, Result, Usage, to_base64, to_png
 from arpg.serve.served_model import LoadedModel
 from arpg.tasks.task import ImageTask, StepTokens
 
@@ -173,7 +172,7 @@ class TaskRun:
         for image in self.task.render(state.tokens, state.tokens.rows[:: self.task.spec.best_of]):
             if size is not None:
                 image.thumbnail((size, size))
-            pngs.append(to_base64(encode_png(image)))
+            pngs.append(to_base64(to_png(image)))
         return pngs
 
     def _report(self, state: StepState, pngs: list[bytes]) -> None:
