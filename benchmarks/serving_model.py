@@ -266,8 +266,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 def page_tables(records: Path) -> dict[str, str]:
     """Return the tables of the page by their marks."""
-    names = ("serving-model-cpu.json", "serving-plan-h200.json", "serve-null-before-cpu.json", "serve-null-cpu.json")
-    compared, planned, before, after = (json.loads((records / name).read_text()) for name in names)
+    names = ("serving-model-cpu.json", "serving-plan-h200.json", "serve-null-cpu.json")
+    compared, planned, null = (json.loads((records / name).read_text()) for name in names)
     columns = ("images/s", "p50 s", "p99 s")
     rows = [
         [row["clients"], *(f"{row[side][column]:.2f}" for column in columns for side in ("measured", "predicted"))]
@@ -278,17 +278,17 @@ def page_tables(records: Path) -> dict[str, str]:
         [f"{row['rate']:,.0f}", row["replicas"], *(f"{1000 * row[name]:.0f}" for name in ("p50 s", "p99 s"))]
         for row in planned["rows"]
     ]
-    png_rows = [[name, f"{each['cpu ms']:.1f}", f"{each['bytes']:,}"] for name, each in after["png"].items()]
+    png_rows = [[name, f"{each['cpu ms']:.1f}", f"{each['bytes']:,}"] for name, each in null["png"].items()]
     return {
-        "host": host_table(before["rows"], after["rows"]),
+        "host": host_table(null["rows"]),
         "png": markdown_table(["", "CPU ms", "bytes"], png_rows),
         "compared": markdown_table(header, rows),
         "planned": markdown_table(["requests/s", "replicas", "p50, ms", "p99, ms"], plan_rows),
     }
 
 
-def host_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """Return the table of the CPU time of an image, by thread, in both records of the null model."""
+def host_table(measured: list[dict[str, Any]]) -> str:
+    """Return the table of the CPU time of an image, by thread, with the null model."""
     threads = ("MainThread", "arpg-prepare", "arpg-batcher", "arpg-tokenizer", "arpg-finish")
     rows = [
         [
@@ -297,11 +297,10 @@ def host_table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str
             *(f"{row['cpu ms/image by thread'].get(name, 0.0):.2f}" for name in threads),
             f"{row['cpu ms/image by function']['PNG']:.1f}",
         ]
-        for row in (*before, *after)
+        for row in measured
     ]
-    labelled = [[when, *row] for when, row in zip(["before"] * len(before) + ["now"] * len(after), rows, strict=True)]
-    header = ["", "clients", "all", "event loop", "prepare", "batcher", "pixels", "finish", "of it PNG"]
-    return markdown_table(header, labelled)
+    header = ["clients", "all", "event loop", "prepare", "batcher", "pixels", "finish", "of it PNG"]
+    return markdown_table(header, rows)
 
 
 def write_page(options: argparse.Namespace) -> None:

@@ -31,6 +31,10 @@ class GraphedTokenizer:
         # As in the engine, a size is captured when it comes for the second time.
         self.graphs: GraphCache[CapturedPixels] = GraphCache(tokenizer.device, capture_after=1)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the tokenizer, not the captured graphs."""
+        return GraphedTokenizer, (self.tokenizer,)
+
     @property
     def config(self) -> TokenizerConfig:
         """The sizes of the tokenizer."""

@@ -151,11 +151,11 @@ def norm_linear(
     if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, layers[0]):
         from arpg.kernels.small_gemm import linear
 
-        options: dict[str, Any] = {"norm_D": None if folded else weight_D, "folded": folded, "eps": eps}
+        options: dict[str, Any] = {"folded": True} if folded else {"norm_D": weight_D}
 
         def product(layer: nn.Module) -> Callable[[Tensor], Tensor]:
             weight: Any = gemm_weight(layer)
-            return lambda part: linear(part, weight, squares_PM=stream.squares_PM, **options)
+            return lambda part: linear(part, weight, eps=eps, squares_PM=stream.squares_PM, **options)
 
         return stream, [Projected(_expanded_once(product(layer), x)) for layer in layers]
     if folded:
