@@ -23,7 +23,7 @@ from PIL import Image
 
 from arpg import Pipeline
 from arpg.errors import present, require
-from arpg.evaluation.features import CHUNK, Features, collect, from_array
+from arpg.evaluation.features import CHUNK, collect, from_array
 from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.reconstruction import ssim
 from arpg.evaluation.sample import json_settings
@@ -97,15 +97,6 @@ class ControlScore(PhotoMeasures):
         pixels, labels = self.test
         index = choose_evenly(labels.tolist(), min(self.options.num, len(labels)))
         return pixels[index], labels[index]
-
-    @cached_property
-    def references(self) -> dict[str, Features]:
-        """Inception's features of the real splits."""
-        splits = {"train": self.train[0], "test": self.test[0]}
-        return {
-            split: collect(self.inception, from_array(pixels, where=split).batches(CHUNK))
-            for split, pixels in splits.items()
-        }
 
     def conditions(self, kind: str, pixels: Pixels) -> Grey:
         """Extract the condition of each image."""

@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 from arpg.data.crops import center_crops
 from arpg.errors import require
-from arpg.evaluation.features import CHUNK, collect, from_array
 from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.metrics import wilson
 from arpg.evaluation.reconstruction import reconstruction_report
@@ -34,6 +33,7 @@ from arpg.evaluation.sweep import Scorers, generate_features
 from arpg.image import Pixels, check_pixels, save, sheet, to_images
 from arpg.tokenizer.losses import LPIPS
 from experiments.photo_measures import PhotoMeasures, measure_parser, measure_parts
+from experiments.photos import class_ids
 from experiments.scorer_training import accuracy
 
 Labels = NDArray[np.int64]
@@ -219,12 +219,9 @@ class Card(PhotoMeasures):
         Measured for each of `--fid-steps`, at the model's settings for that number of steps. Classes are as frequent as
         in the training split.
         """
-        references = {
-            split: collect(self.inception, from_array(images[0], where=split).batches(CHUNK))
-            for split, images in (("train", self.train), ("test", self.test))
-        }
-        counts = np.bincount(self.train[1], minlength=len(self.pipe.classes))
-        scorers = Scorers(self.inception, references["train"])
+        labels = class_ids(self.images("train"), self.pipe.classes)
+        counts = np.bincount(labels, minlength=len(self.pipe.classes))
+        scorers = Scorers(self.inception, self.references["train"])
         found: dict[str, Any] = {}
         for steps in self.options.fid_steps or [self.pipe.sampling.steps]:
             settings = self.pipe.sampling.settings(steps=steps)
@@ -238,7 +235,7 @@ class Card(PhotoMeasures):
             )
             reports = {
                 split: evaluate(sampled.features, each, device=self.pipe.model.device)
-                for split, each in references.items()
+                for split, each in self.references.items()
             }
             found[f"{steps} steps"] = {"settings": json_settings(settings), "images/s": sampled.rate} | reports
             log.info("%d steps: FID %.3f", steps, reports["train"]["fid"]["value"])

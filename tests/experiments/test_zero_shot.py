@@ -110,7 +110,7 @@ def test_parts_are_kept_and_resumed(world, tmp_path, monkeypatch, capsys):
     assert "no time is left for inpaint" in capsys.readouterr().out
     assert main([*command, "--parts", "outpaint", "edit"]) == 0
     first = json.loads((out / "zero-shot.json").read_text())
-    assert set(first) == {"model", "set", "device", "outpaint", "edit"}
+    assert set(first) == {"model", "set", "device", "precision", "outpaint", "edit"}
     assert first["outpaint"]["rows"]["the originals"]["LPIPS"] == 0
     assert first["outpaint"]["rows"]["its class, block-wise"]["LPIPS"] > 0
     assert first["edit"]["rows"]["guidance 3"]["seen as the new class interval"][0] >= 0

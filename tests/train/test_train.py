@@ -21,7 +21,7 @@ from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
 from arpg.data.tokens import TokenWriter
 from arpg.storage import as_path, list_files
 from arpg.train import loop, report
-from arpg.train.distributed import init_distributed, shutdown_distributed
+from arpg.train.distributed import World, init_distributed, shutdown_distributed
 from arpg.train.loop import TrainingStoppedError, run_training
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
@@ -594,6 +594,29 @@ def test_decoder_only_training_keeps_every_token(tokenizer_recipe, tmp_path):
         changed = [each for each in phase if not each.startswith(change.split("=")[0])]
         with pytest.raises(InputError, match=message):
             read_recipe(tokenizer_recipe, TokenizerRecipe, changed + ([] if change.endswith("=") else [change]))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_losses_of_a_tokenizer_reach_its_weights_as_one_sum(tokenizer_recipe, tmp_path, monkeypatch, adaptive):
+    """Gradients that are summed at the pixels equal those of one backward pass from the sum of all losses."""
+    settings = ["optim.clip=0", "loss.adversarial_start=0", f"loss.adaptive={str(adaptive).lower()}"]
+    recipe = read_recipe(tokenizer_recipe, TokenizerRecipe, [*settings, "loss.restart_every=0"])
+    training = TokenizerTraining(recipe, tmp_path / "run", World(0, 1, torch.device("cpu")))
+    image = training.stream.images(0, torch.device("cpu"))
+    out = training.objective(image)
+    mse, lpips = training.reconstruction_loss(out.image_B3HW, image)
+    generator = -training.discriminator(out.image_B3HW).mean()
+    losses = mse + lpips, generator
+    at_pixels = [torch.autograd.grad(loss, out.image_B3HW, retain_graph=True)[0].norm() for loss in losses]
+    weight = 0.1 * (at_pixels[0] / at_pixels[1] if adaptive else 1.0)
+    weights = list(training.tokenizer.parameters())
+    total = losses[0] + weight * generator + out.codebook + 0.25 * out.commitment
+    expected = torch.autograd.grad(total, weights)
+    found = []
+    monkeypatch.setattr(training.optimizer, "step", lambda: found.extend(w.grad.clone() for w in weights))
+    logged = training.step(0)
+    torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(logged["loss"], total.detach())
 
 
 def test_tokenizer_runs_continue_exactly(tokenizer_recipe, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from arpg.errors import InputError
 from arpg.tokenizer.losses import (
     LPIPS,
     PatchDiscriminator,
-    adaptive_weight,
+    balance,
     hinge_discriminator_loss,
     hinge_generator_loss,
     restart_dead_codes,
@@ -79,19 +79,14 @@ def lpips(tmp_path):
     return LPIPS.load(tmp_path / "lpips.safetensors")
 
 
-def test_the_adaptive_weight_balances_the_gradients_of_the_last_layer():
-    """Against gradients by hand: loss a (w x)^2 / 2 and b w x have the gradients a w x x and b x."""
-    weight = torch.tensor([2.0, -1.0], requires_grad=True)
-    x = torch.tensor([3.0, 4.0])
-    product = (weight * x).sum()  # 2
-    first, second = 5 * product.square() / 2, 0.5 * product
-    found = adaptive_weight(first, second, weight)
-    assert found.item() == pytest.approx(5 * 2 * 5 / (0.5 * 5 + 1e-4))
-    assert not found.requires_grad
-    (first + found * second).backward()  # the graph is still there
-    torch.testing.assert_close(weight.grad, 10 * x + found * 0.5 * x)
-    tiny = torch.zeros(1, requires_grad=True)
-    assert adaptive_weight(tiny.sum() * 1e9, tiny.sum() * 0, tiny).item() == 1e4
+def test_balanced_losses_pull_equally_hard_at_the_pixels():
+    pixels = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    first, second = 5 * pixels.square().sum(), 0.01 * pixels.sum()
+    gradients = [torch.autograd.grad(loss, pixels)[0] for loss in (first, second)]
+    found = balance(*gradients)
+    assert found.item() == pytest.approx((10 * pixels).norm().item() / (0.01 * 96**0.5), rel=1e-5)
+    assert (found * gradients[1]).norm().item() == pytest.approx(gradients[0].norm().item(), rel=1e-5)
+    assert balance(gradients[0], torch.zeros(2, 3, 4, 4)).item() == 1e4
 
 
 def test_lpips_is_the_formula(lpips, images):

@@ -133,17 +133,14 @@ def hinge_generator_loss(fake_logits: Tensor) -> Tensor:
     return -fake_logits.float().mean()
 
 
-def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last_weight: Tensor) -> Tensor:
-    """Return by what to multiply the adversarial loss so that both losses pull equally hard at `last_weight`.
+def balance(gradient_B3HW: Tensor, adversarial_B3HW: Tensor) -> Tensor:
+    """Return by what to multiply the adversarial loss so that both losses pull equally hard at the pixels.
 
-    The ratio of the norms of their gradients there, at most 10,000 (Esser et al., 2021), detached; the graph is kept.
+    The ratio of the norms of their gradients there, at most 10,000. VQGAN (Esser et al., 2021) balances at the last
+    layer's weight, which takes two more backward passes.
     """
-    norms = [
-        torch.autograd.grad(loss, last_weight, retain_graph=True)[0].float().norm()
-        for loss in (reconstruction, adversarial)
-    ]
-    ratio: Tensor = norms[0] / (norms[1] + 1e-4)
-    return ratio.clamp(0, 1e4).detach()
+    ratio: Tensor = gradient_B3HW.float().norm() / (adversarial_B3HW.float().norm() + 1e-12)
+    return ratio.clamp(0, 1e4)
 
 
 class Quantized(NamedTuple):

@@ -154,8 +154,8 @@ class PixelData:
 class TokenizerLoss:
     """Weights of the loss terms. The adversarial term starts after a share of the run.
 
-    `adaptive`: the adversarial weight is multiplied by the ratio of the gradients that the reconstruction and the
-    adversarial term have at the decoder's last layer (VQGAN), so that neither outweighs the other.
+    `adaptive`: the adversarial weight is multiplied by the ratio of the norms of the gradients that the reconstruction
+    and the adversarial term have at the pixels, so that neither outweighs the other.
     """
 
     lpips_weights: str

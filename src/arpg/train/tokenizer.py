@@ -37,7 +37,7 @@ from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import (
     LPIPS,
     PatchDiscriminator,
-    adaptive_weight,
+    balance,
     hinge_discriminator_loss,
     hinge_generator_loss,
     restart_dead_codes,
@@ -50,44 +50,49 @@ from arpg.train.recipe import SHARDED, TokenizerRecipe
 
 
 class Reconstruction(NamedTuple):
-    """Reconstructed images, their ids and latents, and the losses."""
+    """Reconstructed images, their ids and latents, and the losses of the codebook."""
 
     image_B3HW: Tensor
     ids_BN: Tensor
     z_BEhw: Tensor
-    mse: Tensor
-    lpips: Tensor
     codebook: Tensor
     commitment: Tensor
 
 
 class TokenizerObjective(nn.Module):
-    """The tokenizer with its losses, without the adversarial one."""
+    """The tokenizer as it is trained, from images to reconstructions and the losses of the codebook."""
 
-    def __init__(self, tokenizer: VQTokenizer, lpips: LPIPS, *, decoder_only: bool = False) -> None:
+    def __init__(self, tokenizer: VQTokenizer, *, decoder_only: bool = False) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.decoder_only = decoder_only
         if decoder_only:  # what makes the tokens stays as it is
             for part in (tokenizer.encoder, tokenizer.quant_conv, tokenizer.quantize):
                 part.requires_grad_(False)
-        self.lpips = [lpips]  # not a submodule: it is not trained, distributed or saved
 
     def forward(self, image_B3HW: Tensor) -> Reconstruction:
         t = self.tokenizer
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.decoder_only):
             z = t.quant_conv(t.encoder(image_B3HW))
         quantized = vector_quantize(z, t.quantize.codes())
-        out = t.decode_codes(quantized.codes_BEhw)
         return Reconstruction(
-            image_B3HW=out,
+            image_B3HW=t.decode_codes(quantized.codes_BEhw),
             ids_BN=quantized.ids_BN,
             z_BEhw=z.detach(),
-            mse=F.mse_loss(out.float(), image_B3HW.float()),
-            lpips=self.lpips[0](out, image_B3HW).mean(),
             codebook=quantized.codebook_loss,
             commitment=quantized.commitment_loss,
         )
+
+
+class ReconstructionLoss(nn.Module):
+    """The mean squared error and LPIPS of reconstructions, each averaged over the batch."""
+
+    def __init__(self, lpips: LPIPS) -> None:
+        super().__init__()
+        self.lpips = lpips
+
+    def forward(self, out_B3HW: Tensor, image_B3HW: Tensor) -> tuple[Tensor, Tensor]:
+        return F.mse_loss(out_B3HW.float(), image_B3HW.float()), self.lpips(out_B3HW, image_B3HW).mean()
 
 
 class TokenizerTraining(Training):
@@ -117,11 +122,12 @@ class TokenizerTraining(Training):
         layout = torch.channels_last if fast else torch.contiguous_format
         self.tokenizer = tokenizer.to(world.device, memory_format=layout).train()  # type: ignore[call-overload]
         self.lpips = LPIPS.load(Path(recipe.loss.lpips_weights)).to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        self.objective = TokenizerObjective(self.tokenizer, self.lpips, decoder_only=recipe.decoder_only)
+        self.objective = TokenizerObjective(self.tokenizer, decoder_only=recipe.decoder_only)
+        self.reconstruction_loss = ReconstructionLoss(self.lpips)
         self.discriminator = PatchDiscriminator().to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        compiles = recipe.run.compile and can_compile(self.tokenizer.quantize.embedding.weight)
-        if compiles and not recipe.loss.adaptive:  # compiled backward passes run once only
+        if recipe.run.compile and can_compile(self.tokenizer.quantize.embedding.weight):
             self.objective.compile()
+            self.reconstruction_loss.compile()
         self.parallel = parallelize(self.objective, recipe.run.parallel, world, [])
         self.parallel_discriminator = parallelize(self.discriminator, recipe.run.parallel, world, [])
         self.optimizer = make_adamw(self.objective, recipe.optim)
@@ -148,7 +154,11 @@ class TokenizerTraining(Training):
         }
 
     def step(self, step: int) -> dict[str, Tensor]:
-        """Update the tokenizer, then the discriminator once it is on, then restart dead codes."""
+        """Update the tokenizer, then the discriminator once it is on, then restart dead codes.
+
+        The losses of the image stop at its pixels, where their gradients are balanced; one backward pass takes the sum
+        through the decoder.
+        """
         loss, run = self.recipe.loss, self.recipe.run
         rate = learning_rate(self.recipe.optim, step, run.steps)
         set_learning_rate(self.optimizer, rate)
@@ -157,21 +167,26 @@ class TokenizerTraining(Training):
         image = self.stream.images(step, self.world.device)
         with self.autocast():
             out: Reconstruction = self.parallel(image)
-            reconstruction = loss.mse * out.mse + loss.lpips * out.lpips
-            total = reconstruction + out.codebook + loss.commitment * out.commitment
-            if adversarial:
-                self.discriminator.requires_grad_(False)
-                generator = hinge_generator_loss(self.discriminator(out.image_B3HW))
-                weight = loss.adversarial * self._adaptive_weight(reconstruction, generator)
-                total = total + weight * generator
-                self.discriminator.requires_grad_(True)
-        total.backward()  # type: ignore[no-untyped-call]
+            pixels = out.image_B3HW.detach().requires_grad_()
+            mse, lpips = self.reconstruction_loss(pixels, image)
+            generator = hinge_generator_loss(self.discriminator(pixels)) if adversarial else None
+        total = loss.mse * mse + loss.lpips * lpips
+        (gradient,) = torch.autograd.grad(total, pixels)
+        if generator is not None:
+            (push,) = torch.autograd.grad(generator, pixels)
+            weight = loss.adversarial * (balance(gradient, push) if loss.adaptive else torch.ones_like(generator))
+            total, gradient = total + weight * generator, gradient + weight * push
+        codes = out.codebook + loss.commitment * out.commitment
+        ends, gradients = [out.image_B3HW], [gradient]
+        if not self.recipe.decoder_only:
+            ends, gradients = [*ends, codes], [*gradients, torch.ones_like(codes)]
+        torch.autograd.backward(ends, gradients)
         if self.recipe.optim.clip > 0:
             nn.utils.clip_grad_norm_(self.objective.parameters(), self.recipe.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        losses = {"loss": total, "mse": out.mse, "lpips": out.lpips, "codebook": out.codebook}
-        if adversarial:
+        losses = {"loss": total + codes, "mse": mse, "lpips": lpips, "codebook": out.codebook}
+        if generator is not None:
             losses |= {
                 "generator": generator,
                 "adversarial weight": weight,
@@ -180,12 +195,6 @@ class TokenizerTraining(Training):
         self._restart_codes(step, out)
         self.ema.update(step)
         return {name: value.detach() for name, value in losses.items()}
-
-    def _adaptive_weight(self, reconstruction: Tensor, generator: Tensor) -> Tensor:
-        """Return the factor of the adversarial weight: 1 unless the recipe says `loss.adaptive`."""
-        if not self.recipe.loss.adaptive:
-            return torch.ones((), device=self.world.device)
-        return adaptive_weight(reconstruction, generator, self.tokenizer.decoder.conv_out.weight)
 
     def _discriminator_step(self, real: Tensor, fake: Tensor) -> Tensor:
         with self.autocast():
