@@ -15,7 +15,7 @@ import arpg
 from arpg.errors import InputError
 from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys
-from arpg.serve.tracing import tracer_from_environment
+from arpg.serve.observability import tracer_from_environment
 from support.http import post
 from support.paths import ROOT
 

@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, internal_error
 from arpg.serve.auth import ANONYMOUS, ApiKeys, is_loopback
+from arpg.serve.observability import RecordedTrace, Trace
 from arpg.serve.schemas import TASKS
 from arpg.serve.server_config import ServeSettings
-from arpg.serve.tracing import RecordedTrace, Trace
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -31,11 +31,10 @@ from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, check_exposure, read_keys
 from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, wait_for_disconnect
-from arpg.serve.observability import Metrics, configure_logging
+from arpg.serve.observability import Metrics, configure_logging, tracer_from_environment
 from arpg.serve.responses import json_response
 from arpg.serve.server_config import ALIASES, ServeSettings
 from arpg.serve.service import ImageService
-from arpg.serve.tracing import tracer_from_environment
 
 log = logging.getLogger(__name__)
 

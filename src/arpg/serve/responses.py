@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError, deadline_exceeded
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
-from arpg.serve.tracing import Trace
+from arpg.serve.observability import Trace
 
 KEEP_ALIVE_S = 15.0  # a stream without events sends a comment this often
 _PLACEHOLDER = secrets.token_hex(16)  # of base64 in JSON; no client can know it

@@ -18,13 +18,12 @@ from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.image_store import ImageStore
-from arpg.serve.observability import Metrics, peak_rss_bytes
+from arpg.serve.observability import Metrics, peak_rss_bytes, tracer_from_environment
 from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png, to_base64, to_png
 from arpg.serve.schemas import ExtractCondition, Upscale
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.task_run import TaskRun
-from arpg.serve.tracing import tracer_from_environment
 from arpg.serve.upscaler import find_weights, load_upscaler
 from arpg.serve.workers import WorkerPools
 
