@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from arpg.serve.auth import ApiKeys
-from arpg.serve.image_store import ImageStore
-from arpg.serve.openai import ResponseFormat, random_patches
+from arpg.serve.openai import ImageStore, ResponseFormat, random_patches
 from arpg.serve.server_config import Limits
 from support.small import noise
 
@@ -145,9 +144,9 @@ def test_images_as_urls(client, live):
 
 def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("arpg.serve.image_store.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("arpg.serve.openai.time.monotonic", lambda: now[0])
     store = ImageStore(max_bytes=100, seconds=10)
-    first, second, third = (store.add(b"x" * 40, "image/png").rsplit("/", 1)[1] for _ in range(3))
+    first, second, third = (store.add(b"x" * 40, "image/png") for _ in range(3))
     assert store.find(first) is None  # dropped for the third
     assert store.find(second).data == store.find(third).data == b"x" * 40
     assert store.num_bytes == 80

@@ -32,7 +32,7 @@ from arpg.serve.http_protocol import HttpProtocol
 from arpg.serve.middleware import RequestMiddleware, allowed_hosts
 from arpg.serve.native import native_routes
 from arpg.serve.observability import configure_logging
-from arpg.serve.openai import openai_routes, stored_images
+from arpg.serve.openai import openai_routes
 from arpg.serve.responses import json_response
 from arpg.serve.service import ImageService
 
@@ -64,7 +64,6 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
     )
     app.include_router(native_routes(service))
     app.include_router(openai_routes(service))
-    app.include_router(stored_images(service))
     _add_health_routes(app, service)
     _add_page(app)
     for kind in (ApiError, RequestValidationError, HTTPException):

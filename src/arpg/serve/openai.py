@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -17,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from arpg.image import to_rgb
 from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
-from arpg.serve.image_store import PATH
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
 from arpg.serve.responses import Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64, to_png
@@ -185,9 +186,10 @@ def _form_schema(params: type[ImagesParams], *files: str, required: list[str]) -
 
 
 def openai_routes(service: ImageService) -> APIRouter:
-    """Return the routes of the OpenAI Images API."""
-    router = APIRouter(prefix="/v1", tags=["openai"], route_class=JsonRoute)
+    """Return the routes of the OpenAI Images API, and that of the images it has returned as URLs."""
+    router = APIRouter(tags=["openai"], route_class=JsonRoute)
     started = int(time.time())
+    store = ImageStore(max_bytes=service.settings.url_bytes, seconds=service.settings.url_seconds)
 
     def entry_of(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "arpg"}
@@ -195,11 +197,14 @@ def openai_routes(service: ImageService) -> APIRouter:
     async def run_task(
         call: Request, params: ImagesParams, build: Callable[[TaskBuilder], BuiltTask], kind: str
     ) -> Response:
-        if params.response_format == "url":
-            service.store.check_room()
+        check(
+            params.response_format != "url" or store.max_bytes > 0,
+            "response_format is 'url', which this server does not offer; use b64_json",
+            param="response_format",
+        )
 
         def to_url(data: bytes, media_type: str) -> str:
-            return f"{str(call.base_url).rstrip('/')}{service.store.add(data, media_type)}"
+            return f"{call.base_url}images/{store.add(data, media_type)}"
 
         form = ResponseFormat(params, kind, to_url)
         model = service.find_for(params.model, params.prompt)
@@ -207,19 +212,19 @@ def openai_routes(service: ImageService) -> APIRouter:
         job = service.start(call, model, build, stream=stream, previews=form.previews, encode=form.encode)
         return await respond(job, call, to_body=form.body, to_sse=form.events)
 
-    @router.get("/models", response_model=ModelList, responses={401: ERRORS[401]})
+    @router.get("/v1/models", response_model=ModelList, responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:
         """All models that are served, the default first."""
         return {"object": "list", "data": [entry_of(name) for name in service.models]}
 
     @router.get(
-        "/models/{model}", response_model=ModelEntry, responses={status: ERRORS[status] for status in (401, 404)}
+        "/v1/models/{model}", response_model=ModelEntry, responses={status: ERRORS[status] for status in (401, 404)}
     )
     async def model(model: str) -> dict[str, Any]:
         """A served model, by its name."""
         return entry_of(service.find(model).name)
 
-    @router.post("/images/generations", responses=IMAGES_RESPONSES)
+    @router.post("/v1/images/generations", responses=IMAGES_RESPONSES)
     async def generations(call: Request, body: GenerationParams) -> Response:
         """Images of the prompt, or of the class that it names."""
 
@@ -234,7 +239,7 @@ def openai_routes(service: ImageService) -> APIRouter:
 
     edit_form = _form_schema(EditParams, "image", "mask", required=["image", "prompt"])
 
-    @router.post("/images/edits", responses=IMAGES_RESPONSES, openapi_extra=edit_form)
+    @router.post("/v1/images/edits", responses=IMAGES_RESPONSES, openapi_extra=edit_form)
     async def edits(call: Request) -> Response:
         """Fill the transparent part of the mask with the prompt, or the class that it names."""
         body, files = await _read_form(call, EditParams)
@@ -255,7 +260,7 @@ def openai_routes(service: ImageService) -> APIRouter:
 
     variation_form = _form_schema(VariationParams, "image", required=["image"])
 
-    @router.post("/images/variations", responses=IMAGES_RESPONSES, openapi_extra=variation_form)
+    @router.post("/v1/images/variations", responses=IMAGES_RESPONSES, openapi_extra=variation_form)
     async def variations(call: Request) -> Response:
         """Images that share a quarter of the patches with an image; the others are sampled again."""
         body, files = await _read_form(call, VariationParams)
@@ -271,23 +276,60 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         return await run_task(call, body, build, "image_edit")
 
-    return router
-
-
-def stored_images(service: ImageService) -> APIRouter:
-    """Return the route of the images that were requested as URLs."""
-    router = APIRouter(tags=["openai"])
-    responses: dict[int | str, dict[str, Any]] = {200: {"content": {"image/*": {}}}, 404: ERRORS[404]}
-
-    @router.get(f"{PATH}/{{name}}", response_class=Response, responses=responses)
+    # Outside /v1: the name is the secret, no key is needed.
+    @router.get(
+        "/images/{name}", response_class=Response, responses={200: {"content": {"image/*": {}}}, 404: ERRORS[404]}
+    )
     async def stored_image(name: str) -> Response:
         """An image that was requested with response_format url; no key is needed."""
-        image = service.store.find(name)
+        image = store.find(name)
         if image is None:
             raise ApiError(404, "there is no such image; URLs are valid for a short time, request it again")
         return Response(image.data, media_type=image.media_type, headers={"cache-control": "no-store"})
 
     return router
+
+
+class StoredImage(NamedTuple):
+    """An image file, its media type, and when it expires."""
+
+    data: bytes
+    media_type: str
+    expires: float
+
+
+class ImageStore:
+    """Image files in memory under names that cannot be guessed. Used on the event loop alone.
+
+    At most `max_bytes` are kept, for at most `seconds`; the oldest go first.
+    """
+
+    def __init__(self, *, max_bytes: int, seconds: float) -> None:
+        self.max_bytes, self.seconds, self.num_bytes = max_bytes, seconds, 0
+        self._images: OrderedDict[str, StoredImage] = OrderedDict()
+
+    def add(self, data: bytes, media_type: str) -> str:
+        """Keep a file and return its name; what is expired, and the oldest files in its way, are dropped."""
+        self._drop_expired()
+        while self._images and self.num_bytes + len(data) > self.max_bytes:
+            self._drop_oldest()
+        name = f"{secrets.token_urlsafe(32)}.{media_type.split('/')[1]}"
+        self._images[name] = StoredImage(data, media_type, time.monotonic() + self.seconds)
+        self.num_bytes += len(data)
+        return name
+
+    def find(self, name: str) -> StoredImage | None:
+        """Return a file that is not expired."""
+        self._drop_expired()
+        return self._images.get(name)
+
+    def _drop_expired(self) -> None:
+        while self._images and next(iter(self._images.values())).expires <= time.monotonic():
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, image = self._images.popitem(last=False)
+        self.num_bytes -= len(image.data)
 
 
 def random_patches(size: tuple[int, int], grid: tuple[int, int], seed: int | None) -> Image.Image:

@@ -17,7 +17,6 @@ from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
-from arpg.serve.image_store import ImageStore
 from arpg.serve.observability import Metrics, peak_rss_bytes, tracer_from_environment
 from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png, to_base64, to_png
 from arpg.serve.schemas import ExtractCondition, Upscale
@@ -45,7 +44,6 @@ class ImageService:
         self.metrics = Metrics()
         self.tracer = tracer_from_environment()
         self.pools = WorkerPools()
-        self.store = ImageStore(max_bytes=self.settings.url_bytes, seconds=self.settings.url_seconds)
         self.admission = AdmissionLimiter(self.settings, self.metrics, num_keys=lambda: len(self.keys))
         self.stopping = False  # not ready any more, although requests are still accepted
         self._closed = False
