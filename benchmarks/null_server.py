@@ -26,10 +26,10 @@ from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
 from arpg.decode.continuous import ContinuousBatch, StepShape
 from arpg.image import to_images
 from arpg.serve import batcher, middleware, native, request_body, responses, task_run
-from arpg.serve.app import Server, bind
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import configure_logging
 from arpg.serve.served_model import ServedModel
+from arpg.serve.server import Server, bind
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
 

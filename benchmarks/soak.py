@@ -33,10 +33,10 @@ import torch
 from PIL import Image
 
 from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
-from arpg.serve.app import Server
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.served_model import ServedModel
+from arpg.serve.server import Server
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
 

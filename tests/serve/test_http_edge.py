@@ -18,9 +18,10 @@ from cryptography.x509.oid import NameOID
 from starlette.testclient import TestClient
 
 from arpg import InputError
-from arpg.serve.app import create_app, tls_options
+from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys, check_exposure, is_loopback
 from arpg.serve.middleware import POST_ROUTES, allowed_hosts
+from arpg.serve.server import tls_options
 from arpg.serve.server_config import Limits
 from support.http import ask, error, until
 

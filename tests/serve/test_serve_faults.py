@@ -19,8 +19,9 @@ from starlette.testclient import TestClient
 
 from arpg import cli
 from arpg.serve import task_run
-from arpg.serve.app import Server, create_app
+from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
+from arpg.serve.server import Server
 from support.http import until
 from support.paths import ROOT
 
@@ -279,7 +280,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("arpg.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    monkeypatch.delattr("arpg.serve.app", raising=False)
+    monkeypatch.delattr("arpg.serve.server", raising=False)
     monkeypatch.setattr(sys, "argv", ["arpg", "serve"])
     with pytest.raises(SystemExit) as exited:
         cli.main()

@@ -7,7 +7,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from arpg.errors import InputError
-from arpg.serve import app
+from arpg.serve import server
+from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
@@ -30,7 +31,7 @@ def service(served):
 
 @pytest.fixture
 def client(service):
-    return TestClient(app.create_app(service), raise_server_exceptions=False)
+    return TestClient(create_app(service), raise_server_exceptions=False)
 
 
 def requests(service, status):
@@ -58,14 +59,14 @@ def test_a_dead_worker_fails_requests_at_once_and_the_health_check(service, clie
 
 def test_the_process_exits_with_1_when_a_worker_dies(pipeline, monkeypatch, caplog):
     caplog.set_level("CRITICAL", "arpg.serve.service")
-    monkeypatch.setattr(app, "configure_logging", lambda: None)
+    monkeypatch.setattr(server, "configure_logging", lambda: None)
     monkeypatch.setattr(ContinuousBatch, "step", kill)
-    bound, exits = app.bind("127.0.0.1", 0), []
+    bound, exits = server.bind("127.0.0.1", 0), []
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
 
     def run():
         try:
-            app.run(ImageService([ServedModel("small", lambda: pipeline)]), bound)
+            server.run(ImageService([ServedModel("small", lambda: pipeline)]), bound)
         except SystemExit as exited:
             exits.append(exited.code)
 

@@ -4,8 +4,8 @@ import contextlib
 import socket
 import threading
 
-from arpg.serve.app import Server
 from arpg.serve.served_model import ServedModel
+from arpg.serve.server import Server
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
 

@@ -104,7 +104,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: the OpenAI Images API, routes for all tasks, and a web page at /."""
     try:
-        from arpg.serve import app
+        from arpg.serve import server
     except ModuleNotFoundError as error:
         raise InputError(
             f"{error.name} is not installed; pip install 'arpg[serve]' brings what the server needs"
@@ -115,7 +115,7 @@ def serve(
     keys = read_keys(keys_file, os.environ.get(KEYS_VARIABLE))
     check_exposure(host, keys, insecure=insecure)
     models = model or _installed()
-    tls = app.tls_options(ssl_certfile, ssl_keyfile)
+    tls = server.tls_options(ssl_certfile, ssl_keyfile)
     if ray:
         require(
             metrics_port is None, "metrics_port is for one server; on Ray, scrape /metrics of the ingress with a key"
@@ -125,7 +125,7 @@ def serve(
         _serve_on_ray(models, keys, settings, host=host, port=port, scale=scale)
         return
     service = ImageService.from_pretrained(*models, keys=keys, settings=settings)
-    bound = app.bind(host, port)
+    bound = server.bind(host, port)
     if metrics_port is not None:
         service.metrics.serve(host, metrics_port)
     shown = f"[{host}]" if ":" in host else host
@@ -134,7 +134,7 @@ def serve(
         "(stop with Ctrl+C)",
         markup=False,
     )
-    app.run(service, bound, **tls)
+    server.run(service, bound, **tls)
 
 
 def _installed() -> list[str]:
