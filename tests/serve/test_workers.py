@@ -62,7 +62,7 @@ def test_calls_wait_and_share_a_batch(share_finished, calls):
         if i == 0:
             assert paused.inside.wait(30)  # the thread is busy; the others have to wait
         else:
-            while shared._calls.qsize() < i:
+            while len(shared._calls) < i:
                 threading.Event().wait(0.001)
     paused.go.set()
     for thread in threads:

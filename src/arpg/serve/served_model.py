@@ -27,9 +27,10 @@ from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import Metrics
 from arpg.serve.schemas import model_info
 from arpg.serve.server_config import ServeSettings
-from arpg.serve.workers import TokenizerLanes, serving_pipeline
+from arpg.serve.workers import TokenizerLanes
 from arpg.storage import AnyPath, fetch
-from arpg.text_encoder import missing_encoder
+from arpg.text_encoder import PromptCache, PromptEncoder, missing_encoder
+from arpg.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 MAX_PIXEL_BATCH = 16  # images of one call of the tokenizer: their activations take memory beside the cache
@@ -90,7 +91,7 @@ class ServedModel:
             threads=threads,
             share_finished=loaded.dtype != torch.float32,
         )
-        pipeline = serving_pipeline(loaded, tokenizer, metrics)
+        pipeline = _serving_pipeline(loaded, tokenizer, metrics)
         max_wait = settings.max_wait_ms / 1000
 
         def make_batcher() -> Batcher:
@@ -180,6 +181,39 @@ class ServedModel:
             "default": default,
             "weight_bytes": self.loaded.weight_bytes,
         }
+
+
+class TimedTextEncoder:
+    """A text encoder that records in the metrics how long each call takes."""
+
+    def __init__(self, encoder: PromptEncoder, metrics: Metrics) -> None:
+        self._encoder, self._metrics = encoder, metrics
+
+    def states(self, prompts: Sequence[str]) -> list[Tensor]:
+        """Return the states of each prompt."""
+        with self._metrics.prompt.time():
+            return self._encoder.states(prompts)
+
+
+def _serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics) -> Pipeline:
+    """Return `pipeline` with the tokenizer in a thread of its own and prompts that are cached in memory only.
+
+    Clients could fill a cache on disk. The text encoder is loaded and run here, not at the first prompt: a server
+    without it does not start, and its first call takes several times as long as the others.
+    """
+    own, prompts = pipeline.prompts, None
+    if own is not None:
+        own.encoder.states(["warm up"])
+        encoder = TimedTextEncoder(own.encoder, metrics)
+        prompts = PromptCache(own.config, load=lambda: encoder)
+    return Pipeline(
+        pipeline.model,
+        tokenizer,
+        sampling=pipeline.sampling,
+        classes=pipeline.classes,
+        license=pipeline.license,
+        prompts=prompts,
+    )
 
 
 def _tensor_bytes(*parts: object) -> int:

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from arpg.pipeline import Pipeline
-from arpg.serve.observability import Metrics
-from arpg.text_encoder import PromptCache, PromptEncoder
 from arpg.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -30,14 +25,14 @@ class TokenizerCall:
     """A call that a thread waits for: decode ids, or encode pixels where `grid` is None."""
 
     value: Tensor
-    grid: tuple[int, int] | None
-    known_BN: Tensor | None
-    future: Future[Tensor]
+    grid: tuple[int, int] | None = None
+    known_BN: Tensor | None = None  # of a preview
+    future: Future[Tensor] = field(default_factory=Future)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Calls with the same key can share a batch."""
-        return (self.grid, tuple(self.value.shape[1:]))
+        return (self.grid, self.known_BN is None, self.value.shape[1:])
 
 
 class TokenizerThread:
@@ -52,11 +47,11 @@ class TokenizerThread:
         self, tokenizer: Tokenizer, *, max_batch: int, threads: int | None = None, share_finished: bool = False
     ) -> None:
         self.config, self.device = tokenizer.config, tokenizer.device
-        self._share_finished = share_finished
         self._tokenizer, self._max_batch, self._threads = tokenizer, max_batch, threads
-        self._calls: queue.SimpleQueue[TokenizerCall | None] = queue.SimpleQueue()  # None: close
-        self._lock = threading.Lock()  # no call is queued once the thread has ended
-        self._ended: BaseException | None = None
+        self._share_finished = share_finished
+        self._wake = threading.Condition()
+        self._calls: list[TokenizerCall] = []  # that wait, the oldest first
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="arpg-tokenizer", daemon=True)
         self._thread.start()
 
@@ -67,11 +62,11 @@ class TokenizerThread:
 
     def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
         """Return the images of code ids; with `known_BN`, as a preview."""
-        return self._wait_for(TokenizerCall(ids_BN, grid, known_BN, Future()))
+        return self._wait_for(TokenizerCall(ids_BN, grid, known_BN))
 
     def encode(self, image_B3HW: Tensor) -> Tensor:
         """Return the code ids of images."""
-        return self._wait_for(TokenizerCall(image_B3HW, None, None, Future()))
+        return self._wait_for(TokenizerCall(image_B3HW))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights by name."""
@@ -79,73 +74,63 @@ class TokenizerThread:
 
     def close(self) -> None:
         """Stop the thread after the calls that are waiting."""
-        self._calls.put(None)
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
         self._thread.join()
 
     def _wait_for(self, call: TokenizerCall) -> Tensor:
-        with self._lock:
-            if self._ended is not None:
-                raise RuntimeError("the tokenizer's thread has ended") from self._ended
-            self._calls.put(call)
+        with self._wake:
+            if self._ended:
+                raise RuntimeError("the tokenizer's thread has ended")
+            self._calls.append(call)
+            self._wake.notify()
         return call.future.result()
 
     def _run(self) -> None:
-        ended: BaseException = RuntimeError("the server is closed")
-        pending: list[TokenizerCall] = []
+        calls: list[TokenizerCall] = []
         try:
-            self._serve(pending)
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            while calls := self._next_calls():
+                self._execute(calls)
         except BaseException as error:  # the thread ends: nobody may wait for it any more
             log.critical("the tokenizer's thread died", exc_info=error)
-            ended = error
-        with self._lock:
-            self._ended = ended
-        while not self._calls.empty():
-            call = self._calls.get()
-            pending += [] if call is None else [call]
-        for call in pending:
+        with self._wake:
+            self._ended = True
+            calls += self._calls
+        for call in calls:
             if not call.future.done():
                 call.future.set_exception(RuntimeError("the tokenizer's thread has ended"))
 
-    @torch.no_grad()
-    def _serve(self, pending: list[TokenizerCall]) -> None:
-        """Execute calls until `close`; `pending` holds those that are not finished."""
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        closing = False
-        while pending or not closing:
-            if not pending or not self._calls.empty():
-                call = self._calls.get()
-                if call is None:
-                    closing = True
-                else:
-                    pending.append(call)
-                continue
-            chosen = self._choose(pending)
-            self._execute(chosen)
-            pending[:] = [call for call in pending if call not in chosen]
-
-    def _choose(self, pending: list[TokenizerCall]) -> list[TokenizerCall]:
-        """Choose the oldest call for finished images, else the oldest preview, and those that may share its batch."""
-        first = next((call for call in pending if call.known_BN is None), pending[0])
-        is_preview = first.known_BN is not None
-        if first.grid is None or not (is_preview or self._share_finished):
-            return [first]
-        chosen, rows = [first], len(first.value)
-        for call in pending:
-            fits = call.key == first.key and rows + len(call.value) <= self._max_batch
-            if call is not first and fits and (call.known_BN is not None) == is_preview:
-                chosen.append(call)
-                rows += len(call.value)
+    def _next_calls(self) -> list[TokenizerCall]:
+        """Wait for the calls to execute next, in one batch; none when closing."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._calls or self._closing)
+            chosen = self._choose() if self._calls else []
+            self._calls = [call for call in self._calls if call not in chosen]
         return chosen
 
+    def _choose(self) -> list[TokenizerCall]:
+        """Choose the oldest call for finished images, else the oldest preview, and those that may share its batch."""
+        first = next((call for call in self._calls if call.known_BN is None), self._calls[0])
+        chosen, rows = [first], len(first.value)
+        if first.grid is not None and (first.known_BN is not None or self._share_finished):
+            for call in self._calls:
+                if call is not first and call.key == first.key and rows + len(call.value) <= self._max_batch:
+                    chosen.append(call)
+                    rows += len(call.value)
+        return chosen
+
+    @torch.no_grad()
     def _execute(self, calls: list[TokenizerCall]) -> None:
         try:
             value = torch.cat([call.value for call in calls])
-            if calls[0].grid is None:
+            if (grid := calls[0].grid) is None:
                 result = self._tokenizer.encode(value)
             else:
                 known = [call.known_BN for call in calls if call.known_BN is not None]
-                result = self._tokenizer.decode(value, calls[0].grid, known_BN=torch.cat(known) if known else None)
+                result = self._tokenizer.decode(value, grid, known_BN=torch.cat(known) if known else None)
             parts = torch.split(result, [len(call.value) for call in calls])
         except Exception as error:  # raised in the waiting threads; this one continues
             for call in calls:
@@ -224,36 +209,3 @@ class WorkerPools:
         """Wait for the work that is running, and drop the rest."""
         for pool in (self.prepare, self.finish, self.large, self.extract):
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-class TimedTextEncoder:
-    """A text encoder that records in the metrics how long each call takes."""
-
-    def __init__(self, encoder: PromptEncoder, metrics: Metrics) -> None:
-        self._encoder, self._metrics = encoder, metrics
-
-    def states(self, prompts: Sequence[str]) -> list[Tensor]:
-        """Return the states of each prompt."""
-        with self._metrics.prompt.time():
-            return self._encoder.states(prompts)
-
-
-def serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics) -> Pipeline:
-    """Return `pipeline` with the tokenizer in a thread of its own and prompts that are cached in memory only.
-
-    Clients could fill a cache on disk. The text encoder is loaded and run here, not at the first prompt: a server
-    without it does not start, and its first call takes several times as long as the others.
-    """
-    own, prompts = pipeline.prompts, None
-    if own is not None:
-        own.encoder.states(["warm up"])
-        encoder = TimedTextEncoder(own.encoder, metrics)
-        prompts = PromptCache(own.config, load=lambda: encoder)
-    return Pipeline(
-        pipeline.model,
-        tokenizer,
-        sampling=pipeline.sampling,
-        classes=pipeline.classes,
-        license=pipeline.license,
-        prompts=prompts,
-    )
