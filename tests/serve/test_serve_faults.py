@@ -103,7 +103,7 @@ def test_a_body_that_does_not_arrive_is_a_408(live):
 def test_a_client_that_does_not_read_is_disconnected(live, monkeypatch):
     """Its responses fill the buffers of the socket; after the timeout it is disconnected."""
     address, service = live(io_timeout_s=0.2)
-    monkeypatch.setattr(task_run, "to_base64", lambda png: b"x" * 10_000_000)  # more than the buffers of the socket
+    monkeypatch.setattr(task_run, "base64_png", lambda image: b"x" * 10_000_000)  # more than the buffers of the socket
     connection = send(address, {"class": 1, "steps": 16, "stream": True})
     assert until(lambda: service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
     assert until(lambda: (service.admission.num_admitted, service.loaded.batcher.num_running) == (0, 0))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
+from PIL import Image
 
 from arpg.serve.api_error import ApiError
 from arpg.serve.build_task import BuiltTask, TaskBuilder
@@ -36,6 +37,7 @@ from arpg.serve.schemas import (
     UpscaleResponse,
 )
 from arpg.serve.service import ImageService
+from arpg.serve.upscaler import load_upscaler
 
 ModelQuery = Annotated[str | None, Query(max_length=200, description="One of /v1/models; by default the first.")]
 Responses = dict[int | str, dict[str, Any]]
@@ -107,17 +109,26 @@ def native_routes(service: ImageService) -> APIRouter:
     for task, schema in TASKS.items():
         _add_task_route(router, service, task, schema)
 
+    async def filter_image(call: Request, make: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Response:
+        result = await wait_for_result(service.start_filter(call, make), call)
+        return json_response({"png": result.files[0], **result.settings, **_sides(result)})
+
     @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
     async def condition(call: Request, body: ExtractCondition) -> Response:
         """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
-        result = await wait_for_result(service.start_extraction(call, service.find(body.model), body), call)
-        return json_response({"png": result.files[0], **result.settings, **_sides(result)})
+        builder = service.find(body.model).loaded.builder
+
+        def extract() -> tuple[Image.Image, dict[str, Any]]:
+            image, kind = builder.extract_condition(body)
+            return image, {"kind": kind}
+
+        return await filter_image(call, extract)
 
     @router.post("/upscale", response_model=UpscaleResponse, responses=ERRORS)
     async def upscale(call: Request, body: Upscale) -> Response:
         """A small image, four times as large, by a super-resolution network. It invents detail: for display only."""
-        result = await wait_for_result(service.start_upscaling(call, body), call)
-        return json_response({"png": result.files[0], **_sides(result)})
+        builder = service.loaded.builder
+        return await filter_image(call, lambda: (load_upscaler().upscale(builder.read_base64(body.image, "image")), {}))
 
     return router
 
@@ -164,8 +175,7 @@ def _to_sse(job: Job, event: Preview | Result) -> Iterable[SseEvent]:
     if isinstance(event, Result):
         yield "done", _to_body(job, event)
     else:
-        data = {name: getattr(event, name) for name in StepEvent.model_fields if name != "previews"}
-        yield "step", {**data, "previews": event.pngs}
+        yield "step", vars(event)
 
 
 def _sides(result: Result) -> dict[str, int]:

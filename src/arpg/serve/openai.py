@@ -431,8 +431,8 @@ class ResponseFormat:
                 yield name, {"type": name, **image, **self._about(event), **created}
             return
         name = f"{self.kind}.partial_image"
-        if event.pngs:
-            image = {"b64_json": event.pngs[0], "partial_image_index": self._num_sent}
+        if event.previews:
+            image = {"b64_json": event.previews[0], "partial_image_index": self._num_sent}
             about = {"size": "auto", "output_format": "png", "background": "opaque", "quality": self._quality}
             yield name, {"type": name, **image, **about, **created}
             self._num_sent += 1

@@ -48,8 +48,8 @@ def to_png(image: Image.Image, settings: dict[str, Any] | None = None) -> bytes:
     return file.getvalue()
 
 
-def base64_png(image: Image.Image, settings: dict[str, Any]) -> bytes:
-    """Return a PNG file in base64, with `settings` as its text chunk `arpg`."""
+def base64_png(image: Image.Image, settings: dict[str, Any] | None = None) -> bytes:
+    """Return the file of `to_png` in base64."""
     return to_base64(to_png(image, settings))
 
 
@@ -63,14 +63,14 @@ class PreviewOptions:
 
 @dataclass(frozen=True)
 class Preview:
-    """The state of a task after a step; `pngs`, in base64, is empty where no preview was made."""
+    """The state of a task after a step, as `StepEvent` describes it."""
 
     step: int  # finished steps of the current window, from 1
     steps: int | None
     window: int
     windows: int
+    previews: Sequence[bytes]  # PNG files in base64; empty where none was made
     grid: tuple[int, int]
-    pngs: Sequence[bytes]
     decoded_at: list[list[int]]
 
 
@@ -145,23 +145,14 @@ class Job:
         return time.monotonic() - self._start
 
     @property
-    def seconds_left(self) -> float:
-        """Seconds until the deadline."""
-        return self._deadline - self.seconds
-
-    @property
     def should_stop(self) -> bool:
         """Whether it is cancelled, past its deadline, or ended. The threads read this at every step."""
-        return self._cancelled or self._ended or self.seconds_left <= 0
+        return self._cancelled or self._ended or self.seconds >= self._deadline
 
     @property
     def num_unread(self) -> int:
         """Events that the reader has not taken yet."""
         return self._events.qsize()
-
-    def cancel(self) -> None:
-        """Let the threads stop working on it."""
-        self._cancelled = True
 
     def send(self, event: Accepted | Preview) -> None:
         """Send an event that is not the last to a stream, unless the job is to stop."""
@@ -174,13 +165,13 @@ class Job:
             if self._ended:
                 return
             self._ended = True
-            self.outcome = "ok" if isinstance(event, Result) else self._failure(event)
+            if isinstance(event, Result):
+                self.outcome = "ok"
+            else:
+                self.outcome = "cancelled" if self._cancelled else "deadline" if event.status == 504 else "error"
         for call in self._on_end:
             call()
         self._send(event)
-
-    def _failure(self, error: ApiError) -> str:
-        return "cancelled" if self._cancelled else "deadline" if error.status == 504 else "error"
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Call `call` once when the job ends; at once where it has."""
@@ -209,7 +200,7 @@ class Job:
 
     def close(self) -> None:
         """Stop the work, unless it has ended, and the timer of the deadline. On the event loop."""
-        self.cancel()
+        self._cancelled = True
         self._timer.cancel()
 
     def _send(self, event: Event) -> None:

@@ -18,12 +18,11 @@ from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.observability import Metrics, peak_rss_bytes, tracer_from_environment
-from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png, to_base64, to_png
-from arpg.serve.schemas import ExtractCondition, Upscale
+from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.task_run import TaskRun
-from arpg.serve.upscaler import find_weights, load_upscaler
+from arpg.serve.upscaler import find_weights
 from arpg.serve.workers import WorkerPools
 
 log = logging.getLogger(__name__)
@@ -160,30 +159,16 @@ class ImageService:
         self.submit(self.pools.prepare, job, prepare)
         return job
 
-    def start_extraction(self, call: Request, model: ServedModel, params: ExtractCondition) -> Job:
-        """Start a job that extracts a condition image, in worker threads of its own; its kind is in the settings."""
-        builder = model.loaded.builder
+    def start_filter(self, call: Request, make: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Job:
+        """Start a job that makes one image from another without sampling, in worker threads of its own.
 
-        def extract() -> tuple[Image.Image, dict[str, Any]]:
-            image, kind = builder.extract_condition(params)
-            return image, {"kind": kind}
-
-        return self._start_filter(call, extract)
-
-    def start_upscaling(self, call: Request, params: Upscale) -> Job:
-        """Start a job that upscales an image, in the worker threads of extraction."""
-        builder = self.default.loaded.builder
-        return self._start_filter(
-            call, lambda: (load_upscaler().upscale(builder.read_base64(params.image, "image")), {})
-        )
-
-    def _start_filter(self, call: Request, work: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Job:
-        """Start a job that makes one image from another without sampling; `work` returns it and what is said of it."""
+        `make` returns the image and what the response says of it.
+        """
         job = self._new_job(call)
 
         def run() -> None:
-            image, about = work()
-            job.end(Result([to_base64(to_png(image))], image.size, [], about, job.seconds))
+            image, about = make()
+            job.end(Result([base64_png(image)], image.size, [], about, job.seconds))
 
         self.submit(self.pools.extract, job, run)
         return job

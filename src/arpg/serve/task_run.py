@@ -17,7 +17,7 @@ from torch import Tensor
 from arpg.decode import Step, make_plan
 from arpg.serve.admission import own_tokens, task_cost
 from arpg.serve.batcher import PendingRows
-from arpg.serve.responses import Job, Preview, Result, Usage, to_base64, to_png
+from arpg.serve.responses import Job, Preview, Result, Usage, base64_png
 from arpg.serve.served_model import LoadedModel
 from arpg.tasks.task import ImageTask, StepTokens
 
@@ -55,10 +55,9 @@ class TaskRun:
         tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
         self.large = tokens > own_tokens(loaded.pipeline)
         self.pool = service.pools.large if self.large else service.pools.finish
-        self._states: list[StepState] = []  # to report
-        self._reporting: list[StepState] = []  # those that a worker is at
+        self._states: list[StepState] = []  # to report, in order
         self._decoded: Step | None = None  # the result of the current request, where previews come before it
-        self._working = False
+        self._reporting = False  # a worker is at it
         self._lock = threading.Lock()
         self._num_due = self._num_made = 0  # previews
 
@@ -97,7 +96,7 @@ class TaskRun:
         state = StepState(done, steps, self.task.index, tokens, decoded_at, due)
         with self._lock:
             self._states.append(state)
-        self._work()
+        self._start_reporting()
 
     def _is_due(self, share: float) -> bool:
         """Return whether the next of the wanted number of previews is due, when `share` of the task is decoded."""
@@ -119,68 +118,62 @@ class TaskRun:
             steps = max(pending.steps_B)
             decoded = Step(steps, steps + 1, pending.ids_BN, pending.known_BN)
             with self._lock:
-                waiting = [*self._reporting, *self._states]
-                after_previews = any(state.due for state in waiting)
-                if after_previews:
+                waits = any(state.due for state in self._states)
+                if waits:
                     self._decoded = decoded
                 else:
-                    self._reporting, self._states = [], []
-            if after_previews:
-                self._work()
+                    overtaken, self._states = self._states, []
+            if waits:
+                self._start_reporting()
             else:
-                self.service.submit(self.pool, self.job, lambda: self._accept(decoded, waiting))
+                self.service.submit(self.pool, self.job, lambda: self._accept(decoded, overtaken))
         else:
             self.job.stop()
 
-    def _work(self) -> None:
-        """Report the steps that are waiting in a worker thread, one after the other, and then take the result."""
+    def _start_reporting(self) -> None:
+        """Let a worker thread report the steps that are waiting, unless one does."""
         with self._lock:
-            if self._working or not (self._states or self._decoded):
+            if self._reporting or not (self._states or self._decoded):
                 return
-            self._working = True
-            self._reporting, self._states = self._states, []
+            self._reporting = True
+        self.service.submit(self.pool, self.job, self._report)
 
-        def run() -> None:
-            states, most = list(self._reporting), self.job.previews.most if self.job.previews is not None else 0
-            try:
-                for state in states:
-                    read = state is states[-1] and most is None and self.job.num_unread == 0
-                    self._report(state, self._preview(state) if state.due or read else [])
-            finally:
-                with self._lock:
-                    self._working = False
-                    decoded = None if self._states else self._decoded
-                    self._decoded = None if decoded is not None else self._decoded
-            if decoded is not None:
-                self._accept(decoded, [])
-            else:
-                self._work()
+    def _report(self) -> None:
+        """Send the events of the steps that are waiting, unless the result overtakes them; then take the result."""
+        assert self.job.previews is not None
+        with self._lock:
+            states = list(self._states)
+        for state in states:
+            read = state is states[-1] and self.job.previews.most is None and self.job.num_unread == 0
+            pngs = self._preview(state, self.job.previews.size) if state.due or read else []
+            with self._lock:
+                if state in self._states:
+                    self._states.remove(state)
+                    self._send(state, pngs)
+        with self._lock:
+            self._reporting = False
+            decoded = None
+            if not self._states:
+                decoded, self._decoded = self._decoded, None
+        if decoded is not None:
+            self._accept(decoded, [])
+        else:
+            self._start_reporting()
 
-        self.service.submit(self.pool, self.job, run)
-
-    def _accept(self, decoded: Step, waiting: list[StepState]) -> None:
-        """Take the result of a request, and report the steps that are still `waiting` without previews."""
-        for state in waiting:
+    def _accept(self, decoded: Step, overtaken: list[StepState]) -> None:
+        """Take the result of a request, and report the steps that it has overtaken without previews."""
+        for state in overtaken:
             self._send(state, [])
         self.task.accept(decoded)
         self.submit_next()
 
-    def _preview(self, state: StepState) -> list[bytes]:
-        assert self.job.previews is not None
-        size = self.job.previews.size
+    def _preview(self, state: StepState, size: int | None) -> list[bytes]:
         pngs: list[bytes] = []
         for image in self.task.render(state.tokens, state.tokens.rows[:: self.task.spec.best_of]):
             if size is not None:
                 image.thumbnail((size, size))
-            pngs.append(to_base64(to_png(image)))
+            pngs.append(base64_png(image))
         return pngs
-
-    def _report(self, state: StepState, pngs: list[bytes]) -> None:
-        """Send the event of a step, unless the result has overtaken it."""
-        with self._lock:
-            if state in self._reporting:
-                self._reporting.remove(state)
-                self._send(state, pngs)
 
     def _send(self, state: StepState, pngs: list[bytes]) -> None:
         event = Preview(
@@ -189,7 +182,7 @@ class TaskRun:
             window=state.window,
             windows=len(self.task),
             grid=(state.decoded_at_Bhw.shape[1], state.decoded_at_Bhw.shape[2]),
-            pngs=pngs,
+            previews=pngs,
             decoded_at=state.decoded_at_Bhw[:: self.task.spec.best_of].flatten(1).tolist(),
         )
         self.job.send(event)
