@@ -6,7 +6,6 @@ before a step, and each row leaves when it is finished. Batches take turns.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arpg.decode import Plan, Request, make_plan
+from arpg.decode import Plan, Request, SamplePlan, make_plan
 from arpg.decode.continuous import BUCKET, ContinuousBatch, DraftingBatch, TokenCopy, start_batch
 from arpg.decode.engine import choose_mode
 from arpg.decode.graphs import GraphCache
@@ -79,6 +78,11 @@ class RowRef(NamedTuple):
     pending: PendingRows
     row: int
 
+    @property
+    def plan(self) -> SamplePlan:
+        """The plan of the row."""
+        return self.pending.plan.samples[self.row]
+
 
 @dataclass(eq=False)
 class Batch:
@@ -121,7 +125,7 @@ class Batcher:
         self._batches: deque[Batch] = deque()
         choose_mode(engine, model.device)  # refuses `graph` without a GPU
         self._captures = engine == "graph"
-        self._idle: OrderedDict[tuple[Any, ...], ContinuousBatch] = OrderedDict()  # by key, with their captured steps
+        self._idle: OrderedDict[tuple[Any, ...], Batch] = OrderedDict()  # by key; without rows, with captured steps
         self._deliveries: deque[Delivery] = deque()
         self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
         self._closing = False
@@ -232,7 +236,7 @@ class Batcher:
             if pending.started is None:
                 pending.started = time.monotonic()
                 self.metrics.queue.observe(pending.started - pending.since)
-            room = room - weight
+            room -= weight
             self._turns += 1
             self._last_turn[pending.tenant] = self._turns
             if rows:
@@ -254,43 +258,38 @@ class Batcher:
 
     def _weight(self, pending: PendingRows) -> int:
         """Count a row of a larger grid than the model's as several."""
-        height, width = self.model.config.grid
-        return min(self.max_batch, -(-pending.request.num_tokens // (height * width)))
+        return min(self.max_batch, -(-pending.request.num_tokens // math.prod(self.model.config.grid)))
 
     def _start(self, key: tuple[Any, ...], rows: list[RowRef]) -> None:
         """Add new rows to a running batch, or start a batch with them."""
-        unfinished = [ref for ref in rows if ref.pending.plan.samples[ref.row].sizes]
         for ref in rows:
-            if not ref.pending.plan.samples[ref.row].sizes:  # all of its tokens are known
+            if not ref.plan.sizes:  # all of its tokens are known
                 self._finish(ref)
-        if not unfinished:
+        rows = [ref for ref in rows if ref.plan.sizes]
+        if not rows:
             return
+        parts, plans = [(ref.pending.request, ref.row) for ref in rows], tuple(ref.plan for ref in rows)
+        running = (each for each in self._batches if each.key == key and isinstance(each.decode, ContinuousBatch))
+        batch = next(running, None) or self._idle.pop(key, None)
         try:
-            parts = [(ref.pending.request, ref.row) for ref in unfinished]
-            plans = tuple(ref.pending.plan.samples[ref.row] for ref in unfinished)
-            for other in self._batches:
-                if other.key == key and isinstance(other.decode, ContinuousBatch):
-                    other.decode.add_rows(parts, plans)
-                    other.rows += unfinished
-                    return
-            decode: ContinuousBatch | DraftingBatch
-            if (idle := self._idle.pop(key, None)) is not None:
-                idle.add_rows(parts, plans)
-                decode = idle
-            else:
-                settings = unfinished[0].pending.settings
+            if batch is None:
                 decode = start_batch(
                     self.model,
                     Request.gather(parts),
                     Plan(plans),
-                    settings,
+                    rows[0].pending.settings,
                     graphs=GraphCache(self.model.device) if self._captures else None,
                 )
-            batch = Batch(key, decode, unfinished)
+                batch = Batch(key, decode, [])
+            else:
+                assert isinstance(batch.decode, ContinuousBatch)
+                batch.decode.add_rows(parts, plans)
         except Exception as error:
-            self._fail(unfinished, error)
+            self._fail(rows, error)
             return
-        self._batches.appendleft(batch)
+        batch.rows += rows
+        if batch not in self._batches:
+            self._batches.appendleft(batch)
 
     def _step(self) -> None:
         """Launch one step of the first batch, then move it to the end. Deliver what the steps before it have made: the
@@ -349,8 +348,9 @@ class Batcher:
         """Remove a batch without rows; one with captured steps is kept for the next rows of its key."""
         self._batches.remove(batch)
         if isinstance(batch.decode, ContinuousBatch) and batch.decode.graphs is not None:
+            batch.rows = []
             batch.decode.keep([])
-            self._idle[batch.key] = batch.decode
+            self._idle[batch.key] = batch
             while len(self._idle) > _MAX_IDLE:
                 self._idle.popitem(last=False)
 
@@ -362,7 +362,7 @@ class Batcher:
 
     def _finish(self, ref: RowRef) -> None:
         pending, row = ref
-        pending.steps_B[row] = len(pending.plan.samples[row].sizes)
+        pending.steps_B[row] = len(ref.plan.sizes)
         pending.num_open -= 1
         if pending.num_open == 0:
             self._end(pending, None)
@@ -439,16 +439,14 @@ def warm_up(batcher: Batcher | BatcherLanes, request: Request, settings: Samplin
     Where every bucket is captured when it first occurs, the usual ones then are before the first request.
     """
     plan, num = make_plan(request.grid, request.known_BN, request.seeds, settings), 1
+    ended = threading.Semaphore(0)
     while num <= batcher.max_batch:
-        ended, left = threading.Event(), itertools.count(num - 1, -1)
-
-        def on_end(_: PendingRows, error: BaseException | None) -> None:
-            if error is not None or next(left) == 0:  # noqa: B023  (called before the next round)
-                ended.set()  # noqa: B023
-
         for owner in range(num):
-            batcher.submit(PendingRows(("warm up", owner), request, plan, settings, lambda: False, on_end))
-        ended.wait()
+            batcher.submit(
+                PendingRows(("warm up", owner), request, plan, settings, lambda: False, lambda *_: ended.release())
+            )
+        for _ in range(num):
+            ended.acquire()
         num *= 2
 
 
