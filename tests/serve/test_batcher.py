@@ -9,7 +9,7 @@ import torch
 
 from arpg import tasks
 from arpg.decode import Request
-from arpg.decode.continuous import TokenCopy
+from arpg.decode.continuous import Slots, TokenCopy
 from arpg.decode.graphs import GraphCache
 from arpg.model import class_condition
 from arpg.serve.batcher import Batcher, choose_max_batch, warm_up
@@ -178,6 +178,29 @@ def test_a_failing_step_fails_its_batch_alone(model, slow, monkeypatch, error, c
     after = SubmittedRows(model, "after")
     batcher.submit(after.pending)
     assert after.is_right()
+
+
+def test_rows_that_cannot_join_fail_alone(model, slow, monkeypatch, caplog):
+    """The batch they should have joined goes on without them, whatever of them it had taken in."""
+    caplog.set_level("CRITICAL")
+    batcher, error = slow(max_batch=8), torch.OutOfMemoryError("no memory")
+    first, second = SubmittedRows(model, "a"), SubmittedRows(model, "b")
+    bad = SubmittedRows(model, "bad", request=masked(model, 1))
+
+    def fail(*_):
+        raise error
+
+    batcher.submit(first.pending)
+    batcher.step(1)
+    assert batcher.stepped.acquire(timeout=30)
+    monkeypatch.setattr(Slots, "put", fail)
+    batcher.submit(bad.pending)
+    batcher.allowed.release()
+    assert bad.wait().error is error
+    batcher.submit(second.pending)
+    batcher.allowed.release(1000)
+    assert first.is_right()
+    assert second.is_right()
 
 
 @pytest.fixture

@@ -350,15 +350,18 @@ class ContinuousBatch:
         slots = np.concatenate((free, len(self._plans.steps_S) + np.arange(len(parts) - len(free))))
         pool = self._make_room(parts[0][0], int(slots.max()) + 1, prefix, max(max(plan.sizes) for plan in plans))
         self._plans.grow(pool.num_samples, max(len(plan.sizes) for plan in plans))
+        # The device first: where it fails, the slots are still free and the batch is as it was.
+        for slot, (request, row) in zip(slots.tolist(), parts, strict=True):
+            if request.condition.query_BND is not None:
+                pool.put_query(slot, request.condition.query_BND[row])
+        if state is not None:
+            pool.put(state, slots[prefilled])
         for slot, (request, row), plan in zip(slots.tolist(), parts, plans, strict=True):
             self._plans.put(slot, plan, request.seeds[row], request.known_BN[row])
             if (label := _label(request, row)) is not None:
                 self._plans.put_class(slot, (label, self.model.config.num_classes)[: self.copies])
-            if request.condition.query_BND is not None:
-                pool.put_query(slot, request.condition.query_BND[row])
             self.rows.append(SlotRow(self._plans, slot))
         if state is not None:
-            pool.put(state, slots[prefilled])
             self._plans.length_SC[slots[prefilled]] = length_BC
 
     def _prefill(self, request: Request) -> tuple[DecodeState, Ints, int]:
