@@ -29,6 +29,7 @@ def refused(code, call, *arguments, **options):
         call(*arguments, **options)
     assert (error.value.status, error.value.code) == (429, code)
     assert 1 <= error.value.retry_after <= 60
+    return error.value.message
 
 
 def test_a_default_image_costs_one(pipeline):
@@ -68,7 +69,8 @@ def test_a_key_has_a_share():
     admission = limiter(num_keys=2, max_pending_cost=16, max_pending_requests=4, key_share=0.5)
     for _ in range(4):
         admission.reserve("alice", 2, large=False)
-    refused("key_quota", admission.reserve, "alice", 1, large=False)
+    message = refused("key_quota", admission.reserve, "alice", 1, large=False)
+    assert "8.0 images are in progress for this key; this one costs 1.0 and the limit is 8;" in message
     admission.reserve("bob", 2, large=False)
     admission.enter("alice")
     admission.enter("alice")

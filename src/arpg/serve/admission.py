@@ -6,43 +6,33 @@ settings: one such image costs 1.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError
 from arpg.serve.observability import Metrics
 from arpg.serve.server_config import ServeSettings
-from arpg.settings import SamplingDefaults, SamplingSettings
+from arpg.settings import SamplingSettings
 from arpg.tasks.task import ImageTask
 
 LARGE_SHARE = 0.125  # of the budget: what costs more is a large task, with a budget of its own
 LANES = ("small", "large")
 
 
-def own_tokens(pipeline: Pipeline) -> int:
-    """Return the number of tokens of an image of the model's own size."""
-    height, width = pipeline.model.config.grid
-    return height * width
-
-
 def task_cost(task: ImageTask, pipeline: Pipeline) -> float:
     """Estimate the cost of a task, in images of the model's own size with its default settings."""
-    unit = _unit_cost(own_tokens(pipeline), pipeline.sampling)
-    windows = ((stage.window[0] * stage.window[1], len(stage.corners)) for stage in task.stages)
+    unit = _sample_cost(math.prod(pipeline.model.config.grid), pipeline.sampling.settings())
+    windows = ((math.prod(stage.window), len(stage.corners)) for stage in task.stages)
     settings = task.spec.settings
     return len(task.spec) * sum(count * _sample_cost(tokens, settings) for tokens, count in windows) / unit
 
 
-@lru_cache(maxsize=64)
-def _unit_cost(tokens: int, sampling: SamplingDefaults) -> float:
-    """Return the cost of an image of the model's own size with its default settings, in tokens x steps."""
-    return _sample_cost(tokens, sampling.settings())
-
-
 def _sample_cost(tokens: int, settings: SamplingSettings) -> float:
+    """Return the cost of a window of one image, in tokens x steps."""
     steps = settings.steps if isinstance(settings.schedule, str) else len(settings.schedule)
     steps = min(steps, tokens) if settings.decode == "steps" else tokens
     return float(tokens * steps * (1 if settings.guidance == 1 else 2))
@@ -57,12 +47,8 @@ class AdmissionLimiter:
     """
 
     def __init__(self, settings: ServeSettings, metrics: Metrics, *, num_keys: Callable[[], int]) -> None:
-        self.capacity, self.budget, self.key_share = (
-            settings.max_pending_requests,
-            settings.max_pending_cost,
-            settings.key_share,
-        )
-        self.metrics, self.num_keys = metrics, num_keys
+        self.capacity, self.budget = settings.max_pending_requests, settings.max_pending_cost
+        self.key_share, self.num_keys, self.metrics = settings.key_share, num_keys, metrics
         self.num_admitted = 0
         self.draining = False
         self._requests: Counter[str] = Counter()  # by key
@@ -115,16 +101,17 @@ class AdmissionLimiter:
         lane = "large" if large or cost > LARGE_SHARE * self.budget else "small"
         with self._lock:
             costs = self._costs[lane]
-            total, own = sum(costs.values()), costs.get(key, 0.0)
+            total, own, share = sum(costs.values()), costs.get(key, 0.0), self._share * self.budget
             full = total > 0 and total + cost > self.budget
-            over = own > 0 and own + cost > self._share * self.budget
+            over = own > 0 and own + cost > share
             if not full and not over:
                 costs[key] = own + cost
         if full or over:
-            what = f"requests of a cost of {total if full else own:.1f} images are in progress" + (
-                "" if full else " for this key"
+            held, limit, whose = (total, self.budget, "") if full else (own, share, " for this key")
+            message = (
+                f"requests of a cost of {held:.1f} images are in progress{whose}; this one costs {cost:.1f} and the "
+                f"limit is {limit:g}; try again later"
             )
-            message = f"{what}; this one costs {cost:.1f} and the limit is {self.budget:g}; try again later"
             raise self._refuse(message, "cost_limit" if full else "key_quota", cost=cost)
 
         def release() -> None:

@@ -36,10 +36,10 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        opening = asyncio.get_running_loop().run_in_executor(None, _open_or_exit, service)
+        opening = asyncio.ensure_future(asyncio.to_thread(_open_or_exit, service))
         yield
         await opening
-        await asyncio.get_running_loop().run_in_executor(None, service.close)
+        await asyncio.to_thread(service.close)
 
     app = FastAPI(
         title="ARPG",
@@ -91,7 +91,7 @@ def _add_health_routes(app: FastAPI, service: ImageService) -> None:
     @app.get("/metrics", tags=["health"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(service.metrics.text(), media_type=service.metrics.CONTENT_TYPE)
+        return service.metrics.response()
 
 
 def _add_page(app: FastAPI) -> None:

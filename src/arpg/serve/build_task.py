@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import re
 import secrets
 import struct
@@ -16,7 +17,7 @@ from arpg.errors import InputError
 from arpg.extractors import can_extract
 from arpg.image import to_rgb, to_rgba
 from arpg.pipeline import Pipeline
-from arpg.serve.api_error import ApiError, check
+from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.schemas import TASKS, ControlImage, ExtractCondition, TaskParams
 from arpg.serve.server_config import Limits
 from arpg.settings import EXPAND_METHODS
@@ -160,10 +161,9 @@ class TaskBuilder:
         """Refuse what belongs to the other kind of model."""
         if value is None:
             return
-        shown = repr(value if isinstance(value, int) or len(value) <= 40 else value[:40] + "...")
         other = "prompts; give a prompt instead" if self.takes_text else "classes; give one of /v1/arpg/classes"
         code = "takes_text" if self.takes_text else "takes_class"
-        raise ApiError(400, f"{name} is {shown}, but the model takes {other}", param=name, code=code)
+        raise ApiError(400, f"{name} is {shorten(value)}, but the model takes {other}", param=name, code=code)
 
     def _options(self, params: TaskParams) -> dict[str, Any]:
         """Return the options of all tasks; numbers and settings are checked here, before any work."""
@@ -210,7 +210,7 @@ class TaskBuilder:
         )
 
     def _check_tokens(self, task: ImageTask) -> None:
-        tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
+        tokens = max(math.prod(stage.grid) for stage in task.stages)
         most = (self.limits.side // self.pipeline.tokenizer.config.stride) ** 2
         check(tokens <= most, f"the result would have {tokens} tokens; at most {most}, request a smaller size")
 

@@ -111,7 +111,7 @@ class RequestMiddleware:
                 body = await self._read_body(scope, headers, receive)
                 self.admission.enter(state["key"])  # a body that does not arrive takes no place
                 admitted = True
-            await self.app(scope, _replay(body, receive), response.send)
+            await self.app(scope, replay(body, receive), response.send)
         except ClientDisconnected:
             self.metrics.cancelled.inc()
             state["outcome"] = 499
@@ -222,14 +222,14 @@ class _ResponseSender:
             await error.response()(self.scope, receive, self.send)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that has the whole body in its first message, and then waits for the disconnect."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Message:
+    async def receive_again() -> Message:
         return first.pop() if first else await receive()
 
-    return replay
+    return receive_again
 
 
 def _without_port(host: str) -> str:

@@ -25,9 +25,9 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
+from starlette.responses import Response
 
 import arpg
-from arpg.device import peak_bytes
 from arpg.errors import InputError, one_of
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ _OTEL_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_END
 
 class Metrics:
     """The metrics of one service, in a registry of its own so that one process can have several services."""
-
-    CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -87,18 +85,13 @@ class Metrics:
             reason = error.strerror or str(error)
             raise InputError(f"cannot listen on {host} port {port} ({reason}); choose another --metrics-port") from None
 
-    def text(self) -> bytes:
+    def response(self) -> Response:
         """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)
+        return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _gpu_bytes(value: Callable[[], int]) -> float:
     return float(value()) if torch.cuda.is_initialized() else 0.0  # type: ignore[no-untyped-call]
-
-
-def peak_rss_bytes() -> int:
-    """Return the largest resident memory that this process has had."""
-    return peak_bytes(torch.device("cpu"))
 
 
 class JsonFormatter(logging.Formatter):

@@ -21,7 +21,6 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.config import AutoscalingContext
 from ray.serve.handle import DeploymentHandle
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpg.config import DEFAULT_MODEL
@@ -30,7 +29,7 @@ from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, check_exposure, read_keys
-from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, wait_for_disconnect
+from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, replay, wait_for_disconnect
 from arpg.serve.observability import Metrics, configure_logging, tracer_from_environment
 from arpg.serve.responses import json_response
 from arpg.serve.server_config import ALIASES, ServeSettings
@@ -85,17 +84,14 @@ class Replica:
     async def respond(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """Yield the messages of the response as they are made. Generation stops when the caller stops reading."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=16)
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         disconnected = asyncio.Event()
 
         async def receive() -> Message:
-            if first:
-                return first.pop()
             await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def run() -> None:
-            await self.app({**scope, "type": "http", "asgi": {"version": "3.0"}}, receive, messages.put)
+            await self.app({**scope, "type": "http", "asgi": {"version": "3.0"}}, replay(body, receive), messages.put)
             if "outcome" in scope["state"]:
                 await messages.put({"type": OUTCOME, "status": scope["state"]["outcome"]})
             await messages.put(None)
@@ -143,7 +139,7 @@ class Ingress:
         elif scope["path"] == "/healthz":
             await json_response({"status": "ok"})(scope, receive, send)
         elif scope["path"] == "/metrics":
-            await Response(self.metrics.text(), media_type=self.metrics.CONTENT_TYPE)(scope, receive, send)
+            await self.metrics.response()(scope, receive, send)
         else:
             if scope["path"] in ROUTES:
                 scope["route"] = SimpleNamespace(path=scope["path"])  # its name in the metrics

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from arpg.hub import resolve
 from arpg.installed import installed_folder, installed_models
 from arpg.lora import parse_lora, read_adapter
 from arpg.pipeline import Pipeline, choose_device
-from arpg.serve.admission import own_tokens
 from arpg.serve.api_error import ApiError
 from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, warm_up
 from arpg.serve.build_task import TaskBuilder
@@ -83,7 +84,7 @@ class ServedModel:
         """Load the model and start its threads; this takes a while."""
         loaded = self._load()
         size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
-        tokens, stride = own_tokens(loaded), loaded.tokenizer.config.stride
+        tokens, stride = math.prod(loaded.model.config.grid), loaded.tokenizer.config.stride
         tokenizer = TokenizerLanes(
             loaded.graphed_tokenizer,
             max_pixels=tokens * stride**2,
@@ -92,18 +93,15 @@ class ServedModel:
             share_finished=loaded.dtype != torch.float32,
         )
         pipeline = _serving_pipeline(loaded, tokenizer, metrics)
-        max_wait = settings.max_wait_ms / 1000
-
-        def make_batcher() -> Batcher:
-            return Batcher(
-                pipeline.model,
-                max_batch=size,
-                max_wait=max_wait,
-                threads=threads,
-                metrics=metrics,
-                engine=settings.engine,
-            )
-
+        make_batcher = partial(
+            Batcher,
+            pipeline.model,
+            max_batch=size,
+            max_wait=settings.max_wait_ms / 1000,
+            threads=threads,
+            metrics=metrics,
+            engine=settings.engine,
+        )
         batcher = BatcherLanes(make_batcher, max_tokens=tokens)
         if settings.engine == "graph":
             task = pipeline.generate_task(["an image"] if pipeline.model.text is not None else [0])
@@ -111,9 +109,8 @@ class ServedModel:
         builder = TaskBuilder(pipeline, self.name, settings.limits)
         weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
         self._state = LoadedModel(pipeline, tokenizer, batcher, builder, weight_bytes)
-        device = str(pipeline.model.device)
-        about = {"model": self.name, "device": device, "weight_bytes": weight_bytes, "max_batch": size}
-        log.info("loaded", extra=about)
+        about = {"model": self.name, "device": str(pipeline.model.device)}
+        log.info("loaded", extra={**about, "weight_bytes": weight_bytes, "max_batch": size})
 
     def close(self) -> None:
         """Stop the threads; requests that are not finished end with an error."""

@@ -9,15 +9,17 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+import torch
 from PIL import Image
 from starlette.requests import Request
 
+from arpg.device import peak_bytes
 from arpg.errors import InputError, require
 from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, bad_request, internal_error, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, TaskBuilder
-from arpg.serve.observability import Metrics, peak_rss_bytes, tracer_from_environment
+from arpg.serve.observability import Metrics, tracer_from_environment
 from arpg.serve.responses import Accepted, Encode, Job, PreviewOptions, Result, base64_png
 from arpg.serve.served_model import LoadedModel, ServedModel
 from arpg.serve.server_config import ServeSettings
@@ -68,7 +70,7 @@ class ImageService:
         """Load the models, one after the other, and start their threads; this takes a while."""
         for model in self.models.values():
             model.open(self.settings, self.metrics)
-        log.info("ready", extra={"models": list(self.models), "peak_rss_bytes": peak_rss_bytes()})
+        log.info("ready", extra={"models": list(self.models), "peak_rss_bytes": peak_bytes(torch.device("cpu"))})
 
     def close(self) -> None:
         """Stop the threads; jobs that are not finished end with an error."""

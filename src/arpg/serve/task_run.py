@@ -6,6 +6,7 @@ Shapes: B candidates, N tokens, h w grid.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from arpg.decode import Step, make_plan
-from arpg.serve.admission import own_tokens, task_cost
+from arpg.serve.admission import task_cost
 from arpg.serve.batcher import PendingRows
 from arpg.serve.responses import Job, Preview, Result, Usage, base64_png
 from arpg.serve.served_model import LoadedModel
@@ -52,8 +53,8 @@ class TaskRun:
     ) -> None:
         self.service, self.loaded, self.job, self.task, self.about = service, loaded, job, task, about
         self.cost = task_cost(task, loaded.pipeline)
-        tokens = max(stage.grid[0] * stage.grid[1] for stage in task.stages)
-        self.large = tokens > own_tokens(loaded.pipeline)
+        own_tokens = math.prod(loaded.pipeline.model.config.grid)
+        self.large = any(math.prod(stage.grid) > own_tokens for stage in task.stages)
         self.pool = service.pools.large if self.large else service.pools.finish
         self._states: list[StepState] = []  # to report, in order
         self._decoded: Step | None = None  # the result of the current request, where previews come before it
@@ -208,6 +209,5 @@ class TaskRun:
             text_tokens = sum(len(prompts.states(text)) for text in texts)
         else:
             text_tokens = int(about.get("class") is not None)
-        height, width = self.task.stages[-1].grid
         known = int(self.task.stages[0].known_hw.sum())
-        return Usage(text_tokens, known, height * width * len(self.task.spec.labels))
+        return Usage(text_tokens, known, math.prod(self.task.stages[-1].grid) * len(self.task.spec.labels))
