@@ -111,6 +111,16 @@ def test_a_stream_shows_every_step(client, pipeline):
             assert np.abs(pixels(image_of({"png": shown})).astype(int) - pixels(image)).max() <= 1
 
 
+def test_exact_decoding_does_not_know_its_number_of_steps(client):
+    """It takes fewer than there are tokens: previews are spread over the tokens."""
+    body = {"class": 1, "num": 2, "decode": "exact", "attention": "causal", "stream": True, "previews": 2}
+    steps = [data for name, data in events(client.post("/v1/arpg/generate", json=body).text) if name == "step"]
+    assert 3 <= len(steps) < 16
+    assert {data["steps"] for data in steps} == {None}
+    assert [data["step"] for data in steps] == list(range(1, len(steps) + 1))
+    assert sum(bool(data["previews"]) for data in steps) == 2
+
+
 def test_previews_are_made_as_they_are_read_and_as_large_as_requested(client):
     body = {"class": 1, "num": 2, "best_of": 2, "steps": 6, "seed": 5, "stream": True}
     stream = events(client.post("/v1/arpg/generate", json=body).text)

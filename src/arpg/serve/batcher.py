@@ -264,7 +264,7 @@ class Batcher:
         """Add new rows to a running batch, or start a batch with them."""
         for ref in rows:
             if not ref.plan.sizes:  # all of its tokens are known
-                self._finish(ref)
+                self._finish_row(ref.pending)
         rows = [ref for ref in rows if ref.plan.sizes]
         if not rows:
             return
@@ -342,7 +342,7 @@ class Batcher:
             return
         for ref, _, finished in rows:
             if finished and not ref.pending.ended:
-                self._finish(ref)
+                self._finish_row(ref.pending)
 
     def _retire(self, batch: Batch) -> None:
         """Remove a batch without rows; one with captured steps is kept for the next rows of its key."""
@@ -360,9 +360,7 @@ class Batcher:
         if rows:
             batch.decode.keep(rows)
 
-    def _finish(self, ref: RowRef) -> None:
-        pending, row = ref
-        pending.steps_B[row] = len(ref.plan.sizes)
+    def _finish_row(self, pending: PendingRows) -> None:
         pending.num_open -= 1
         if pending.num_open == 0:
             self._end(pending, None)

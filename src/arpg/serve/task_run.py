@@ -33,7 +33,7 @@ class StepState:
     """The state of a request after a step; `due`: its preview has to be made."""
 
     step: int
-    steps: int
+    steps: int | None
     window: int
     tokens: StepTokens
     decoded_at_Bhw: Tensor  # of the whole grid
@@ -88,12 +88,17 @@ class TaskRun:
         window.copy_(torch.where(fresh, (self._earlier_steps + step_B - 1)[:, None, None], window))
         self._decoded_at_Bhw = decoded_at
         counts = [len(plan.sizes) for plan in pending.plan.samples]
-        steps = max(counts)
-        done = sum(pending.steps_B) * steps // max(1, sum(counts))
-        due = self._is_due((self.task.index + done / max(1, steps)) / len(self.task))
+        steps: int | None = max(counts)
+        done = sum(pending.steps_B) * max(counts) // max(1, sum(counts))
+        share = done / max(1, max(counts))
+        if pending.settings.decode != "steps":  # the network decides how many tokens a step decodes
+            steps, done = None, max(pending.steps_B)
+            before, now = int(pending.request.known_BN.sum()), int(pending.known_BN.sum())
+            share = (now - before) / max(1, pending.known_BN.numel() - before)
+        due = self._is_due((self.task.index + share) / len(self.task))
         if self.job.num_unread > MAX_UNREAD_EVENTS and not due:
             return
-        tokens = self.task.tokens_after(Step(done - 1, steps + 1, pending.ids_BN, pending.known_BN))
+        tokens = self.task.tokens_after(Step(done - 1, None, pending.ids_BN, pending.known_BN))
         state = StepState(done, steps, self.task.index, tokens, decoded_at, due)
         with self._lock:
             self._states.append(state)
