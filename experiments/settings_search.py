@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_json(options.out / "best.json", best)
     except TimeoutError:
         log.info("no time is left; run it again to go on")
-    if options.write and best:
+    if options.write and len(best) == len(options.steps):
         defaults = recommend({int(steps): found["searched"] for steps, found in best.items()})
         write_folder(resolve(options.model), FolderConfig(sampling=defaults))
         log.info("defaults of %s: %s", options.model, defaults)

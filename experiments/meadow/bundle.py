@@ -30,7 +30,11 @@ ABOUT = "{classes} classes of cats, dogs, birds, flowers and things in photograp
 EXAMPLES = ("golden retriever", "siamese cat", "sunflower", "puffin", "water lily", "church")
 TOKENIZER_TRAINING = "4,900 steps of 256 images, 19 minutes of steps on one NVIDIA H200"
 METRICS = {"fid": ("FID", 2), "sfid": ("sFID", 2), "is": ("Inception Score", 1), "kid": ("KID", 4)}
-WHAT = {"diversity": "the LPIPS between samples of a class", "nearest": "the LPIPS to the nearest training photograph"}
+PARTS = {
+    "accuracy": "the share of samples that a classifier recognises",
+    "diversity": "the LPIPS between samples of a class",
+    "nearest": "the LPIPS to the nearest training photograph",
+}
 METRICS |= {"precision": ("precision", 3), "recall": ("recall", 3)}
 
 log = logging.getLogger("experiments")
@@ -41,7 +45,7 @@ def card(name: str, folder: Path, found: Mapping[str, Any], counts: Mapping[str,
 
     `counts`: photographs of each split. `written`: what no record says, `training` and `limits`.
     """
-    missing = [part for part in ("tokenizer", "accuracy", "fid") if part not in found]
+    missing = [part for part in ("tokenizer", "fid") if part not in found]
     require(not missing, f"the record has no {', '.join(missing)}; run model-card again to measure it")
     parts = [
         f"# {name}",
@@ -114,23 +118,27 @@ def _sources(counts: Mapping[str, int]) -> str:
 
 
 def _numbers(found: Mapping[str, Any]) -> str:
-    measured = {steps: {split: each[split] for split in ("train", "test")} for steps, each in found["fid"].items()}
-    reports = [report for each in measured.values() for report in each.values()]
-    columns = [f"{steps}, {split} split" for steps in measured for split in ("training", "test")]
+    splits = {"train": "training", "test": "test"}
+    measured = {
+        f"{steps}, {name} split": each[split]
+        for steps, each in found["fid"].items()
+        for split, name in splits.items()
+        if split in each
+    }
+    reports = list(measured.values())
     cells = []
     for metric, (title, digits) in METRICS.items():
         if metric in reports[0]:
             cells.append([title, *(_with_interval(report[metric], digits) for report in reports)])
-    tokenizer, accuracy = found["tokenizer"], found["accuracy"]
+    tokenizer = found["tokenizer"]
     domains = {name: report for name, report in tokenizer.items() if isinstance(report, dict)}
-    low, high = accuracy["interval"]
     parts = [
         _wrapped(
             f"On {found['device']}, {found['precision']}, the model's settings. {reports[0]['fid']['samples']:,} "
             "samples, classes as frequent as in the training split; 95% intervals:"
         ),
         "",
-        markdown_table(["", *columns], cells),
+        markdown_table(["", *measured], cells),
         f"The tokenizer on {tokenizer['images']:,} test photographs: rFID {tokenizer['rfid, test images']:.2f}.",
         "",
         markdown_table(
@@ -140,13 +148,17 @@ def _numbers(found: Mapping[str, Any]) -> str:
                 for name, r in domains.items()
             ],
         ),
-        _wrapped(
-            f"A classifier trained on the real training split recognises {accuracy['samples']:.1%} of "
-            f"{accuracy['samples per class']} samples per class (95% interval {low:.1%} to {high:.1%}) and "
-            f"{accuracy['real test images']:.1%} of the real test photographs: {accuracy['share of real']:.2f} "
-            "times as many."
-        ),
     ]
+    if (accuracy := found.get("accuracy")) is not None:
+        low, high = accuracy["interval"]
+        parts.append(
+            _wrapped(
+                f"A classifier trained on the real training split recognises {accuracy['samples']:.1%} of "
+                f"{accuracy['samples per class']} samples per class (95% interval {low:.1%} to {high:.1%}) and "
+                f"{accuracy['real test images']:.1%} of the real test photographs: {accuracy['share of real']:.2f} "
+                "times as many."
+            )
+        )
     if (diversity := found.get("diversity")) is not None:
         said = "Pairs of samples of one class have a mean LPIPS of {samples:.3f}, real training photographs {real:.3f}."
         parts += ["", _wrapped(said.format(samples=diversity["samples"], real=diversity["real training images"]))]
@@ -154,8 +166,8 @@ def _numbers(found: Mapping[str, Any]) -> str:
         titles = ["LPIPS to the nearest training photograph of the class", "mean", "closest 1%"]
         rows = [[name, f"{each['mean']:.3f}", f"{each['closest 1%']:.3f}"] for name, each in nearest.items()]
         parts += ["", markdown_table(titles, rows)]
-    if unmeasured := [part for part in ("diversity", "nearest") if part not in found]:
-        parts += ["", f"Not measured yet: {', '.join(WHAT[part] for part in unmeasured)}."]
+    if unmeasured := [what for part, what in PARTS.items() if part not in found]:
+        parts += ["", _wrapped(f"Not measured yet: {', '.join(unmeasured)}.")]
     return "\n".join(parts)
 
 
@@ -168,8 +180,8 @@ def _with_interval(entry: Mapping[str, Any], digits: int) -> str:
 
 
 def _limits(found: Mapping[str, Any], written: str) -> str:
-    accuracy = found["accuracy"]
-    never, low = accuracy["classes never recognised"], accuracy["classes under 50%"]
+    accuracy = found.get("accuracy", {})
+    never, low = accuracy.get("classes never recognised", []), accuracy.get("classes under 50%", {})
     worst = [f"{name} {low[name]:.0%}" for name in sorted(low, key=lambda name: low[name]) if name not in never]
     lines = [f"- No sample is recognised of {len(never)} classes: {', '.join(never)}."] if never else []
     if worst:
