@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -168,7 +169,7 @@ def _numbers(found: Mapping[str, Any]) -> str:
         parts += ["", markdown_table(titles, rows)]
     if unmeasured := [what for part, what in PARTS.items() if part not in found]:
         parts += ["", _wrapped(f"Not measured yet: {', '.join(unmeasured)}.")]
-    return "\n".join(parts)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))  # tables end with a line break of their own
 
 
 def _with_interval(entry: Mapping[str, Any], digits: int) -> str:
