@@ -227,7 +227,8 @@ def measure_parts(name: str, bench: PhotoMeasures, options: argparse.Namespace, 
     }
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else about
     for name in ("model", "precision"):
-        require(found[name] == about[name], f"{path} is of another {name} ({found[name]}); choose another --out")
+        known = found.get(name)
+        require(known == about[name], f"{path} is of another {name} ({known}); choose another --out")
     for part in options.parts:
         if part in found:
             continue

@@ -55,11 +55,14 @@ class PhotoSet:
     def features(
         self, data: Path, split: str, inception: Inception, *, limit: int | None = None, folder: Path | None = None
     ) -> Features:
-        """Return Inception's features of a split; with `folder`, kept there for the next measurement."""
+        """Return Inception's features of a split; with `folder`, kept there for the next measurement.
+
+        Features of other Inception weights are computed again.
+        """
         images = self.open(data, split, limit)
         path = None if folder is None else folder / f"{self.name}-{split}-{len(images)}.npz"
-        if path is not None and path.exists():
-            return Features.load(path)
+        if path is not None and path.exists() and (kept := Features.load(path)).network == inception.identity:
+            return kept
         pixels = center_crops(images, self.size)
         found = collect(inception, from_array(pixels, where=split).batches(CHUNK))
         if path is not None:

@@ -132,6 +132,7 @@ def _numbers(found: Mapping[str, Any]) -> str:
         if metric in reports[0]:
             cells.append([title, *(_with_interval(report[metric], digits) for report in reports)])
     tokenizer = found["tokenizer"]
+    where = f", on {tokenizer['device']}" if "device" in tokenizer else ""  # where it was measured with other weights
     domains = {name: report for name, report in tokenizer.items() if isinstance(report, dict)}
     parts = [
         _wrapped(
@@ -140,7 +141,7 @@ def _numbers(found: Mapping[str, Any]) -> str:
         ),
         "",
         markdown_table(["", *measured], cells),
-        f"The tokenizer on {tokenizer['images']:,} test photographs: rFID {tokenizer['rfid, test images']:.2f}.",
+        f"The tokenizer on {tokenizer['images']:,} test photographs{where}: rFID {tokenizer['rfid, test images']:.2f}.",
         "",
         markdown_table(
             ["reconstruction", "PSNR", "SSIM", "LPIPS", "codes used"],

@@ -1,5 +1,6 @@
 """Search by halves against all measurements, and the card and the search of a small model on made-up photographs."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from arpg import InputError, Pipeline
 from arpg.checkpoint import read_folder
+from arpg.evaluation.features import Features
 from experiments import model_card, photos
 from experiments.meadow.__main__ import main
 from experiments.settings_search import AXES, halving, recommend
@@ -91,6 +93,10 @@ def test_features_of_real_photographs_are_computed_once(world, tmp_path, monkeyp
     assert main([*command, "--out", str(tmp_path / "b")]) == 0
     found = [json.loads((tmp_path / name / "best.json").read_text())["2"]["fid"] for name in "ab"]
     assert found[0] == found[1]
+    (kept,) = (tmp_path / "features").iterdir()
+    dataclasses.replace(Features.load(kept), network="other weights").save(kept)
+    with pytest.raises(TypeError):  # they are not taken: the photographs are read again
+        main([*command, "--out", str(tmp_path / "c")])
     assert read_folder(folder).sampling.guidance_by_steps == ((2, 1.5),)
 
 
