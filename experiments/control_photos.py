@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -122,10 +122,13 @@ class ControlScore(PhotoMeasures):
         real, labels = self.chosen
         wanted = self.conditions(kind, real)
         ours, plain = with_control(self.pipe, {}), without_control(self.pipe, {})
-        rows = {
+        rows: dict[str, Callable[[], Pixels]] = {
             CONTROL: lambda: self.generate(ours, wanted, kind=kind, strength=1.0),
             PLAIN: lambda: self.generate(ours, wanted, kind=kind, strength=0.0),
         }
+        for scale in self.options.guidance:
+            guided = with_control(self.pipe, {"guidance": scale})
+            rows[f"{CONTROL}, guidance {scale:g}"] = partial(self.generate, guided, wanted, kind=kind, strength=1.0)
         if self.options.base is not None:
             rows[BASE] = lambda: self.generate(self._base, wanted, kind=kind, strength=0.0)
         rows |= {CEILING: lambda: self.reconstruct(real), REAL: lambda: real}
@@ -147,7 +150,8 @@ class ControlScore(PhotoMeasures):
             log.info("%s, %s: %s", kind, name, found[name])
             if name != REAL:
                 sheet_rows.append(made[shown])
-        found[NEAREST] = self.nearest(kind, wanted)
+        if self.options.nearest > 0:
+            found[NEAREST] = self.nearest(kind, wanted)
         self.save_sheet(kind, sheet_rows)
         same = strength_zero_is_plain(ours, plain, size=self.size, kind=kind)
         settings = json_settings(self.pipe.sampling.settings())
@@ -168,7 +172,8 @@ class ControlScore(PhotoMeasures):
 
     @cached_property
     def _base(self) -> Generate:
-        base = Pipeline.from_pretrained(self.options.base, device=self.options.device, dtype="float32")
+        options = self.options
+        base = Pipeline.from_pretrained(options.base, device=options.device, precision=options.precision)
         return without_control(base, {})
 
 
@@ -178,7 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = measure_parser("control-score", main.__doc__, CONTROL_KINDS)
     parser.add_argument("--base", help="A model without control that generates the same classes.")
     parser.add_argument("--num", type=int, default=5000, help="Test photographs, and images of each row.")
-    parser.add_argument("--nearest", type=int, default=500, help="Of them, for the nearest training photograph.")
+    parser.add_argument(
+        "--nearest", type=int, default=500, help="Of them, for the nearest training photograph; 0 leaves it out."
+    )
+    parser.add_argument(
+        "--guidance", type=float, nargs="*", default=[], help="More rows of control, with these guidance scales."
+    )
     parser.add_argument("--seed", type=int, default=2_000_000)
     parser.add_argument(
         "--depth-model", help="An .onnx file, or a depth model of transformers by name; default: FastDepth."

@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from arpg.checkpoint import store_folder
 from arpg.device import choose_device
 from arpg.errors import require
 from arpg.files import write_whole
@@ -107,13 +106,14 @@ def train_until(
     results: Path,
     *,
     device: str,
-    form: str | None = None,
+    store: Callable[[Path, Path], None] | None = None,
     train: Callable[..., Path] | None = None,
 ) -> bool:
     """Train or resume training until `deadline`; return whether it is finished.
 
     `train`: what runs the recipe, where it is not `train_model` or `train_tokenizer`.
-    The newest sheet and metrics are copied to `results`, and with `form` the model so far is stored there in that form.
+    The newest sheet and metrics are copied to `results`. `store(folder, target)` writes the model so far to
+    RESULTS/model in the form in which it comes back.
     """
     if (folder / FINISHED).exists():
         return True
@@ -132,8 +132,8 @@ def train_until(
     finally:
         for path in (*sorted(folder.glob("samples-*.png"))[-1:], *folder.glob("metrics.jsonl")):
             shutil.copyfile(path, results / path.name)
-        if form is not None and (folder / "model" / "config.json").exists():
-            store_folder(folder / "model", results / "model", form=form)
+        if store is not None and (folder / "model" / "config.json").exists():
+            store(folder / "model", results / "model")
     (folder / FINISHED).touch()
     return True
 

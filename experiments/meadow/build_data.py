@@ -1,7 +1,7 @@
 """Build the photographs of `meadow`: 225 classes of cats, dogs, birds, flowers and things, as zips of square WebPs.
 
     python -m experiments.meadow build-data MIRRORS data --size 144                      # 128 px with room for crops
-    python -m experiments.meadow build-data MIRRORS data-288 --size 288 --only pets flowers
+    python -m experiments.meadow build-data MIRRORS data-288 --size 288 --only pets flowers --splits test
 
 MIRRORS holds bare git directories of public repositories, as OWNER+NAME/repo (`SOURCES`). OUT gets
 meadow-{pets,flowers,birds,things,dogs}.zip, each with {train,test}/CLASS/SOURCE-NAME.webp, and classes.txt. An image is
@@ -33,6 +33,7 @@ from arpg.files import write_text
 
 log = logging.getLogger("experiments")
 
+SPLITS = ("train", "test")
 CHUNK = 200  # images that a process reads at once
 METHOD = 4  # effort of the WebP encoder; another one gives other bytes
 IMAGENETTE = {
@@ -139,14 +140,23 @@ def split_of(source: str, name: str) -> str:
     return "test" if int(digest, 16) % 10 == 0 else "train"
 
 
-def build(mirrors: Path, out: Path, *, size: int, quality: int, only: Sequence[str], processes: int) -> dict[str, int]:
-    """Write the zips of the sources `only` and classes.txt; return how many images each class has."""
+def build(
+    mirrors: Path,
+    out: Path,
+    *,
+    size: int,
+    quality: int,
+    only: Sequence[str],
+    processes: int,
+    splits: Sequence[str] = SPLITS,
+) -> dict[str, int]:
+    """Write `splits` of the sources `only` as zips, and classes.txt; return how many images each class has."""
     out.mkdir(parents=True, exist_ok=True)
     classes: Counter[str] = Counter()
     for source in only:
         folder = mirrors / SOURCES[source].repository / "repo"
         require(folder.is_dir(), f"{folder} does not exist; expected the git directory of {SOURCES[source].repository}")
-        found = list(_list(source, folder))
+        found = [each for each in _list(source, folder) if split_of(source, Path(each[1]).stem) in splits]
         chunks = [found[i : i + CHUNK] for i in range(0, len(found), CHUNK)]
         jobs = [(str(folder), [blob for blob, _, _ in chunk], size, quality) for chunk in chunks]
         target = out / f"meadow-{source}.zip"
@@ -228,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=144, help="Side of the squares, in pixels.")
     parser.add_argument("--quality", type=int, default=80, help="Of the WebP encoder.")
     parser.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES))
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     build(
@@ -236,5 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size=options.size,
         quality=options.quality,
         only=options.only,
+        splits=options.splits,
         processes=options.processes,
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from arpg.checkpoint import load_tokenizer
+from arpg.checkpoint import load_tokenizer, store_folder, write_difference
 from arpg.data.tokenize import tokenize as tokenize_images
 from arpg.data.tokens import open_tokens
 from arpg.device import choose_device
@@ -125,6 +125,7 @@ def train(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="The results: model, metrics, the newest sheet.")
     parser.add_argument("--pieces", type=Path, help="Also write the results here, in pieces that come back.")
     parser.add_argument("--as", dest="form", default="int8", help="The form in which the weights are stored.")
+    parser.add_argument("--base", help="An installed model: store differences from it.")
     parser.add_argument("--minutes", type=float, default=9.0, help="Time of this call.")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
@@ -133,8 +134,14 @@ def train(arguments: Sequence[str] | None = None) -> None:
     recipe = read_recipe(options.recipe, TokenizerRecipe if is_tokenizer else ModelRecipe, options.set)
     options.out.mkdir(parents=True, exist_ok=True)
 
+    def store(folder: Path, target: Path) -> None:
+        if options.base is None:
+            store_folder(folder, target, form=options.form)
+        else:
+            write_difference(folder, target, base=options.base, form=options.form)
+
     def stage() -> bool:
-        return train_until(deadline, recipe, options.work, options.out, device=options.device, form=options.form)
+        return train_until(deadline, recipe, options.work, options.out, device=options.device, store=store)
 
     # 64 MiB come back: a model without its tokenizer, which training does not change.
     leave_out = () if is_tokenizer else (options.out / "model" / "tokenizer.safetensors",)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from arpg import InputError, load_model
+from arpg.checkpoint import store_folder
 from arpg.config import ModelConfig
 from arpg.data.tokens import TokenWriter
 from arpg.train import report
@@ -118,7 +120,7 @@ def test_training_is_cut_by_the_deadline_and_goes_on(recipe, tmp_path, monkeypat
         patch.setattr(ModelTraining, "step", slow)
         calls = 0
         while not staged_run.train_until(
-            time.monotonic() + 0.4, recipe, work, results, device="cpu", form="int8"
+            time.monotonic() + 0.4, recipe, work, results, device="cpu", store=partial(store_folder, form="int8")
         ):  # at most 20 steps a call
             calls += 1
             weights = load_model(results / "model", dtype=torch.float32).state_dict()
