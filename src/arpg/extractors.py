@@ -133,6 +133,7 @@ def open_session(path: Path) -> Any:
     except ImportError:
         raise InputError(f"{path} needs ONNX Runtime, which is not installed: pip install 'arpg[control]'") from None
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1  # sets of images are read by several threads; more within each compete
     options.log_severity_level = 3  # FastDepth's file has weights that nothing uses: a line for each of them
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -169,6 +169,23 @@ def test_an_image_is_encoded_alike_in_every_batch(model):
     assert torch.equal(together, alone)
 
 
+def test_below_float32_images_are_encoded_together(model, monkeypatch):
+    """One call of the encoder for a batch of samples, which may share images; close to that of float32."""
+    low, images = controlled_model().to(torch.bfloat16), maps(3)
+    images, kinds, strengths = [*images, images[0]], ["canny", "depth", "canny", "canny"], [1.0, 0.5, 1.0, 0.0]
+    expected = controlled(model, range(4), images, strengths, kinds).query_BND
+    sizes, encode = [], low.control.encoder.forward
+    monkeypatch.setattr(low.control.encoder, "forward", lambda x, *rest: sizes.append(len(x)) or encode(x, *rest))
+    with torch.no_grad():
+        found = controlled(low, range(4), images, strengths, kinds).query_BND
+    assert sizes == [3]
+    assert (found.float() - expected).norm() < 0.02 * expected.norm()
+    monkeypatch.setattr("arpg.model.condition.ENCODED_TOGETHER", 2)
+    with torch.no_grad():
+        assert controlled(low, range(4), images, strengths, kinds).query_BND.shape == found.shape
+    assert sizes == [3, 2, 1]
+
+
 def test_prompts_and_images_together():
     model = controlled_model(dataclasses.replace(TEXT, control=CONTROL))
     plain = text_condition(model, text_states(3, 5))

@@ -1,6 +1,7 @@
 """Conditions: the prefix slots before the tokens (a class or a prompt), and the queries of Pass 2 (a condition image).
 
-Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states, H W pixels.
+Shapes: B batch, P prefix slots, N grid tokens, D width, T tokens of one prompt, E width of the text states, I condition
+images, H W pixels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from arpg.model.rope import identity_positions, no_positions
 
 if TYPE_CHECKING:
     from arpg.model.decoder import TokenDecoder
+
+ENCODED_TOGETHER = 64  # condition images, which bounds the memory of their encoder
 
 
 @dataclass(frozen=True)
@@ -164,14 +167,17 @@ def control_condition(
     if not any(strengths):
         return condition
     mask_D = model.embedding.weight[model.config.mask_id]
-    made: dict[tuple[int, int], Tensor] = {}  # each image once and by itself, so that it does not depend on the batch
+    distinct = {(id(image), kind): image for image, kind in zip(images, ids, strict=True)}
+    pixels_IHW = torch.stack(list(distinct.values())).to(model.device)
+    kind_I = torch.tensor([kind for _, kind in distinct], device=model.device)
+    # In float32 one by one, so that an image does not depend on its batch. Below, every sum depends on it anyway.
+    batch = 1 if mask_D.dtype == torch.float32 else ENCODED_TOGETHER
+    parts = zip(torch.split(pixels_IHW, batch), torch.split(kind_I, batch), strict=True)
+    made = dict(zip(distinct, torch.cat([control(*part) for part in parts]), strict=True))
     rows = []
     for image, kind, strength in zip(images, ids, strengths, strict=True):
-        key = (id(image), kind)
-        if key not in made:
-            kind_B = torch.tensor([kind], device=model.device)
-            made[key] = control(image[None].to(model.device), kind_B)[0]
-        rows.append(mask_D + strength * made[key] if strength else mask_D.expand_as(made[key]))
+        added_ND = made[id(image), kind]
+        rows.append(mask_D + strength * added_ND if strength else mask_D.expand_as(added_ND))
     return dataclasses.replace(condition, query_BND=torch.stack(rows))
 
 
