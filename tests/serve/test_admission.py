@@ -1,6 +1,5 @@
-"""Admission by cost: what a task costs, budgets of small and large ones, shares of keys; lanes that do not wait."""
+"""Admission by cost: what a task costs, budgets of small and large ones, shares of tenants; lanes that do not wait."""
 
-import json
 import threading
 
 import httpx
@@ -20,8 +19,8 @@ from support.rows import SteppedBatcher, SubmittedRows
 from support.small import noise
 
 
-def limiter(num_keys=0, **settings):
-    return AdmissionLimiter(ServeSettings(**settings), Metrics(), num_keys=lambda: num_keys)
+def limiter(num_tenants=0, **settings):
+    return AdmissionLimiter(ServeSettings(**settings), Metrics(), num_tenants=lambda: num_tenants)
 
 
 def refused(code, call, *arguments, **options):
@@ -65,12 +64,12 @@ def test_the_budget_of_small_tasks_is_their_own():
     admission.reserve("none", 16, large=True)
 
 
-def test_a_key_has_a_share():
-    admission = limiter(num_keys=2, max_pending_cost=16, max_pending_requests=4, key_share=0.5)
+def test_a_tenant_has_a_share():
+    admission = limiter(num_tenants=2, max_pending_cost=16, max_pending_requests=4, key_share=0.5)
     for _ in range(4):
         admission.reserve("alice", 2, large=False)
     message = refused("key_quota", admission.reserve, "alice", 1, large=False)
-    assert "8.0 images are in progress for this key; this one costs 1.0 and the limit is 8;" in message
+    assert "8.0 images are in progress for keys labelled 'alice'; this one costs 1.0 and the limit is 8;" in message
     admission.reserve("bob", 2, large=False)
     admission.enter("alice")
     admission.enter("alice")
@@ -80,7 +79,7 @@ def test_a_key_has_a_share():
     admission.enter("alice")
     admission.enter("bob")
     refused("queue_full", admission.enter, "carol")
-    alone = limiter(num_keys=1, max_pending_requests=4, key_share=0.5)
+    alone = limiter(num_tenants=1, max_pending_requests=4, key_share=0.5)
     for _ in range(4):
         alone.enter("alice")
 
@@ -174,8 +173,8 @@ def test_pixels_of_a_large_image_delay_no_small_one(served, monkeypatch):
     assert found[0][-2:] == (16, 16)
 
 
-def test_keys_take_turns(model):
-    """One key with many requests and another with one: rows alternate between the keys."""
+def test_tenants_take_turns(model):
+    """One tenant with many requests and another with one: rows alternate between the tenants."""
     batcher = SteppedBatcher(model, max_batch=4)
     try:
         many = [SubmittedRows(model, f"a{i}", seed=i) for i in range(6)]
@@ -194,13 +193,44 @@ def test_keys_take_turns(model):
         batcher.close()
 
 
-def test_the_key_of_a_call_is_its_tenant(served):
-    service = served(keys=ApiKeys(["alice the-first-key-of-alice", "bob the-first-key-of-bob!"]))
+OLD, NEW, BOB = "the-first-key-of-alice", "the-second-key-of-alice", "the-first-key-of-bob!"
+ALICE_KEYS = (f"alice {OLD}", f"alice {NEW}")  # while a key is rotated, its label has two
+
+
+def send(client, key):
+    headers = {"authorization": f"Bearer {key}"}
+    return client.post("/v1/arpg/generate", json={"class": 1, "steps": 1}, headers=headers)
+
+
+def test_the_label_of_a_key_is_its_tenant(served):
+    service = served(keys=ApiKeys([*ALICE_KEYS, f"bob {BOB}"]))
     client, seen = TestClient(create_app(service)), []
     submit = service.loaded.batcher.small.submit
     service.loaded.batcher.small.submit = lambda pending: (seen.append(pending.tenant), submit(pending))
-    for key in ("the-first-key-of-alice", "the-first-key-of-bob!"):
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        body = json.dumps({"class": 1, "steps": 1})
-        assert client.post("/v1/arpg/generate", content=body, headers=headers).status_code == 200
-    assert seen == ["alice", "bob"]
+    for key in (OLD, NEW, BOB):
+        assert send(client, key).status_code == 200
+    assert seen == ["alice", "alice", "bob"]
+    value = service.metrics.registry.get_sample_value
+    assert [value("arpg_key_images_total", {"key": label}) for label in ("alice", "bob")] == [2, 1]
+
+
+def test_a_label_that_is_alone_has_the_whole_limits_with_two_keys(served):
+    admission = served(keys=ApiKeys(ALICE_KEYS), max_pending_requests=4, max_pending_cost=16, key_share=0.5).admission
+    for _ in range(4):
+        admission.enter("alice")
+        admission.reserve("alice", 4, large=True)
+    refused("queue_full", admission.enter, "alice")
+    refused("cost_limit", admission.reserve, "alice", 4, large=True)
+
+
+def test_keys_of_one_label_have_one_share(served):
+    service = served(keys=ApiKeys([*ALICE_KEYS, f"bob {BOB}"]), max_pending_requests=4, key_share=0.5)
+    client = TestClient(create_app(service))
+    service.admission.enter("alice")
+    assert send(client, NEW).status_code == 200
+    service.admission.enter("alice")
+    for key in (OLD, NEW):
+        refusal = error(send(client, key), 429)
+        assert refusal["code"] == "key_quota"
+        assert "keys labelled 'alice' have 2 requests waiting or running, their share;" in refusal["message"]
+    assert send(client, BOB).status_code == 200

@@ -31,7 +31,7 @@ SETTING_HELP = {
     "max_wait_ms": "How long an idle server waits for more requests.",
     "max_pending_requests": "Requests waiting or running; more get a 429.",
     "max_pending_cost": "Work waiting or running, in images of the model's own size; more gets a 429.",
-    "key_share": "Share of both limits for one key, where there are several.",
+    "key_share": "Share of both limits for the keys of one label, where there are several labels.",
     "deadline": "Seconds for one request.",
     "drain_delay_s": "Seconds after SIGTERM in which /readyz is a 503 and requests are still accepted.",
     "io_timeout_s": "Seconds for a body to arrive, or for a client to read on.",

@@ -1,4 +1,6 @@
-"""Admission of calls: how many, and how much work, may be waiting or running, in all and for each API key.
+"""Admission of calls: how many, and how much work, may be waiting or running, in all and for each tenant.
+
+A tenant is a label of API keys: keys of one label, as while a key is rotated, count together.
 
 The cost of a call is tokens x steps x images, twice with guidance, in images of the model's own size with its default
 settings: one such image costs 1.
@@ -42,17 +44,17 @@ class AdmissionLimiter:
     """Limits the calls in progress and their cost: a 429 when there is too much, a 503 while draining.
 
     Large tasks have a budget of their own, so that they never make small ones wait for admission; one that exceeds the
-    whole budget is admitted when no other large one is in progress. Where there are several keys, one of them holds at
-    most `key_share` of each limit. All methods but `enter` and `leave` may be called from any thread.
+    whole budget is admitted when no other large one is in progress. Where there are several tenants, one of them holds
+    at most `key_share` of each limit. All methods but `enter` and `leave` may be called from any thread.
     """
 
-    def __init__(self, settings: ServeSettings, metrics: Metrics, *, num_keys: Callable[[], int]) -> None:
+    def __init__(self, settings: ServeSettings, metrics: Metrics, *, num_tenants: Callable[[], int]) -> None:
         self.capacity, self.budget = settings.max_pending_requests, settings.max_pending_cost
-        self.key_share, self.num_keys, self.metrics = settings.key_share, num_keys, metrics
+        self.key_share, self.num_tenants, self.metrics = settings.key_share, num_tenants, metrics
         self.num_admitted = 0
         self.draining = False
-        self._requests: Counter[str] = Counter()  # by key
-        self._costs: dict[str, dict[str, float]] = {lane: {} for lane in LANES}  # by key
+        self._requests: Counter[str] = Counter()  # by tenant
+        self._costs: dict[str, dict[str, float]] = {lane: {} for lane in LANES}  # by tenant
         self._lock = threading.Lock()
         self._seconds_per_cost = 1.0  # a moving average, for Retry-After
         metrics.gauge("arpg_queue_depth", "HTTP requests admitted, waiting or running", lambda: self.num_admitted)
@@ -62,38 +64,38 @@ class AdmissionLimiter:
 
     @property
     def _share(self) -> float:
-        return self.key_share if self.num_keys() > 1 else 1.0
+        return self.key_share if self.num_tenants() > 1 else 1.0
 
     def pending_cost(self, lane: str) -> float:
         """Return the cost of the admitted requests of a lane."""
         with self._lock:
             return sum(self._costs[lane].values())
 
-    def check(self, key: str) -> None:
-        """Raise a 503 while draining, and a 429 where there is no place for a call of this key."""
+    def check(self, tenant: str) -> None:
+        """Raise a 503 while draining, and a 429 where there is no place for a call of this tenant."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; try again in a moment", code="draining", retry_after=5)
         if self.num_admitted >= self.capacity:
             what = f"{self.num_admitted} requests are waiting or running, which is the limit; try again later"
             raise self._refuse(what, "queue_full")
-        if self._requests[key] >= max(1.0, self._share * self.capacity):
-            what = f"this key has {self._requests[key]} requests waiting or running, its share; try again later"
-            raise self._refuse(what, "key_quota")
+        if self._requests[tenant] >= max(1.0, self._share * self.capacity):
+            what = f"{self._requests[tenant]} requests waiting or running, their share; try again later"
+            raise self._refuse(f"keys labelled {tenant!r} have {what}", "key_quota")
 
-    def enter(self, key: str) -> None:
+    def enter(self, tenant: str) -> None:
         """Admit a call whose body has arrived, or raise a 429 or 503."""
-        self.check(key)
+        self.check(tenant)
         self.num_admitted += 1
-        self._requests[key] += 1
+        self._requests[tenant] += 1
 
-    def leave(self, key: str) -> None:
+    def leave(self, tenant: str) -> None:
         """Count an admitted call as answered."""
         self.num_admitted -= 1
-        self._requests[key] -= 1
-        if self._requests[key] <= 0:
-            del self._requests[key]
+        self._requests[tenant] -= 1
+        if self._requests[tenant] <= 0:
+            del self._requests[tenant]
 
-    def reserve(self, key: str, cost: float, *, large: bool) -> Callable[[], None]:
+    def reserve(self, tenant: str, cost: float, *, large: bool) -> Callable[[], None]:
         """Admit the work of a call, or raise a 429; return the function that gives it back.
 
         `large`: the task has a grid beyond the model's own.
@@ -101,13 +103,13 @@ class AdmissionLimiter:
         lane = "large" if large or cost > LARGE_SHARE * self.budget else "small"
         with self._lock:
             costs = self._costs[lane]
-            total, own, share = sum(costs.values()), costs.get(key, 0.0), self._share * self.budget
+            total, own, share = sum(costs.values()), costs.get(tenant, 0.0), self._share * self.budget
             full = total > 0 and total + cost > self.budget
             over = own > 0 and own + cost > share
             if not full and not over:
-                costs[key] = own + cost
+                costs[tenant] = own + cost
         if full or over:
-            held, limit, whose = (total, self.budget, "") if full else (own, share, " for this key")
+            held, limit, whose = (total, self.budget, "") if full else (own, share, f" for keys labelled {tenant!r}")
             message = (
                 f"requests of a cost of {held:.1f} images are in progress{whose}; this one costs {cost:.1f} and the "
                 f"limit is {limit:g}; try again later"
@@ -116,9 +118,9 @@ class AdmissionLimiter:
 
         def release() -> None:
             with self._lock:
-                costs[key] -= cost
-                if costs[key] <= 1e-6:
-                    del costs[key]
+                costs[tenant] -= cost
+                if costs[tenant] <= 1e-6:
+                    del costs[tenant]
 
         return release
 

@@ -41,6 +41,11 @@ class ApiKeys:
     def __repr__(self) -> str:
         return f"<{len(self)} keys>"
 
+    @property
+    def num_tenants(self) -> int:
+        """The number of labels: a tenant may have several keys, as while one is rotated."""
+        return len(set(self._labels.values()))
+
     def find(self, key: str) -> str | None:
         """Return the label of a key. All keys are compared, in a time that does not depend on which one matches."""
         digest, found = _digest(key), None

@@ -49,7 +49,7 @@ class PendingRows:
     should_stop: Callable[[], bool]
     on_end: Callable[[PendingRows, BaseException | None], None]  # open rows and no error: it was stopped
     on_step: Callable[[PendingRows], None] | None = None
-    tenant: Hashable = None  # whose owners share a turn: a key of the server
+    tenant: Hashable = None  # whose owners share a turn: the label of API keys
     ids_BN: Tensor = field(init=False)  # on the CPU; of finished rows, and of all rows where there is an `on_step`
     known_BN: Tensor = field(init=False)
     steps_B: list[int] = field(init=False)

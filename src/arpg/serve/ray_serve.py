@@ -211,7 +211,7 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
     metrics = Metrics()
     return RequestMiddleware(
         Ingress(metrics),
-        admission=AdmissionLimiter(settings, metrics, num_keys=lambda: len(keys)),
+        admission=AdmissionLimiter(settings, metrics, num_tenants=lambda: keys.num_tenants),
         keys=keys,
         settings=settings,
         hosts=hosts,

@@ -43,7 +43,7 @@ class ServeSettings:
     max_wait_ms: float = 10.0  # how long an idle server waits for more requests
     max_pending_requests: int = 64  # waiting or running; more get a 429
     max_pending_cost: float = 256.0  # of those, in images of the model's own size; large tasks have as much again
-    key_share: float = 0.5  # of both limits, for one API key where there are several
+    key_share: float = 0.5  # of both limits, for one label of API keys where there are several
     deadline: float = 120.0  # seconds for one request
     drain_delay_s: float = 0.0  # seconds after a signal in which /readyz is a 503 and requests are still accepted
     io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on

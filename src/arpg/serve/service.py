@@ -45,7 +45,7 @@ class ImageService:
         self.metrics = Metrics()
         self.tracer = tracer_from_environment()
         self.pools = WorkerPools()
-        self.admission = AdmissionLimiter(self.settings, self.metrics, num_keys=lambda: len(self.keys))
+        self.admission = AdmissionLimiter(self.settings, self.metrics, num_tenants=lambda: self.keys.num_tenants)
         self.stopping = False  # not ready any more, although requests are still accepted
         self._closed = False
         for name, meaning, count in (
