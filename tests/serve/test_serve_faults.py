@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.testclient import TestClient
 
-from arpg import cli
+from arpg import InputError, cli
 from arpg.serve import task_run
 from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.server import Server
+from arpg.serve.service import ImageService
 from support.http import until
 from support.paths import ROOT
 
@@ -255,6 +256,8 @@ def test_readiness_ends_before_requests_are_refused(served):
         (["--max-connections", "0"], "max_connections is 0"),
         (["--header-timeout", "0"], "header_timeout_s is 0"),
         (["--drain-delay", "-1"], "drain_delay_s is -1"),
+        (["--url-seconds", "0"], "url_seconds is 0.0; expected more than 0 seconds"),
+        (["--url-seconds", "nan"], "url_seconds is nan; expected more than 0 seconds"),
         (["--ssl-certfile", "short.txt"], "give both or neither"),
         (["--ssl-certfile", "nowhere.pem", "--ssl-keyfile", "short.txt"], "cannot be used (No such file"),
         (["--ssl-certfile", "short.txt", "--ssl-keyfile", "short.txt"], "expected a PEM certificate and its key"),
@@ -274,6 +277,20 @@ def test_the_command_refuses_what_is_not_safe(arguments, says, tmp_path, monkeyp
     message = capsys.readouterr().err
     assert says in message
     assert "hunter2" not in message
+
+
+def test_url_seconds_is_an_option(monkeypatch):
+    seen = []
+
+    def record_settings(*models, keys, settings):
+        seen.append(settings.url_seconds)
+        raise InputError("no model is loaded in this test")
+
+    monkeypatch.setattr(ImageService, "from_pretrained", record_settings)
+    monkeypatch.setattr(sys, "argv", ["arpg", "serve", "--model", "any", "--url-seconds", "30"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert seen == [30.0]
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

@@ -142,6 +142,13 @@ def test_images_as_urls(client, live):
         without.images.generate(prompt="1", response_format="url")
 
 
+def test_a_url_is_valid_for_url_seconds(live):
+    address, _ = live(url_seconds=1e-6)
+    body = {"prompt": "1", "response_format": "url", "steps": 1}
+    answer = httpx.post(f"{address}/v1/images/generations", json=body, timeout=60)
+    assert httpx.get(answer.json()["data"][0]["url"]).status_code == 404
+
+
 def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("arpg.serve.openai.time.monotonic", lambda: now[0])

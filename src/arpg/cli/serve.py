@@ -41,6 +41,7 @@ SETTING_HELP = {
     "max_header_bytes": "Bytes of a request line and its headers; more get a 431.",
     "max_headers": "Headers of a request; more get a 431.",
     "max_body_bytes": "Bytes of all request bodies in memory; more get a 503.",
+    "url_seconds": "Seconds that an image returned as a URL is kept; not on Ray.",
     "threads": "CPU threads of a step; by default one per core.",
 }
 

@@ -73,7 +73,7 @@ class ServeSettings:
             require(value is None or value >= 1, f"{name} is {value}; expected 1 or more")
         require(0 < self.key_share <= 1, f"key_share is {self.key_share}; expected more than 0 and at most 1")
         require(self.max_pending_cost > 0, f"max_pending_cost is {self.max_pending_cost}; expected more than 0 images")
-        for name in ("deadline", "io_timeout_s", "header_timeout_s", "keep_alive_s"):
+        for name in ("deadline", "io_timeout_s", "header_timeout_s", "keep_alive_s", "url_seconds"):
             value = getattr(self, name)
             require(value > 0, f"{name} is {value}; expected more than 0 seconds")
         require(
