@@ -88,7 +88,8 @@ def _shape(folder: Path, *, training: str) -> str:
     networks = (load_tokenizer(folder), load_model(folder))
     counts = [sum(p.numel() for p in network.parameters()) / 1e6 for network in networks]
     sizes = [(folder / file).stat().st_size / 1e6 for file in (TOKENIZER, MODEL)]
-    settings = present(read_folder(folder).sampling, f"{folder / CONFIG} has no sampling section").settings()
+    sampling = present(read_folder(folder).sampling, f"{folder / CONFIG} has no sampling section")
+    scales = [f"{scale:g} at {steps} steps" for steps, scale in sampling.guidance_by_steps]
     levels = ", ".join(map(str, tokenizer.multipliers))
     rows = [
         ["parameters", *(f"{count:.2f} M" for count in counts)],
@@ -103,8 +104,8 @@ def _shape(folder: Path, *, training: str) -> str:
         [
             "defaults",
             "",
-            f"{settings.steps} steps, `{settings.order}` order, `{settings.schedule}` steps, "
-            f"{settings.guidance_schedule} guidance {settings.guidance:g}",
+            f"{sampling.steps} steps, `{sampling.order}` order, `{sampling.schedule}` steps, "
+            f"{sampling.guidance_schedule} guidance ({', '.join(scales)})",
         ],
     ]
     return markdown_table(["", "tokenizer", "network"], rows)

@@ -23,7 +23,7 @@ EXTRAS = {
     "ray": "ray",
     "diffusers": "diffusers",
 }
-SELFTEST = {"num_images": 1, "steps": 4, "guidance": 2.0, "seed": 0}
+SELFTEST = {"num_images": 1, "steps": 4, "guidance": 2.0, "order": "halton", "schedule": "arccos", "seed": 0}
 SELFTEST_CLASS = 16
 # The first 16 tokens of that image of the default model. A CPU that adds in another order may change one of them, a
 # defect changes all.
