@@ -21,7 +21,12 @@ from arpg.errors import present, require
 GROUP = "arpg.models"
 CONFIG = "config.json"  # what makes a folder a model folder
 # Models of this project in distributions of their own (packages/), to be named where one is missing.
-DISTRIBUTIONS = {"garden": "arpg-garden", "garden-text": "arpg-garden", "garden-control": "arpg-garden"}
+DISTRIBUTIONS = {
+    "garden": "arpg-garden",
+    "garden-text": "arpg-garden",
+    "garden-control": "arpg-garden",
+    "meadow-control": "arpg-meadow",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""The model of arpg-meadow that follows condition images: photographs have the edges that they are given."""
+
+import numpy as np
+import pytest
+
+from arpg import ControlInput, Pipeline
+from arpg.checkpoint import read_folder
+from arpg.config import DEFAULT_MODEL
+from arpg.hub import resolve
+from experiments.control_images import agreement, edge_maps
+from support.distribution import require_model
+
+NAMES = ["siamese cat", "sunflower"]
+STEPS = {"steps": 6, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    require_model("meadow-control")
+    return Pipeline.from_pretrained("meadow-control", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def photographs(pipe):
+    """Images of the base model, to take conditions from."""
+    return Pipeline.from_pretrained(DEFAULT_MODEL, device="cpu").generate(NAMES, steps=6, seed=0)
+
+
+@pytest.fixture(scope="module")
+def plain(pipe):
+    return pipe.generate(NAMES, **STEPS)
+
+
+def followed(images, photographs):
+    """Return the F1 of the edges of each image with those of the photograph."""
+    wanted, found = (edge_maps(np.stack([np.asarray(image) for image in some])) for some in (photographs, images))
+    return agreement(wanted, found).f1_n
+
+
+def test_edges_are_followed(pipe, photographs, plain):
+    edges = [pipe.extract_control(image, "canny") for image in photographs]
+    led = followed(pipe.generate(NAMES, control=edges, **STEPS), photographs)
+    assert led.min() > 0.7 > followed(plain, photographs).max()
+
+
+def test_depth_is_followed(pipe, photographs, plain):
+    """What is bright is near, so edges of the photograph are edges of the depth."""
+    depth = [ControlInput(image.convert("L"), "depth") for image in photographs]
+    led = followed(pipe.generate(NAMES, control=depth, **STEPS), photographs)
+    assert (led > followed(plain, photographs)).all()
+
+
+def test_strength_zero_is_the_model_without_control(pipe, plain, photographs):
+    off = [ControlInput(image.convert("L"), "depth", 0.0) for image in photographs]
+    assert [image.tobytes() for image in pipe.generate(NAMES, control=off, **STEPS)] == [i.tobytes() for i in plain]
+
+
+def test_it_shares_what_it_can_with_its_base():
+    require_model("meadow-control")
+    ours, base = (read_folder(resolve(name)) for name in ("meadow-control", DEFAULT_MODEL))
+    assert (ours.base, ours.tokenizer_of, ours.tokenizer) == (DEFAULT_MODEL, DEFAULT_MODEL, None)
+    assert ours.classes.lines == base.classes.lines
+    assert "research use" in ours.license
