@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, TokenWriter, max_shard_images, open_tokens, pack_maps, unpack_maps
 from arpg.image import adm_crop, ten_crop
 from arpg.model.condition import class_condition, training_control
-from arpg.tasks import control_input as picture
 from arpg.train.model import ModelTraining, train_model
 from arpg.train.recipe import ModelRecipe, read_recipe
 from experiments.garden.scene_sets import compose_tokens
@@ -33,7 +33,7 @@ def bright(kind, image, **_):
 
 @pytest.fixture
 def extractor(monkeypatch):
-    monkeypatch.setattr(picture, "extract", bright)
+    monkeypatch.setattr(sys.modules["arpg.data.tokenize"], "extract", bright)
 
 
 def write(folder, *, kind, number, views, classes=(), seed=0, shard_size=7, fraction=None):

@@ -31,11 +31,11 @@ from arpg.data.tokens import (
 )
 from arpg.errors import require
 from arpg.executor import RayOptions, Report, open_workers
+from arpg.extractors import extract
 from arpg.files import hash_tensors
 from arpg.image import adm_crop, crop_views, ten_crop, to_images
 from arpg.pipeline import choose_device
 from arpg.storage import AnyPath, Lease
-from arpg.tasks.control_input import ControlInput
 from arpg.tokenizer import VQTokenizer
 
 THREADS = 8
@@ -164,8 +164,7 @@ class ShardEncoder:
         pixels = np.stack([np.asarray(crop) for crop in crops])
         if not control:
             return pixels, None
-        conditions = [ControlInput.from_image(crop, control, depth=self.depth).image for crop in crops]
-        return pixels, np.stack([np.asarray(condition) for condition in conditions])
+        return pixels, np.stack([np.asarray(extract(control, crop, depth=self.depth)) for crop in crops])
 
 
 def _start_encoder(encoder: ShardEncoder, device: str | None) -> ShardEncoder:
