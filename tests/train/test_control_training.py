@@ -181,6 +181,21 @@ def test_class_and_image_are_dropped_together(tmp_path):
     assert torch.equal(torch.cat([halves.batch(3, part).pixels_BHW for part in (0, 1)]), batch.pixels_BHW)
 
 
+def test_images_can_be_dropped_alone(tmp_path):
+    """Half of the samples that keep their class lose their condition image; nothing else changes."""
+    write(tmp_path / "a", kind="canny", number=20, views=3, classes=tuple("abcde"))
+    tokens = open_tokens(tmp_path / "a")
+    dataset = Dataset(tokens, control=ControlMaps(tokens.controls, ("canny",), CPU))
+    settings = {"batch_size": 2000, "parts": 1, "num_classes": 5, "label_drop": 0.2, "seed": 0, "device": CPU}
+    together, alone = (TokenBatches(dataset, control_drop=drop, **settings).batch(3, 0) for drop in (0.0, 0.5))
+    for name in ("ids_BN", "labels_B", "order_BN", "dropout_key_B", "pixels_BHW"):
+        assert torch.equal(getattr(together, name), getattr(alone, name))
+    classless = alone.labels_B == 5
+    assert torch.equal(together.dropped_B, classless)
+    assert alone.dropped_B[classless].all()
+    assert 0.45 < alone.dropped_B[~classless].double().mean() < 0.55
+
+
 RECIPE = """
 init_from = "{base}"
 tokenizer = "{tok}"

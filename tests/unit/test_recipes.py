@@ -141,6 +141,7 @@ def test_an_optional_value_can_be_unset(recipe):
         ("run.accumulate=3", "cannot be cut into"),
         ("run.parallel=zero", "'zero'"),
         ("label_drop=1.0", "label_drop is 1.0"),
+        ("control_drop=0.1", r"control_drop is 0.1; expected .* 0 without \[model.control\]"),
         ("model.num_heads=3", "width 32"),
         ("nonsense", "no key=value"),
         ("seed.x=1", "not a section|is a value"),

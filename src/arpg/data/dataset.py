@@ -348,7 +348,7 @@ class Batch:
     length_B: Tensor | None = None  # tokens of each caption; 0 where it is dropped
     pixels_BHW: Tensor | None = None  # condition maps, where the model takes them
     kind_B: Tensor | None = None
-    dropped_B: Tensor | None = None
+    dropped_B: Tensor | None = None  # whose condition map is dropped
 
 
 class TokenBatches:
@@ -372,9 +372,12 @@ class TokenBatches:
         shuffle: int = SHUFFLE_IMAGES,
         orders: Array | None = None,
         orders_share: float = 0.0,
+        control_drop: float = 0.0,
     ) -> None:
         """`parts`: the number of equal parts of a batch (processes times accumulation).
 
+        `label_drop`: the share of samples without class, caption and condition map. `control_drop`: of the others, the
+        share without a condition map alone.
         `orders`: an order of each image and view, see `read_orders`; so large a share of the samples has its own, the
         others have random ones.
         """
@@ -386,7 +389,7 @@ class TokenBatches:
         self.dataset, self.tokens = dataset, dataset.tokens
         self.batch_size, self.part_size = batch_size, batch_size // parts
         self.num_classes, self.label_drop, self.seed, self.device = num_classes, label_drop, seed, device
-        self.orders, self.orders_share = orders, orders_share
+        self.orders, self.orders_share, self.control_drop = orders, orders_share, control_drop
         self.key = seed_keys([seed])  # on the CPU: on a GPU this would be a hundred small kernels
         self.shuffle, self._counts = shuffle, np.array(dataset.tokens.shards.counts)
         self._windowed = dataset.tokens.num_images > shuffle
@@ -422,7 +425,8 @@ class TokenBatches:
         view = random_words(self.key, Stream.VIEW, number, 1)[0, :, 0].numpy() % self.tokens.views_of[index]
         ids = torch.from_numpy(self.tokens.gather(index, view))
         labels = torch.from_numpy(self.tokens.labels[index].astype(np.int64))
-        dropped = random_words(self.key, Stream.LABEL_DROP, number, 1)[0, :, 0] < round(self.label_drop * 2**32)
+        drops = random_words(self.key, Stream.LABEL_DROP, number, 2)[0]
+        dropped, no_map = (drops < torch.tensor([round(p * 2**32) for p in (self.label_drop, self.control_drop)])).T
         labels = torch.where(dropped | (labels == NO_CLASS), self.num_classes, labels)
         words = random_words(self.key, Stream.TRAIN_ORDER, number, ids.shape[1] + 2)[0]
         order = words[:, 1:-1].argsort(-1)
@@ -444,7 +448,7 @@ class TokenBatches:
             length_B=length,
             pixels_BHW=pixels,
             kind_B=kind,
-            dropped_B=None if pixels is None else send(dropped, self.device),
+            dropped_B=None if pixels is None else send(dropped | no_map, self.device),
         )
 
     def _sample_numbers(self, step: int, part: int) -> NDArray[np.int64]:

@@ -83,7 +83,7 @@ class ModelTraining(Training):
         self.optimizer = make_adamw(self.objective, recipe.optim)
         self.ema = EMA(self.objective, recipe.optim.ema)
         orders = None if recipe.data.orders is None else read_orders(as_path(recipe.data.orders), self.dataset.tokens)
-        self.batches = self._batches(self.dataset, recipe.label_drop, orders)
+        self.batches = self._batches(self.dataset, recipe.label_drop, recipe.control_drop, orders)
         log.info(
             "training %.1f M parameters on %s in %s: %d images, %d in each of %d steps",
             trained / 1e6,
@@ -114,7 +114,9 @@ class ModelTraining(Training):
             teacher.compile_blocks()
         return GuidanceDistillation(model, grid, teacher, recipe.guidance_scales)
 
-    def _batches(self, dataset: Dataset, label_drop: float, orders: Any = None) -> TokenBatches:
+    def _batches(
+        self, dataset: Dataset, label_drop: float, control_drop: float = 0.0, orders: Any = None
+    ) -> TokenBatches:
         recipe = self.recipe
         return TokenBatches(
             dataset,
@@ -127,6 +129,7 @@ class ModelTraining(Training):
             shuffle=recipe.data.shuffle,
             orders=orders,
             orders_share=recipe.data.orders_share,
+            control_drop=control_drop,
         )
 
     def loss(self, batch: Batch) -> Tensor:

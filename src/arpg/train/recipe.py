@@ -107,6 +107,7 @@ class ModelRecipe:
     lora: AdapterConfig | None = None  # train an adapter of `init_from` alone
     guidance_scales: tuple[float, float] | None = None  # match `init_from`, guided with scales from this range
     label_drop: float = 0.1  # share of samples whose class or caption is dropped, and the condition image with it
+    control_drop: float = 0.0  # of the others, the share whose condition image alone is dropped
     seed: int = 0
     license: str = "unknown"
 
@@ -128,6 +129,10 @@ class ModelRecipe:
                 "guidance_scales are set; expected init_from, the model whose guidance is distilled, and no lora",
             )
         require(0 <= self.label_drop < 1, f"label_drop is {self.label_drop}; expected 0 <= label_drop < 1")
+        require(
+            self.control_drop == 0 or (0 < self.control_drop < 1 and self.model.control is not None),
+            f"control_drop is {self.control_drop}; expected 0 <= control_drop < 1, and 0 without [model.control]",
+        )
 
 
 @dataclass(frozen=True)
