@@ -1,6 +1,7 @@
 """The score of control on photographs: what its numbers mean, its rows, and that kinds are kept."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -53,10 +54,11 @@ def test_kinds_are_scored_and_kept(world, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     command = ["control-score", *world, "--classifier", str(tmp_path / "classifier"), "--out", str(out)]
     command += ["--num", "4", "--batch-size", "3", "--nearest", "3", "--base", "m"]
-    assert main([*command, "--parts", "canny"]) == 0
+    assert main([*command, "--parts", "canny", "--guidance", "1.5"]) == 0
     first = json.loads((out / "control-score.json").read_text())
     rows = first["canny"]["rows"]
-    assert list(rows) == [CONTROL, PLAIN, control_images.BASE, CEILING, REAL, NEAREST]
+    assert list(rows) == [CONTROL, PLAIN, f"{CONTROL}, guidance 1.5", control_images.BASE, CEILING, REAL, NEAREST]
+    assert rows[f"{CONTROL}, guidance 1.5"]["F1"] == 1
     assert rows[CONTROL]["F1"] == rows[REAL]["F1"] == 1
     assert rows[PLAIN]["F1"] < 1
     assert rows[PLAIN]["F1"] < rows[NEAREST]["F1"] < 1
@@ -77,6 +79,9 @@ def test_kinds_are_scored_and_kept(world, tmp_path, monkeypatch, capsys):
     assert "soft" not in both, "the model does not take it"
     assert sorted(path.stem for path in out.glob("*.webp")) == ["canny", "depth"]
     assert "### depth" in (out / "control-score.md").read_text()
+    shutil.rmtree(out)
+    assert main([*command, "--parts", "canny", "--nearest", "0"]) == 0
+    assert NEAREST not in json.loads((out / "control-score.json").read_text())["canny"]["rows"]
     assert main([*command, "--parts", "soft"]) == 2
     assert "takes canny, depth; choose one of them" in capsys.readouterr().err
     assert pipe.model.config.control is not None

@@ -94,5 +94,10 @@ def test_zips_are_made_of_a_repository(mirrors, tmp_path):
     assert found == expected.getvalue()
     train = open_images(tmp_path / "one" / "meadow-pets.zip" / "train")
     assert set(train.classes) <= {"pug", "siamese cat"}
+    options = {"size": 48, "quality": 80, "only": ["pets"], "processes": 1}
+    for split in ("train", "test"):
+        build(mirrors, tmp_path / split, splits=[split], **options)
+        with zipfile.ZipFile(tmp_path / split / "meadow-pets.zip") as archive:
+            assert archive.namelist() == [name for name in names if name.startswith(split)]
     with pytest.raises(InputError, match="expected the git directory of 3ba2ii"):
         build(mirrors, tmp_path / "no", size=48, quality=80, only=["flowers"], processes=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from arpg import InputError, load_model
-from arpg.checkpoint import FolderConfig, load_tokenizer, write_folder
+from arpg.checkpoint import FolderConfig, load_tokenizer, read_folder, write_folder
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.train import report
 from experiments import photos, staged_run
@@ -84,7 +84,7 @@ def data(tmp_path, monkeypatch):
     return folder
 
 
-def test_from_photographs_to_weights_that_come_back(data, tmp_path, capsys):
+def test_from_photographs_to_weights_that_come_back(data, tmp_path, capsys, monkeypatch):
     tokenizer = small_tokenizer()
     write_folder(tmp_path / "tok", FolderConfig(tokenizer=tokenizer.config), tokenizer=tokenizer.state_dict())
     carry, there = tmp_path / "carry", tmp_path / "there"
@@ -122,5 +122,18 @@ def test_from_photographs_to_weights_that_come_back(data, tmp_path, capsys):
     again = [*run, "--work", str(tmp_path / "w2"), "--out", str(tmp_path / "r2")]
     assert main([*again, "--set", f"init_from={tmp_path / 'back' / 'model'}"]) == 0
     assert "started from" in capsys.readouterr().out
+
+    base = tmp_path / "r" / "model"
+    monkeypatch.setattr("arpg.checkpoint.installed_folder", lambda name, **what: base)
+    based = ["train", str(recipe), "--device", "cpu", "--set", f"tokenizer={base}", "--set", f"init_from={base}"]
+    folders = ["--work", str(tmp_path / "w3"), "--out", str(tmp_path / "r3")]
+    assert main([*based, *folders, "--as", "int6", "--base", "first"]) == 0
+    described = read_folder(tmp_path / "r3" / "model")
+    assert (described.base, described.tokenizer_of) == ("first", "first")
+    weights, trained = (
+        load_model(tmp_path / name / "model", dtype=torch.float32).state_dict() for name in ("r3", "w3")
+    )
+    for key, tensor in trained.items():
+        assert (weights[key] - tensor).abs().max() <= 0.02 * tensor.abs().max() + 1e-6, key
     assert main(["tokenize", "--set", "orchard", "--tokenizer", "x"]) == 2
     assert "photo set is 'orchard'; expected one of garden, meadow" in capsys.readouterr().err
