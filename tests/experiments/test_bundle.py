@@ -102,10 +102,10 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
 
 def test_the_card_was_measured_with_the_bundled_weights():
     record = json.loads((ROOT / "experiments" / "meadow" / "results" / "meadow.json").read_text())
-    pipe = Pipeline.from_pretrained("meadow", device="cpu", dtype="float32")
+    pipe = Pipeline.from_pretrained("meadow", device="cpu", precision=record["precision"])
     assert record["model"] == fingerprint(pipe)
     fid = record["fid"][f"{pipe.sampling.steps} steps"]
-    assert fid["settings"]["order"] == pipe.sampling.order
+    assert (fid["settings"]["order"], fid["settings"]["schedule"]) == (pipe.sampling.order, pipe.sampling.schedule)
     assert fid["settings"]["guidance"] == pipe.sampling.guidance_for(pipe.sampling.steps)
     card = (ROOT / "src" / "arpg" / "assets" / "meadow" / "README.md").read_text()
     report = fid["train" if "train" in fid else "test"]
