@@ -63,13 +63,18 @@ def card(name: str, folder: Path, found: Mapping[str, Any], counts: Mapping[str,
 
 
 def _introduction(folder: Path) -> str:
-    config, tokenizer = _configs(folder)
+    config, base = load_model(folder).config, read_folder(folder).base
     rows, columns = config.grid
-    side = rows * tokenizer.stride
+    side = rows * load_tokenizer(folder).config.stride
+    origin = (
+        "and its VQ tokenizer. Both were trained from scratch by this project."
+        if base is None
+        else f"fine-tuned from `{base}` by this project. It uses the tokenizer of `{base}`."
+    )
     return _wrapped(
         f"A class-conditional ARPG model of photographs: {config.num_classes} classes of cats, dogs, birds, flowers "
-        f"and things at {side} x {side} pixels ({rows} x {columns} = {rows * columns} tokens), and its VQ tokenizer. "
-        "Both were trained from scratch by this project. **The weights are for research use**, see the licences below."
+        f"and things at {side} x {side} pixels ({rows} x {columns} = {rows * columns} tokens), {origin} "
+        "**The weights are for research use**, see the licences below."
     )
 
 
@@ -77,17 +82,14 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 120)
 
 
-def _configs(folder: Path) -> tuple[Any, Any]:
-    described = read_folder(folder)
-    what = "the bundled folder has a network and a tokenizer of its own"
-    return present(described.model, what), present(described.tokenizer, what)
-
-
 def _shape(folder: Path, *, training: str) -> str:
-    config, tokenizer = _configs(folder)
     networks = (load_tokenizer(folder), load_model(folder))
+    tokenizer, config = (network.config for network in networks)
     counts = [sum(p.numel() for p in network.parameters()) / 1e6 for network in networks]
-    sizes = [(folder / file).stat().st_size / 1e6 for file in (TOKENIZER, MODEL)]
+    if (base := read_folder(folder).base) is None:
+        stored = [f"8 bits per weight, {_megabytes(folder / file)}" for file in (TOKENIZER, MODEL)]
+    else:
+        stored = [f"that of `{base}`", f"differences from `{base}`, {_megabytes(folder / MODEL)}"]
     sampling = present(read_folder(folder).sampling, f"{folder / CONFIG} has no sampling section")
     scales = [f"{scale:g} at {steps} steps" for steps, scale in sampling.guidance_by_steps]
     levels = ", ".join(map(str, tokenizer.multipliers))
@@ -99,7 +101,7 @@ def _shape(folder: Path, *, training: str) -> str:
             f"{tokenizer.codebook_dim} channels, {tokenizer.stride} x {tokenizer.stride} pixels per token",
             f"width {config.width}, {config.num_heads} heads, {config.pass1_layers} + {config.pass2_layers} layers",
         ],
-        ["stored as", *(f"8 bits per weight, {size:.1f} MB" for size in sizes)],
+        ["stored as", *stored],
         ["training", TOKENIZER_TRAINING, training],
         [
             "defaults",
@@ -109,6 +111,10 @@ def _shape(folder: Path, *, training: str) -> str:
         ],
     ]
     return markdown_table(["", "tokenizer", "network"], rows)
+
+
+def _megabytes(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.1f} MB"
 
 
 def _sources(counts: Mapping[str, int]) -> str:
@@ -195,7 +201,9 @@ def _limits(found: Mapping[str, Any], written: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the bundled folder of a model: its weights, what the page shows, and its card."""
     parser = argparse.ArgumentParser(prog="experiments.meadow bundle", description=main.__doc__)
-    parser.add_argument("model", type=Path, help="A model folder in 8 bits.")
+    parser.add_argument(
+        "model", type=Path, help="A folder that `train` stored: in 8 bits, or as differences from an installed model."
+    )
     parser.add_argument("record", type=Path, help="card.json of model-card.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokenizer", help="Its tokenizer, where the folder has none (staged runs leave it out).")
@@ -212,8 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for file in (MODEL, CLASSES, INDEX, CONFIG):
         require((options.model / file).is_file(), f"{options.model / file} does not exist; store the model whole")
         shutil.copyfile(options.model / file, options.out / file)
-    state = load_tokenizer(options.model if options.tokenizer is None else resolve(options.tokenizer)).state_dict()
-    write_config(options.out, FolderConfig(tokenizer=described.tokenizer), tokenizer=pack(state, "int8"))
+    if described.base is None:
+        state = load_tokenizer(options.model if options.tokenizer is None else resolve(options.tokenizer)).state_dict()
+        write_config(options.out, FolderConfig(tokenizer=described.tokenizer), tokenizer=pack(state, "int8"))
     photos = photo_set(options.set)
     about = ABOUT.format(classes=len(names), side=photos.size)
     write_config(options.out, FolderConfig(about=about, examples=EXAMPLES))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arpg import Pipeline
+from arpg import Pipeline, checkpoint
 from arpg.checkpoint import read_folder
 from arpg.evaluation.sample import fingerprint
 from experiments.meadow import bundle
@@ -44,6 +44,12 @@ RECORD = {
 }
 
 
+def bundle_command(tmp_path, model, out):
+    """Return the arguments of `bundle`, with the record and the limits in `tmp_path`."""
+    paths = [str(model), str(tmp_path / "card.json"), str(out), "--data", str(tmp_path / "data")]
+    return ["bundle", *paths, "--training", "3 steps on a CPU", "--limits", str(tmp_path / "limits.md")]
+
+
 @pytest.mark.parametrize("world", [4], indirect=True)
 def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys):
     Pipeline.from_pretrained("m").save_pretrained(tmp_path / "model")
@@ -51,15 +57,7 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
     (tmp_path / "card.json").write_text(json.dumps(RECORD))
     (tmp_path / "limits.md").write_text("- Eyes are uneven.\n")
     out = tmp_path / "meadow"
-    command = ["bundle", str(tmp_path / "model"), str(tmp_path / "card.json"), str(out)]
-    command += [
-        "--data",
-        str(tmp_path / "data"),
-        "--training",
-        "3 steps on a CPU",
-        "--limits",
-        str(tmp_path / "limits.md"),
-    ]
+    command = bundle_command(tmp_path, tmp_path / "model", out)
     assert main(command) == 0
     described = read_folder(out)
     assert described.examples == ("class 2", "class 4")
@@ -98,6 +96,26 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
     for part in ("the share of samples that a classifier", "the LPIPS between samples", "the LPIPS to the nearest"):
         assert part in text.split("Not measured yet: ")[1]
     assert "recognised of" not in text
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_a_fine_tune_is_bundled_as_differences(world, tmp_path, monkeypatch):
+    """The folder has no tokenizer of its own, and the card says whose it uses."""
+    monkeypatch.setattr(bundle, "EXAMPLES", ("class 2", "class 4"))
+    monkeypatch.setattr(checkpoint, "installed_folder", lambda name, **_: tmp_path / name)
+    Pipeline.from_pretrained("m").save_pretrained(tmp_path / "base")
+    checkpoint.write_difference(tmp_path / "base", tmp_path / "tuned", base="base", form="int6")
+    (tmp_path / "card.json").write_text(json.dumps(RECORD))
+    (tmp_path / "limits.md").write_text("- Eyes are uneven.\n")
+    out = tmp_path / "meadow-256"
+    assert main(bundle_command(tmp_path, tmp_path / "tuned", out)) == 0
+    described = read_folder(out)
+    assert (described.base, described.tokenizer_of, described.tokenizer) == ("base", "base", None)
+    assert described.examples == ("class 2", "class 4")
+    assert not (out / "tokenizer.safetensors").exists()
+    text = " ".join((out / "README.md").read_text().split())
+    assert "fine-tuned from `base` by this project. It uses the tokenizer of `base`." in text
+    assert "| stored as | that of `base` | differences from `base`, 0." in text
 
 
 def test_the_card_was_measured_with_the_bundled_weights():
