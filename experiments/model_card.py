@@ -150,27 +150,30 @@ def _check_labels(labels: Labels, n: int, *, what: str) -> None:
     )
 
 
-PARTS = ("tokenizer", "accuracy", "diversity", "nearest", "fid")
+PARTS = ("tokenizer", "classes", "accuracy", "diversity", "nearest", "fid")
 
 
 class Card(PhotoMeasures):
     """The parts of a card."""
 
+    def generate(self, labels: Labels, seeds: range) -> Pixels:
+        """Generate an image of each class in `labels`, at the model's defaults."""
+        settings, batch_size = self.pipe.sampling.settings(), self.options.batch_size
+        batches = PixelBatches(self.pipe, labels, settings, seeds=seeds, batch_size=batch_size)
+        return np.concatenate([part.cpu().numpy() for part in batches])
+
     @cached_property
     def samples(self) -> tuple[Pixels, Labels]:
-        """`--num` samples of every class, at the model's defaults."""
+        """`--num` samples of every class."""
         labels = np.repeat(np.arange(len(self.pipe.classes)), self.options.num)
-        batches = PixelBatches(
-            self.pipe,
-            labels,
-            self.pipe.sampling.settings(),
-            seeds=range(len(labels)),
-            batch_size=self.options.batch_size,
-        )
-        pixels = np.concatenate([part.cpu().numpy() for part in batches])
-        shown = [Image.fromarray(image) for image in pixels[:: self.options.num]]
-        save(sheet(shown, columns=25), self.options.out / "classes.png")
-        return pixels, labels
+        return self.generate(labels, range(len(labels))), labels
+
+    def classes(self) -> dict[str, Any]:
+        """Write the first of the samples of every class to OUT/classes.png."""
+        labels = np.arange(len(self.pipe.classes))
+        pixels = self.generate(labels, range(0, len(labels) * self.options.num, self.options.num))
+        save(sheet([Image.fromarray(image) for image in pixels], columns=25), self.options.out / "classes.png")
+        return {"file": "classes.png", "settings": json_settings(self.pipe.sampling.settings())}
 
     def tokenizer(self) -> dict[str, Any]:
         """Return reconstruction metrics of the test images, by domain, and rFID of all of them."""

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from arpg import InputError, Pipeline
 from arpg.checkpoint import read_folder
@@ -114,6 +115,8 @@ def test_a_card_is_measured_part_by_part(world, tmp_path):
     assert set(model_card.PARTS) <= set(card)
     assert {part: card[part] for part in ("tokenizer", "accuracy")} == {p: first[p] for p in ("tokenizer", "accuracy")}
     assert card["accuracy"]["samples per class"] == 2
+    with Image.open(out / card["classes"]["file"]) as sheet:
+        assert sheet.width > 5 * 64  # an image of each of the five classes in a row
     assert set(card["nearest"]) == {"samples", "real test images"}
     assert card["diversity"]["share of real"] > 0
     assert set(card["fid"]) == {"2 steps", "3 steps"}
