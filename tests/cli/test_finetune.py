@@ -5,7 +5,10 @@ from typer.main import get_command
 
 from arpg import InputError, cli
 from arpg.checkpoint import MODEL
+from arpg.cli.evaluate import _remote_pipeline
+from arpg.cli.options import SamplingOptions
 from arpg.config import DEFAULT_MODEL
+from arpg.evaluation.sample import fingerprint
 from arpg.files import hash_file
 from arpg.serve.auth import ApiKeys
 from arpg.serve.server_config import ServeSettings
@@ -47,6 +50,17 @@ def test_an_adapter_brings_its_base_and_its_classes(run, base, tmp_path):
     assert run("classify", target, "--model", base, "--lora", path, "--device", "cpu")[0] == 0
     check_error(run("generate", "--lora", tmp_path / "no.safetensors", *common), "no.safetensors does not exist")
     check_error(run("generate", "--model", DEFAULT_MODEL, "--lora", path, *common), "was trained for", "--model")
+
+
+def test_workers_of_a_cluster_load_the_adapters_and_the_cache_type(base, tmp_path):
+    path = adapter(tmp_path / "mine", base)
+    options = {"model": DEFAULT_MODEL, "seed": 0, "device": "cpu", "dtype": "float32", "engine": "eager"}
+    sampling = SamplingOptions(**options, named=False, kv_cache_dtype="fp8", settings={}, lora=(f"{path}:0.5",))
+    classes, load = _remote_pipeline(sampling)
+    assert classes.lines == (*NAMES, "zebra")
+    here, there = sampling.load(), load()
+    assert fingerprint(there) == fingerprint(here)
+    assert there.classes.lines == here.classes.lines
 
 
 def test_a_server_merges_adapters_into_their_base(base, tmp_path):

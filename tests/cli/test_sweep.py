@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,6 +84,16 @@ def test_a_measurement_is_what_the_metrics_say_of_the_images(pipeline, scorers):
     assert line["accuracy"] == 0.2
     assert sum(calls) == 40
     assert line["images/s"] > 0
+
+
+@pytest.mark.parametrize(("mode", "rate"), [("eager", 2.0), ("graph", 4.0)])
+def test_the_rate_leaves_out_what_warms_up_and_the_capture_of_a_graph(mode, rate):
+    pipe = SimpleNamespace(engine=SimpleNamespace(mode=mode))
+    batches = PixelBatches(pipe, balanced_labels(4, 2), settings(), seeds=range(4), batch_size=1)
+    batches.times = [(4, 9.0), (4, 4.0), (4, 1.0), (4, 1.0)]
+    assert batches.rate == rate
+    batches.times = batches.times[:2]
+    assert batches.rate == 1.0
 
 
 def test_images_against_themselves(pipeline, eye):

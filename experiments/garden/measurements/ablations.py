@@ -185,21 +185,23 @@ def measure_speed(pipe: Pipeline, folder: Path, *, batch_size: int, repeats: int
         if time.monotonic() > deadline:
             return False
         _time(pipe, settings, batch_size, 2)
-        batches = _time(pipe, settings, batch_size, 1 + repeats)
-        timed = [round(images / seconds, 1) for images, seconds in batches.times[1:]]
-        lines.append({"settings": json_settings(settings), "images/s": round(batches.rate, 1), "batches": timed})
+        timed = _time(pipe, settings, batch_size, 1 + repeats)[1:]
+        rate = round(batch_size * len(timed) / sum(timed), 1)
+        each = [round(batch_size / seconds, 1) for seconds in timed]
+        lines.append({"settings": json_settings(settings), "images/s": rate, "batches": each})
         write_json(path, {"about": about, "lines": lines})
         name = f"{settings.steps} steps, {settings.attention}, {settings.order}, {settings.schedule}"
-        log.info("%8.1f images/s  %s, guidance %s", batches.rate, name, settings.guidance_schedule)
+        log.info("%8.1f images/s  %s, guidance %s", rate, name, settings.guidance_schedule)
     return True
 
 
-def _time(pipe: Pipeline, settings: SamplingSettings, batch_size: int, batches: int) -> PixelBatches:
+def _time(pipe: Pipeline, settings: SamplingSettings, batch_size: int, batches: int) -> list[float]:
+    """Return the seconds of each of `batches` batches."""
     labels = balanced_labels(batch_size * batches, pipe.model.config.num_classes)
     run = PixelBatches(pipe, labels, settings, seeds=range(len(labels)), batch_size=batch_size)
     for _ in run:
         pass
-    return run
+    return [seconds for _, seconds in run.times]
 
 
 BATCH = 8

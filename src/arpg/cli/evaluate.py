@@ -290,9 +290,16 @@ def _remote_pipeline(sampling: SamplingOptions) -> tuple[Any, Callable[[], Any]]
     from arpg.checkpoint import read_folder
     from arpg.evaluation.sample import load_pipeline
     from arpg.hub import resolve
+    from arpg.lora import parse_lora, read_adapter
 
+    adapters, model = [parse_lora(text) for text in sampling.lora], sampling.model
+    if adapters and not sampling.named:
+        model = read_adapter(adapters[0][0]).config.base or model
     where = {"device": sampling.device, "dtype": sampling.dtype, "engine": sampling.engine}
-    return read_folder(resolve(sampling.model)).classes, partial(load_pipeline, sampling.model, where)
+    where |= {"kv_cache_dtype": sampling.kv_cache_dtype}
+    # An adapter may add classes.
+    found = load_pipeline(model, {"device": "cpu"}, adapters) if adapters else read_folder(resolve(model))
+    return found.classes, partial(load_pipeline, model, where, adapters)
 
 
 def _labels(classes: Any, num: int, like: list[str] | None) -> Any:
