@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from arpg import InputError, Pipeline, SamplingSettings
-from arpg.bench import profile, record
+from arpg.bench import profile, record, throughput
 from arpg.bench.case import Case, make_cases, open_pipeline, square_grid
 from arpg.bench.profile import SPLIT_PARTS, kernel_group, split_time, summarize_kernels
 from arpg.bench.record import commit, compare, read_record, write_record
@@ -381,6 +381,19 @@ def test_the_command_measures_a_grid_and_compares(folder, tmp_path):
     worse = run("compare", out.with_name("faster.json"), out, "--fail")
     assert worse.exit_code == 1
     assert "worse: images/s, 0.500 times as good" in worse.output
+
+
+def test_rows_are_kept_where_a_later_one_fails(folder, tmp_path, monkeypatch):
+    def measure(pipe, case, options, *, limits):
+        if case.batch == 4:
+            raise MemoryError
+        return {"settings": {"batch": case.batch}, "images/s": 1.0}
+
+    monkeypatch.setattr(throughput, "measure", measure)
+    out = tmp_path / "a.json"
+    result = run("--model", folder, "--device", "cpu", "--batch", "1,2,4", "--steps", 2, "-o", out)
+    assert isinstance(result.exception, MemoryError)
+    assert [row["settings"]["batch"] for row in read_record(out)["rows"]] == [1, 2]
 
 
 def test_the_command_lets_sizes_grow(folder, tmp_path):

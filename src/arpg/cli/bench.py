@@ -95,6 +95,12 @@ def bench(
     series: list[dict[str, Any]] = []
     starts: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
+
+    def keep(row: dict[str, Any]) -> None:
+        """Write the record with another row: a later one may fail."""
+        rows.append(row)
+        record.write_record(output, about, rows, scaling=series, cold=starts)
+
     for name, precision, mode in itertools.product(names, dtypes or ["auto"], engines):
         with err.status(f"loading {name}"):
             opened = {"device": device, "dtype": precision, "kv_cache_dtype": kv_cache_dtype}
@@ -102,15 +108,13 @@ def bench(
         about = about or record.environment(pipe.model.device)
         label = f"{name} (random)" if random else name
         own = grids or [pipe.model.config.grid]
-        measure_case = _measurer(pipe, options)
+        measure_case = _measurer(pipe, options, keep)
         if scaling:
             limits = (max_seconds, repeats + warmup)
-            found, grown = _measure_scaling(label, pipe, axes, (sizes, batches), measure_case, limits)
-            series += grown
+            series += _measure_scaling(label, pipe, axes, (sizes, batches), measure_case, limits)
         else:
-            cases = make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=axes)
-            found = [measure_case(case) for case in cases]
-        rows += [row for row in found if row not in rows]
+            for case in make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=axes):
+                measure_case(case)
         if cold:
             # `auto` captures its graph only later; `graph` shows what capturing at the first image takes.
             modes = (mode, "graph") if mode == "auto" and pipe.engine.mode == "graph" else (mode,)
@@ -147,8 +151,8 @@ def compare(
         raise typer.Exit(1)
 
 
-def _measurer(pipe: Any, options: Any) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that measures a case and shows which one on the status line."""
+def _measurer(pipe: Any, options: Any, keep: Callable[[dict[str, Any]], None]) -> Callable[[Any], dict[str, Any]]:
+    """Return a function that measures a case, shows which one on the status line, and keeps its row."""
     from arpg.bench.roofline import device_limits
     from arpg.bench.throughput import measure
 
@@ -157,7 +161,9 @@ def _measurer(pipe: Any, options: Any) -> Callable[[Any], dict[str, Any]]:
     def measure_case(case: Any) -> dict[str, Any]:
         what = f"{case.model}, batch {case.batch}, {case.settings.steps} steps, {case.tokens} tokens ({next(count)})"
         with err.status(what):
-            return measure(pipe, case, options, limits=lambda dtype: device_limits(pipe.model.device, dtype))
+            row = measure(pipe, case, options, limits=lambda dtype: device_limits(pipe.model.device, dtype))
+        keep(row)
+        return row
 
     return measure_case
 
@@ -169,7 +175,7 @@ def _measure_scaling(
     given: tuple[Sequence[int], Sequence[int]],
     measure_case: Callable[[Any], dict[str, Any]],
     limits: tuple[float, int],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     """Grow the tokens at the first batch size, then the batch at the model's own grid."""
     from arpg.bench.case import make_cases, square_grid
     from arpg.bench.throughput import SCALING_BATCHES, SCALING_TOKENS, measure_growing, summarize_scaling
@@ -180,11 +186,9 @@ def _measure_scaling(
     grids = [square_grid(n) for n in tokens]
     wide = make_cases(label, pipe.sampling, grids=grids, batches=batches[:1], settings=first)
     deep = make_cases(label, pipe.sampling, grids=[pipe.model.config.grid], batches=batches, settings=first)
-    rows: list[dict[str, Any]] = []
     series = []
     for over, cases in (("tokens", wide), ("batch", deep)):
         size = attrgetter(over)
         found, left = measure_growing(cases, measure_case, size=size, max_seconds=max_seconds, batches=runs)
-        rows += found
         series.append({"model": label, **summarize_scaling(over, found), "left out": [size(case) for case in left]})
-    return rows, series
+    return series
