@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from arpg import tasks
+from arpg.bench.throughput import idle_graph_bytes
 from arpg.checkpoint import load_model, load_tokenizer
 from arpg.data.tokens import open_tokens
 from arpg.decode.likelihood import make_orders, token_bits
@@ -51,6 +52,8 @@ PIECES = "pieces"  # of the working folder
 METRICS = "metrics.jsonl"
 SCALES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the guidance that is searched
 GUIDANCE_RANGE = (1.0, 8.0)  # of the guidance that is distilled
+# Options that all lines of a folder share: rows of other trainings and numbers of samples do not compare.
+SHARED = ("width", "layers", "steps", "batch_size", "lr", "num", "limit", "large")
 SENT = 60_000_000  # bytes that come back with a call
 SENT_BACK = "sent-back"  # the file that marks a training whose weights came back
 
@@ -65,7 +68,8 @@ class Bench:
         self.device = choose_device(options.device)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.queue = Queue(options.out / LINES, deadline=self.deadline, copy_to=options.pieces)
+        shared = {name: getattr(options, name) for name in SHARED}
+        self.queue = Queue(options.out / LINES, shared, deadline=self.deadline, copy_to=options.pieces)
         self._engine: tuple[Any, RowEngine] | None = None  # that was loaded last
 
     @cached_property
@@ -98,14 +102,16 @@ class Bench:
 
     @cached_property
     def reference(self) -> Features:
-        """The statistics of the training photographs, computed once."""
-        path = self.options.out / f"reference-{self.options.set}.npz"
-        if not path.exists():
-            photos, limit = photo_set(self.options.set), self.options.limit
-            found = photos.features(self.options.data, "train", self.inception, limit=limit)
-            dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None).save(path)
-            self.send_back(path)
-        return Features.load(path)
+        """The statistics of the training photographs, computed once for each Inception and `--limit`."""
+        o = self.options
+        path = o.out / f"reference-{o.set if o.limit is None else f'{o.set}-{o.limit}'}.npz"
+        if path.exists() and (kept := Features.load(path)).network == self.inception.identity:
+            return kept
+        found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit)
+        found = dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None)
+        found.save(path)
+        self.send_back(path)
+        return found
 
     @cached_property
     def counts(self) -> Any:
@@ -350,7 +356,7 @@ class Bench:
     ) -> dict[str, Any]:
         """Time batches of tokens after a warm-up; return images per second, latency and peak memory.
 
-        `tokenizer`: images are made as well.
+        `tokenizer`: images are made as well. Peak memory is that of the allocator and what only graphs can use.
         """
         config = engine.model.config
         engine.graphs.clear()
@@ -376,7 +382,8 @@ class Bench:
             times.append(time.perf_counter() - began)
         middle = sorted(times)[len(times) // 2]
         found = {"batch": batch, "images/s": batch / middle, "range": [batch / max(times), batch / min(times)]}
-        found |= {"seconds per batch": middle, "GiB": peak_bytes(self.device) / 2**30, "engine": engine.mode}
+        peak = peak_bytes(self.device) + sum(map(idle_graph_bytes, engine.graphs.captured.values()))
+        found |= {"seconds per batch": middle, "GiB": peak / 2**30, "engine": engine.mode}
         if self.device.type == "cuda":
             found["GiB reserved"] = torch.cuda.max_memory_reserved(self.device) / 2**30
         return found | {"device": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from arpg.errors import InputError
+from arpg.errors import InputError, require
 from arpg.files import write_text
 
 Line = dict[str, Any]
@@ -50,13 +50,21 @@ def matching(lines: list[Line], **key: Any) -> list[Line]:
 class Queue:
     """Measures what a folder of lines does not have yet, until a deadline.
 
-    `copy_to`: a folder that gets a file of all lines after every measurement, should the call be killed, or should what
+    `shared`: options that are written into every line, and that all lines of the folder must have alike. `copy_to`: a folder that gets a file of all lines after every measurement, should the call be killed, or should what
     an earlier call sent back be lost.
     """
 
-    def __init__(self, folder: Path, *, deadline: float, copy_to: Path | None = None) -> None:
-        self.deadline, self.copy_to = deadline, copy_to
+    def __init__(
+        self, folder: Path, shared: Mapping[str, Any], *, deadline: float, copy_to: Path | None = None
+    ) -> None:
+        self.deadline, self.copy_to, self.shared = deadline, copy_to, dict(shared)
         self.lines = read_lines(folder)
+        for line in self.lines:
+            found = line.get("options", self.shared)
+            other = [
+                f"{name} {found.get(name)}, not {value}" for name, value in shared.items() if found.get(name) != value
+            ]
+            require(not other, f"{folder} has lines of other options ({'; '.join(other)}); choose another --out")
         self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.jsonl"
         self._copy()
 
@@ -80,7 +88,7 @@ class Queue:
             raise OutOfTimeError
         began = time.monotonic()
         made = measure()
-        return self._append({**wanted, **made, "seconds": round(time.monotonic() - began, 2)})
+        return self._append({**wanted, **made, "seconds": round(time.monotonic() - began, 2), "options": self.shared})
 
     def _append(self, line: Line) -> Line:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -148,7 +148,7 @@ def run_steps(bench: Bench) -> None:
                         nonlocal engine, tokenizer
                         if pixels and tokenizer is None:
                             tokenizer = VQTokenizer(TOKENIZERS["vq-16"]) if bench.options.large else bench.tokenizer
-                            tokenizer = tokenizer.to(bench.device).eval()
+                            tokenizer = tokenizer.to(bench.device).eval().decode_in(bench.dtype)  # as a pipeline does
                         engine = engine or bench.random_engine(Row(name, config), config)
                         settings = SamplingSettings(steps=steps, attention=attention, guidance=3.0)
                         return bench.speed(engine, settings, 64, tokenizer=tokenizer if pixels else None)

@@ -32,6 +32,7 @@ from experiments.paper.rows import designs, peers, sizes
 QUOTED = json.loads((Path(__file__).parent / "quoted.json").read_text(encoding="utf-8"))
 AGREES, CONTRADICTS, UNSURE, MISSING = "agrees", "contradicts", "cannot tell", "not measured"
 NARROWLY = ", narrowly"
+SUBJECT = designs()[0].name  # the row that `block-causal` and `few-steps` sample, where no `--model` is given
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,11 @@ def _speedup(other: str, other_steps: int | None) -> Callable[[list[Line]], Esti
 
 
 def paired(lines: list[Line], steps: int) -> Estimate | None:
-    """Return the mean over sampling seeds of FID block-wise less causal; the interval is that of the mean."""
-    return mean_of(matching(lines, table="block-causal", measure="paired", steps=steps), "difference")
+    """Return the mean over sampling seeds of FID block-wise less causal; the interval is that of the mean.
+
+    Of the trained row alone: a model of `--model` has lines of its own.
+    """
+    return mean_of(matching(lines, table="block-causal", row=SUBJECT, measure="paired", steps=steps), "difference")
 
 
 def larger_is_better(lines: list[Line]) -> Estimate | None:
@@ -256,8 +260,8 @@ EXPECTED: dict[str, list[str]] = {
     "peers": [row.name for row in peers()],
     "scaling": [row.name for row in sizes()],
     "steps": list(MODELS),
-    "block-causal": [designs()[0].name],
-    "few-steps": [designs()[0].name],
+    "block-causal": [SUBJECT],
+    "few-steps": [SUBJECT],
     "orders": ["before", "after"],
     "guidance": ["two passes", "distilled guidance"],
     "attention": ["ARPG", "interleaved positions"],
@@ -291,7 +295,7 @@ def measured_table(lines: list[Line], table: str) -> str:
 def searched_table(lines: list[Line]) -> str:
     """Return FID of the orders and schedules that few steps were searched with, by steps, as Markdown."""
     found: dict[tuple[str, str], dict[int, float]] = {}
-    lines = matching(lines, table="few-steps", measure="search")
+    lines = matching(lines, table="few-steps", row=SUBJECT, measure="search")
     fewest = min((line["samples"] for line in lines), default=0)
     for line in matching(lines, samples=fewest):
         settings = line["settings"]

@@ -8,6 +8,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from arpg.checkpoint import FolderConfig, write_folder
 from arpg.config import ModelConfig
 from arpg.data.dataset import read_orders
 from arpg.data.tokens import TokenWriter, open_tokens
+from arpg.evaluation.features import Features
 from arpg.evaluation.sample import json_settings
 from arpg.train import report as training_report
 from experiments import photos, staged_run
 from experiments.paper import bench, queue, report
 from experiments.paper.__main__ import main
+from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, Queue, read_lines
 from experiments.paper.report import AGREES, CONTRADICTS, MISSING, NARROWLY, UNSURE, Estimate, verdict
 from experiments.paper.rows import designs, peers, sizes
@@ -36,26 +39,26 @@ def test_a_cut_off_line_is_measured_again(tmp_path):
     def measure(value):
         return lambda: (asked.append(value), {"value": value})[1]
 
-    lines = Queue(tmp_path, deadline=time.monotonic() + 100)
+    lines = Queue(tmp_path, {}, deadline=time.monotonic() + 100)
     for value in range(3):
         assert lines.line({"row": value}, measure(value))["value"] == value
     (path,) = tmp_path.iterdir()
     path = path.rename(tmp_path / "earlier.jsonl")  # what came back from another machine
     path.write_text(path.read_text()[:-9])  # the last line is cut
     assert [line["row"] for line in read_lines(tmp_path)] == [0, 1]
-    again = Queue(tmp_path, deadline=time.monotonic() + 100)
+    again = Queue(tmp_path, {}, deadline=time.monotonic() + 100)
     for value in range(3):
         again.line({"row": value}, measure(value))
     assert asked == [0, 1, 2, 2]
     assert sorted(line["row"] for line in read_lines(tmp_path)) == [0, 1, 2]
-    late = Queue(tmp_path, deadline=time.monotonic() - 1)
+    late = Queue(tmp_path, {}, deadline=time.monotonic() - 1)
     assert late.line({"row": 1}, measure(9))["value"] == 1
     with pytest.raises(OutOfTimeError):
         late.line({"row": 3}, measure(3))
     same = late.line({"row": 4}, measure(4), same={"row": 1, "value": 1})  # measured for another table
     assert (same["row"], same["value"]) == (4, 1)
     copied = tmp_path / "copies"
-    everything = Queue(tmp_path, deadline=0.0, copy_to=copied)
+    everything = Queue(tmp_path, {}, deadline=0.0, copy_to=copied)
     (copy,) = copied.iterdir()
     assert read_lines(copied) == everything.lines
     shutil.copy(copy, tmp_path / "collected.jsonl")
@@ -64,6 +67,45 @@ def test_a_cut_off_line_is_measured_again(tmp_path):
     path.write_text("{\n" + path.read_text())
     with pytest.raises(InputError, match="line 1 is not valid JSON"):
         read_lines(tmp_path)
+
+
+def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
+    assert main(["steps", *world]) == 0
+    (path,) = (tmp_path / "out" / "lines").iterdir()
+    path.rename(path.with_name("sent-back.jsonl"))  # lines know their options on another machine, too
+    for option, value in (("--steps", "3"), ("--num", "32"), ("--limit", "4")):
+        assert main(["steps", *world, option, value]) == 2
+        assert f"lines of other options ({option[2:]} " in capsys.readouterr().err
+    assert main(["steps", *world]) == 0
+
+
+def test_the_reference_of_a_trial_run_is_not_that_of_a_run(world, tmp_path, monkeypatch):
+    def images(*more):
+        assert main(["reference", *world, *more]) == 0
+        return {path.name: Features.load(path).n for path in (tmp_path / "out").glob("*.npz")}
+
+    assert images("--limit", "4") == {"reference-meadow-4.npz": 4}
+    assert images() == {"reference-meadow-4.npz": 4, "reference-meadow.npz": 8}
+    before = (tmp_path / "out" / "reference-meadow.npz").stat().st_mtime_ns
+    images()
+    assert (tmp_path / "out" / "reference-meadow.npz").stat().st_mtime_ns == before
+    monkeypatch.setattr(Eye, "identity", "another")
+    images()
+    assert Features.load(tmp_path / "out" / "reference-meadow.npz").network == "another"
+
+
+def test_peak_memory_includes_what_only_graphs_can_use(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "peak_bytes", lambda device: 2**30)
+    monkeypatch.setattr(bench, "idle_graph_bytes", lambda graphs: graphs)
+    init = RowEngine.__init__
+
+    def with_graphs(self, *args, **options):
+        init(self, *args, **options)
+        self.graphs = SimpleNamespace(clear=lambda: None, captured={"a": 2**30, "b": 2**29})
+
+    monkeypatch.setattr(RowEngine, "__init__", with_graphs)
+    assert main(["steps", *world]) == 0
+    assert {line["GiB"] for line in read_lines(tmp_path / "out" / "lines")} == {2.5}
 
 
 def test_rows_are_those_of_the_paper():
@@ -314,6 +356,8 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert rows["30 times as fast as raster AR"][2:] == ["40 (32.7 to 48.9)", AGREES + NARROWLY]
     assert rows["3 times as fast as parallel peers"][3] == CONTRADICTS
     assert rows["block-wise attention is better at 16 steps"][2:] == ["-0.45 (-0.623 to -0.277)", AGREES]
+    other = [{**line, "row": "weights/other", "difference": 9.0} for line in made_up() if line["measure"] == "paired"]
+    assert report.paired([*made_up(), *other], 16) == report.paired(made_up(), 16)
     assert rows["block-wise attention is better at 32 steps"][3] == MISSING
     assert rows["a larger model has a lower loss at every step"][2:] == ["0.5 (0.5 to 0.5)", CONTRADICTS]
     assert report.exponent(made_up()) == pytest.approx(np.log(0.9) / np.log(10))
@@ -347,6 +391,8 @@ def test_the_page_of_made_up_lines(tmp_path):
         )
         for settings in [json_settings(SamplingSettings())]
     ]
+    others = [{**line, "row": "weights/other", "samples": 9, "fid": 1.0} for line in searched]
+    assert report.searched_table([*others, *searched]) == report.searched_table(searched)
     page = report.page(searched)
     assert "| order | schedule | 8 | 12 |\n|---|---:|---:|---:|\n| random | arccos | 41.0 | 31.0 |\n" in page
     assert "| halton | arccos | 40.0 |  |" in page
