@@ -50,7 +50,8 @@ def matching(lines: list[Line], **key: Any) -> list[Line]:
 class Queue:
     """Measures what a folder of lines does not have yet, until a deadline.
 
-    `shared`: options that are written into every line, and that all lines of the folder must have alike. `copy_to`: a folder that gets a file of all lines after every measurement, should the call be killed, or should what
+    `shared`: options that are written into every line, and that all lines of the folder must have alike.
+    `copy_to`: a folder that gets a file of all lines after every measurement, should the call be killed, or should what
     an earlier call sent back be lost.
     """
 
