@@ -9,6 +9,7 @@ Images in this layout can be given to the official scorer; `--prompts` reads met
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import logging
@@ -24,6 +25,8 @@ from PIL import Image
 
 from arpg.errors import InputError, require, require_file
 from arpg.evaluation.metrics import wilson
+from arpg.evaluation.sample import fingerprint
+from arpg.evaluation.sweep import claim_folder
 from arpg.files import write_json, write_text
 from arpg.image import Pixels, save
 from arpg.pipeline import Pipeline
@@ -239,15 +242,18 @@ def generate(
 ) -> list[Path]:
     """Generate the images of prompts in GenEval's layout; image k of prompt i has seed `seed + i * images + k`.
 
-    Images that exist are kept, so an interrupted run continues.
+    Images that exist are kept, so an interrupted run continues; a folder of other images is refused.
     """
     require(images >= 1, f"the number of images is {images}; expected 1 or more for each prompt")
+    texts = "\n".join(prompt.to_json() for prompt in prompts)
+    about: dict[str, Any] = {"model": fingerprint(pipe), "images": images, "seed": seed, "settings": settings}
+    claim_folder(folder, about | {"prompts": hashlib.sha256(texts.encode()).hexdigest()[:16]})
     paths = [prepare_folder(folder, i, p) / f"{k:04d}.png" for i, p in enumerate(prompts) for k in range(images)]
     missing = [i for i, path in enumerate(paths) if not path.exists()]
     for start in range(0, len(missing), batch_size):
         part = missing[start : start + batch_size]
-        texts = [prompts[i // images].text for i in part]
-        made = pipe.generate(prompt=texts, seed=[seed + i for i in part], batch_size=batch_size, **settings)
+        asked = [prompts[i // images].text for i in part]
+        made = pipe.generate(prompt=asked, seed=[seed + i for i in part], batch_size=batch_size, **settings)
         for i, image in zip(part, made, strict=True):
             save(image, paths[i])
         if progress is not None:

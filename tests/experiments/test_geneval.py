@@ -204,6 +204,11 @@ def test_images_are_generated_into_the_layout(pipe, tmp_path):
     assert again == paths
     assert paths[0].stat().st_mtime_ns == before
     assert paths[5].exists()
+    for change in ({"steps": 3}, {"seed": 31}, {"images": 3}):
+        with pytest.raises(InputError, match="holds results of something else"):
+            generate(pipe, tasks, tmp_path, **{"images": 2, "seed": 30, "batch_size": 5, "steps": 2} | change)
+    with pytest.raises(InputError, match=r"holds results of something else \(prompts"):
+        generate(pipe, tasks[::-1], tmp_path, images=2, seed=30, steps=2)
 
 
 # The detector
