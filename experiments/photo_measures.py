@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from arpg import Pipeline
+from arpg.config import to_dict
 from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
 from arpg.errors import require
@@ -224,11 +225,13 @@ def measure_parts(name: str, bench: PhotoMeasures, options: argparse.Namespace, 
         "set": options.set,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "precision": precision_of(bench.pipe.model),
+        "sampling": json.loads(json.dumps(to_dict(bench.pipe.sampling))),  # the model's defaults
+        "limit": options.limit,
     }
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else about
-    for name in ("model", "precision"):
-        known = found.get(name)
-        require(known == about[name], f"{path} is of another {name} ({known}); choose another --out")
+    for key in ("model", "precision", "sampling", "limit"):
+        known = found.get(key, about[key] if key == "sampling" else None)  # older records do not have it
+        require(known == about[key], f"{path} is of another {key} ({known}, not {about[key]}); choose another --out")
     for part in options.parts:
         if part in found:
             continue

@@ -1,6 +1,7 @@
 """The zero-shot benchmark: in batches it generates what the pipeline generates, and its numbers mean what they say."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from arpg import Pipeline
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from arpg.tasks.canvas import Canvas, box_mask
 from experiments import zero_shot
@@ -110,7 +112,7 @@ def test_parts_are_kept_and_resumed(world, tmp_path, monkeypatch, capsys):
     assert "no time is left for inpaint" in capsys.readouterr().out
     assert main([*command, "--parts", "outpaint", "edit"]) == 0
     first = json.loads((out / "zero-shot.json").read_text())
-    assert set(first) == {"model", "set", "device", "precision", "outpaint", "edit"}
+    assert set(first) == {"model", "set", "device", "precision", "sampling", "limit", "outpaint", "edit"}
     assert first["outpaint"]["rows"]["the originals"]["LPIPS"] == 0
     assert first["outpaint"]["rows"]["its class, block-wise"]["LPIPS"] > 0
     assert first["edit"]["rows"]["guidance 3"]["seen as the new class interval"][0] >= 0
@@ -124,3 +126,9 @@ def test_parts_are_kept_and_resumed(world, tmp_path, monkeypatch, capsys):
     text = (out / "zero-shot.md").read_text()
     assert "### inpaint" in text
     assert " ± " in text
+    assert main([*command, "--limit", "3"]) == 2
+    assert "is of another limit (None, not 3)" in capsys.readouterr().err
+    defaults = dataclasses.replace(Pipeline.from_pretrained().sampling, order="raster")  # as search-settings --write
+    monkeypatch.setattr(Pipeline.from_pretrained(), "sampling", defaults)
+    assert main(command) == 2
+    assert "is of another sampling" in capsys.readouterr().err
