@@ -135,7 +135,7 @@ def load_or_train_classifier(
 
     Rare classes are sampled more often. With `test`, the accuracy on real test images is written beside it.
     """
-    if folder.is_dir():
+    if (folder / "classifier.json").is_file():  # written last: training may have been cut off before
         return Classifier.load(folder, device=device)
     pixels, labels = read()
     counts = np.bincount(labels, minlength=num_classes)

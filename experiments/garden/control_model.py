@@ -29,6 +29,7 @@ from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
 from arpg.device import usable_cpus
 from arpg.evaluation.classifier import Classifier
+from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.train.objective import Objective
@@ -190,7 +191,7 @@ class ControlRun(StagedRun):
             training_scenes=compose_depth_scenes(self.sets("train"), num=others, size=size, processes=processes),
             batch_size=self.batch_size(250),
         )
-        path.write_text(json.dumps({"images": num} | report, indent=1) + "\n")
+        write_json(path, {"images": num} | report)
         return True
 
     def finish(self) -> bool:
@@ -213,7 +214,7 @@ class ControlRun(StagedRun):
         report["strength 0 is the model without control"] = self._strength_zero(pipe)
         for kind, folder in zip(("canny", "depth"), self.test, strict=True):
             save(self._sheet(pipe, folder, kind), self.results / f"{kind}.png")
-        (self.results / "control.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(self.results / "control.json", report)
         log.info("%s", json.dumps(report, indent=1))
         return True
 

@@ -225,7 +225,7 @@ class TextRun(StagedRun):
             report["guidance"][f"{guidance:g}"] = found
             share = found["overall"] / most["overall"] if most["overall"] else 0.0
             log.info("guidance %g: %s, of the ceiling %.3f", guidance, _short(found), share)
-        (self.results / "score.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(self.results / "score.json", report)
         shown = pipe.generate(prompt=SHOWN, seed=0)
         save(sheet(shown, captions=SHOWN), self.results / "prompts.png")
         some = [p.text for p in prompts[:: max(1, len(prompts) // 36)]][:36]

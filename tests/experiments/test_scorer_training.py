@@ -9,6 +9,7 @@ import torch
 from arpg.errors import InputError
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from arpg.image import to_images
+from experiments.photos import load_or_train_classifier
 from experiments.scorer_training import accuracy, augment, predict, train_classifier
 
 COLOURS = np.array([[220, 40, 40], [40, 200, 40], [40, 40, 220], [220, 210, 40]])
@@ -131,3 +132,19 @@ def test_bad_training_input_is_named(change, message):
     arguments = {"pixels": pixels, "labels": labels, "num_classes": 4, "steps": 1, "device": "cpu", "width": 8}
     with pytest.raises(InputError, match=message):
         train_classifier(**{**arguments, **change})
+
+
+def test_a_classifier_whose_folder_was_left_half_written_is_trained_again(tmp_path):
+    pixels, labels = squares(16, seed=0)
+    settings = {"num_classes": 2, "steps": 1, "device": torch.device("cpu"), "batch_size": 2}
+    asked = []
+
+    def read():
+        asked.append(1)
+        return pixels, labels % 2
+
+    load_or_train_classifier(tmp_path / "a", read, **settings)
+    (tmp_path / "a" / "classifier.json").unlink()  # killed after the weights
+    load_or_train_classifier(tmp_path / "a", read, **settings)
+    load_or_train_classifier(tmp_path / "a", read, **settings)
+    assert len(asked) == 2

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import logging
 import platform
 import time
@@ -28,6 +27,7 @@ from torch import Tensor
 from arpg import Pipeline, Plan, SamplingSettings, decode, make_plan, tasks
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.sample import balanced_labels
+from arpg.files import write_json
 from arpg.image import to_uint8
 from arpg.tables import markdown_table
 from experiments.scorer_training import accuracy
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rows": bench.rows,
     }
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out, result)
     log.info("%s", table(result))
 
 
