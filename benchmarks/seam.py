@@ -16,12 +16,12 @@ from arpg.tasks.canvas import Canvas, box_mask
 
 BOX = (24, 24, 72, 72)
 EDITS = {
-    "siamese cat": "pug",
-    "church": "golf ball",
-    "oxeye daisy": "sunflower",
-    "beagle": "samoyed",
-    "siam tulip": "rose",
-    "golden retriever": "lotus",
+    "Apple Red 1": "Kiwi",
+    "Orange": "Strawberry",
+    "daisy": "sunflowers",
+    "Lemon": "Walnut",
+    "tulips": "roses",
+    "Banana": "Corn",
 }
 
 

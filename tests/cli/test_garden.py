@@ -16,8 +16,15 @@ from arpg.image import adm_crop
 from arpg.installed import DISTRIBUTIONS, installed_models
 from arpg.model import class_condition, text_condition
 from arpg.serve.served_model import find_thumbnails
+from benchmarks.seam import EDITS
 from experiments.garden.objects import held_out
 from support.distribution import require_model
+
+
+def test_the_edits_of_the_seam_benchmark_are_classes_of_garden():
+    require_model("garden")
+    classes = read_folder(resolve("garden")).classes
+    assert all(classes.match(name) is not None for pair in EDITS.items() for name in pair)
 
 
 @pytest.fixture(scope="module")
