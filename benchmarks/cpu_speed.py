@@ -34,7 +34,7 @@ from arpg.bench.record import environment
 from arpg.config import MODELS
 from arpg.decode.sampling import sample
 from arpg.device import set_threads
-from arpg.files import write_text
+from arpg.files import write_json
 from arpg.model import ARPG
 from arpg.noise import seed_keys
 from arpg.pipeline import Pipeline
@@ -264,10 +264,9 @@ def main() -> None:
         "seconds": {name: [round(value, 3) for value in values] for name, values in times.items()},
         "where": environment(torch.device("cpu")),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if options.out:
-        write_text(options.out, text + "\n")
+        write_json(options.out, result)
 
 
 if __name__ == "__main__":

@@ -305,10 +305,6 @@ def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
-    write_json(path, record)
-
-
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -339,7 +335,7 @@ def run(rows: Sequence[Row], bench: Bench, path: Path, *, minutes: float, again:
         found |= {"bar": row.bar, "goal": row.goal, "unit": row.unit, "commit": commit()}
         found["seconds taken"] = round(time.monotonic() - began, 1)
         record["rows"][row.name] = found
-        write(path, record)
+        write_json(path, record)
         shown = found.get("error") or f"{found['value']:g} {row.unit} (bar {row.bar:g}{goal})"
         say(f"{row.name}: {shown}, {found['seconds taken']} s")
     return record

@@ -1,7 +1,7 @@
 """Compare precisions with float32 and engines with eager: error of the logits, equal samples, speed.
 
-    python -m benchmarks.precision --device cpu --batch 8 --out precision-garden-cpu.json
-    python -m benchmarks.precision --batch 136 --classifier runs/classifier --out precision-garden.json
+    python -m benchmarks.precision --model garden --device cpu --batch 8 --out precision-garden-cpu.json
+    python -m benchmarks.precision --model garden --batch 136 --classifier runs/classifier --out precision-garden.json
     python -m benchmarks.precision --model arpg-l --batch 16 --steps 32 --out precision-arpg-l.json
     python -m benchmarks.precision --model arpg-l --batch 64 --steps 32 --products
     python -m benchmarks.precision --model meadow --device cpu --batch 4 --rounds 0 --precisions bfloat16 \
@@ -37,7 +37,7 @@ from arpg.config import DEFAULT_MODEL, MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
 from arpg.errors import InputError, require
-from arpg.files import write_text
+from arpg.files import write_json
 from arpg.image import to_uint8
 from arpg.kernels.ops import to_float8
 from arpg.pipeline import Pipeline, prepare
@@ -208,30 +208,34 @@ def main() -> None:
     ids = generate(exact.model, case)
     expected = [(logits.cpu(), sampled.cpu()) for logits, sampled in on_context(exact.model, case, ids)]
     del exact
-    rows: dict[str, dict[str, Any]] = {}
+    rows: Rows = {}
+    settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps}
+    result = {"benchmark": "precision", **settings, "against float32": rows, "where": environment(device)}
+
+    def keep() -> None:  # what comes later may fail, or be cut off
+        if options.out:
+            write_json(options.out, result)
+
     for kind in ["float32", *options.precisions]:
         try:
             pipe = open_in(options.model, kind, device)
             found = [(logits.cpu(), sampled.cpu()) for logits, sampled in on_context(pipe.model, case, ids)]
+            row = dict(agreement(found, expected))
+            if options.rounds:
+                row["s of a batch"] = seconds(pipe, case, options.rounds)
+            if options.classifier:
+                row["class accuracy"] = class_accuracy(pipe, case, generate(pipe.model, case), options.classifier)
+            rows[kind] = row
         except (InputError, RuntimeError) as error:
             rows[kind] = {"left out": error_line(error)}
-            continue
-        rows[kind] = dict(agreement(found, expected))
-        if options.rounds:
-            rows[kind]["s of a batch"] = seconds(pipe, case, options.rounds)
-        if options.classifier:
-            rows[kind]["class accuracy"] = class_accuracy(pipe, case, generate(pipe.model, case), options.classifier)
-    settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps}
-    result = {"benchmark": "precision", **settings, "against float32": rows, "where": environment(device)}
+        keep()
     engines = options.engines
     if engines is None:
         engines = ["graph", "compiled"] if device.type == "cuda" else []
     if engines:
         result["against eager"] = engine_rows(options.model, case, options.engine_precisions, engines, device)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        write_text(options.out, text + "\n")
+        keep()
+    print(json.dumps(result, indent=1))
     if wrong := differs(result.get("against eager", {})):
         raise SystemExit(f"not the tokens of eager: {'; '.join(wrong)}")
 

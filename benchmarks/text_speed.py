@@ -17,8 +17,11 @@ from pathlib import Path
 import torch
 
 from arpg import ARPG, Request, SamplingSettings, make_plan
+from arpg.bench.throughput import idle_graph_bytes
 from arpg.config import ENGINES, MODELS, TextConfig
 from arpg.decode import Engine
+from arpg.device import peak_bytes, reset_peak
+from arpg.files import write_json
 from arpg.model import text_condition
 
 
@@ -28,7 +31,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32, help="Of the token grid.")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=120, help="Of every prompt; fewer: of the longest.")
+    parser.add_argument("--tokens", type=int, default=120, help="Of every prompt.")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", default="auto", choices=ENGINES)
     parser.add_argument("--out", type=Path)
@@ -42,11 +45,12 @@ def main() -> None:
         model = ARPG(config).to(dtype).eval()
     for parameter in model.state_dict().values():
         torch.nn.init.normal_(parameter, std=0.02)
-    lengths = [options.tokens] * options.batch_size
-    states = [torch.randn(length, text.width, device=device) for length in lengths]
+    states = [torch.randn(options.tokens, text.width, device=device) for _ in range(options.batch_size)]
     settings = SamplingSettings(steps=options.steps, guidance=8.0, top_k=900)
     engine, warmup, times = Engine(model, options.engine), 2, []  # the second may be recorded
     for repeat in range(warmup + options.repeats):
+        if repeat == warmup:
+            reset_peak(model.device)
         seeds = tuple(range(repeat * options.batch_size, (repeat + 1) * options.batch_size))
         with torch.no_grad():
             request = Request.from_nothing(text_condition(model, states), grid, seeds)
@@ -58,6 +62,7 @@ def main() -> None:
         last.ids_BN.sum().item()  # waits
         times.append(time.perf_counter() - began)
     median = statistics.median(times[warmup:])
+    peak = peak_bytes(model.device) + sum(map(idle_graph_bytes, engine.graphs.captured.values()))
     result = {
         "benchmark": "text_speed",
         "model": options.model,
@@ -68,14 +73,13 @@ def main() -> None:
         "engine": engine.mode,
         "images/s": round(options.batch_size / median, 2),
         "worst images/s": round(options.batch_size / max(times[warmup:]), 2),
-        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "peak GiB": round(peak / 2**30, 2) if cuda else None,
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }
     print(json.dumps(result, indent=1))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.out, result)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
 from arpg.device import gpu_spec
+from arpg.files import write_json
 from arpg.kernels import ops, residual_norm
 from arpg.train import model as training_module
 from arpg.train.distributed import init_distributed, shutdown_distributed
@@ -162,10 +163,9 @@ def main() -> None:
         "python": platform.python_version(),
     }
     shutdown_distributed()
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if options.out:
-        options.out.write_text(text + "\n")
+        write_json(options.out, result)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,26 @@ def test_the_benchmark_compares_engines(folder, tmp_path, monkeypatch):
     assert precision.differs(found["against eager"]) == []
 
 
+def test_the_benchmark_keeps_what_it_has_measured(folder, tmp_path, monkeypatch):
+    from benchmarks import precision
+
+    def seconds(pipe, case, rounds):
+        if pipe.model.dtype == torch.bfloat16:
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    out = tmp_path / "found.json"
+    options = ["--model", str(folder), "--device", "cpu", "--steps", "3", "--batch", "2", "--precisions", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["precision.py", *options, "--engines", "eager", "--out", str(out)])
+    monkeypatch.setattr(precision, "seconds", seconds)
+    monkeypatch.setattr(precision, "engine_rows", lambda *_: sys.exit("the machine is gone"))
+    with pytest.raises(SystemExit, match="the machine is gone"):
+        precision.main()
+    found = json.loads(out.read_text())["against float32"]
+    assert found["float32"]["s of a batch"] == 1.0
+    assert found["bfloat16"] == {"left out": "RuntimeError: out of memory"}
+
+
 def test_the_benchmark_counts_products(folder):
     from arpg.bench.case import Case, open_pipeline
     from benchmarks.precision import count_products

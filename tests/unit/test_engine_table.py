@@ -10,6 +10,7 @@ import torch
 
 from arpg.bench.roofline import Limits
 from arpg.device import peak_bytes
+from arpg.files import write_json
 from arpg.tables import fill_page
 from benchmarks import engine as table
 from support.paths import ROOT
@@ -115,7 +116,7 @@ def test_the_time_of_the_host():
 
 
 def test_another_machine_gets_another_file(tmp_path):
-    table.write(tmp_path / "a.json", measured(**{"L, 32 steps": 1.0}))
+    write_json(tmp_path / "a.json", measured(**{"L, 32 steps": 1.0}))
     with pytest.raises(SystemExit, match="is from NVIDIA H200, this is CPU"):
         table.run(table.ROWS, table.Bench("cpu", 1), tmp_path / "a.json", minutes=1, again=False)
 
