@@ -5,7 +5,8 @@ Shapes: n m images, B batch, H W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg import ControlInput, Pipeline
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet
 from arpg.errors import require
 from arpg.evaluation.features import CHUNK, from_images
 from arpg.extractors import canny
-from arpg.image import Pixels, adm_crop, check_pixels, save
+from arpg.image import Pixels, check_pixels, save
 
 # The rows of a report: with control, without it, another model without control, and what bounds them.
 CONTROL, PLAIN, BASE = "control", "no control", "base model"
@@ -30,6 +32,8 @@ NEAREST, CEILING = "nearest in training", "tokenizer"
 TOLERANCE = 2  # pixels (Euclidean) between two edges that count as one
 
 Edges = NDArray[np.bool_]
+
+log = logging.getLogger("experiments")
 
 
 def edge_maps(pixels_nHW3: Pixels) -> Edges:
@@ -72,11 +76,7 @@ def thicken(edges_BHW: Tensor, tolerance: int = TOLERANCE) -> Tensor:
 
 
 def nearest(
-    wanted_nHW: Edges,
-    batches: Iterable[Pixels],
-    *,
-    device: torch.device | str = "cpu",
-    progress: Callable[[int], None] | None = None,
+    wanted_nHW: Edges, batches: Iterable[Pixels], *, device: torch.device | str = "cpu"
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return for each condition the index of the image with the greatest F1 (the first of several), and that F1.
 
@@ -85,8 +85,8 @@ def nearest(
     n, height, width = wanted_nHW.shape
     wanted = torch.from_numpy(wanted_nHW).to(device)
     lines_nP, room_nP = wanted.flatten(1).float(), thicken(wanted).flatten(1).float()
-    best, index = torch.full((n,), -1.0, dtype=torch.float64, device=device), torch.zeros(n, dtype=torch.int64)
-    index = index.to(device)
+    best = torch.full((n,), -1.0, dtype=torch.float64, device=device)
+    index = torch.zeros(n, dtype=torch.int64, device=device)
     done = 0
     for pixels_BHW3 in batches:
         found = torch.from_numpy(edge_maps(pixels_BHW3)).to(device)
@@ -101,8 +101,6 @@ def nearest(
         index = torch.where(value > best, row + done, index)
         best = torch.maximum(best, value)
         done += len(pixels_BHW3)
-        if progress is not None:
-            progress(done)
     require(done > 0, "there are no images to choose the nearest from")
     return index.cpu().numpy(), best.cpu().numpy()
 
@@ -120,7 +118,6 @@ NO_CLASS = -1
 
 Labels = NDArray[np.int64]
 Grey = NDArray[np.uint8]
-Progress = Callable[[int, int], None] | None  # done, of how many
 
 
 class Generate(Protocol):
@@ -185,11 +182,6 @@ def choose_evenly(labels: Sequence[int], num: int) -> NDArray[np.int64]:
     return np.concatenate(chosen)
 
 
-def read_images(images: ImageSet, numbers: Sequence[int] | NDArray[np.int64], size: int) -> Pixels:
-    """Read the centre crops of images."""
-    return np.stack([np.asarray(adm_crop(images.read(int(i)), size)) for i in numbers])
-
-
 def generate_missing(
     generate: Generate,
     conditions_nHW: Grey,
@@ -200,7 +192,6 @@ def generate_missing(
     strength: float = 1.0,
     seed: int = 0,
     batch_size: int = 64,
-    progress: Progress = None,
 ) -> Pixels:
     """Generate image i from condition i, label i and seed `seed + i`, unless the folder has it; return all images."""
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
@@ -212,8 +203,8 @@ def generate_missing(
         pixels = generate(conditions_nHW[part], labels_n[part], kind=kind, seeds=seeds, strength=strength)
         for i, array in zip(part, pixels, strict=True):
             save(Image.fromarray(array), paths[i])
-        if progress is not None:
-            progress(len(paths) - len(missing) + start + len(part), len(paths))
+        done = len(paths) - len(missing) + start + len(part)
+        log.info("%s, %s: %d of %d", folder.parent.name, folder.name, done, len(paths))
     return read_files(paths)
 
 
@@ -225,21 +216,14 @@ def nearest_by_depth(near_nHW: Grey, others_mHW: Grey) -> NDArray[np.int64]:
 
 
 def nearest_by_edges(
-    wanted_nHW: Edges,
-    training: ImageSet,
-    folder: Path,
-    *,
-    device: torch.device | str = "cpu",
-    progress: Progress = None,
+    wanted_nHW: Edges, training: ImageSet, folder: Path, *, device: torch.device | str = "cpu"
 ) -> Pixels:
     """Return the training images whose edges agree best, of all classes, and keep them in the folder."""
     paths = [folder / f"{i:04d}.png" for i in range(len(wanted_nHW))]
     if not all(path.exists() for path in paths):
         size = wanted_nHW.shape[1]
-        on_batch = None if progress is None else (lambda done: progress(done, len(training)))
-        batches = from_images(training, size=size).batches(CHUNK)
-        index, _ = nearest(wanted_nHW, batches, device=device, progress=on_batch)
-        for path, array in zip(paths, read_images(training, index, size), strict=True):
+        index, _ = nearest(wanted_nHW, from_images(training, size=size).batches(CHUNK), device=device)
+        for path, array in zip(paths, center_crops(training.only(index.tolist()), size), strict=True):
             save(Image.fromarray(array), path)
     return read_files(paths)
 

@@ -21,7 +21,7 @@ from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
 from arpg.files import write_json
-from arpg.image import Pixels, adm_crop, to_images, to_uint8
+from arpg.image import Pixels, to_images, to_uint8
 from arpg.tokenizer import VQTokenizer
 from experiments.scorer_training import accuracy, train_classifier
 
@@ -87,15 +87,6 @@ def photo_set(name: str) -> PhotoSet:
     """Return a set by its name."""
     require(name in PHOTO_SETS, f"photo set is {name!r}; expected one of {', '.join(PHOTO_SETS)}")
     return PHOTO_SETS[name]
-
-
-def read_photos(images: ImageSet, num: int | None = None, *, size: int) -> tuple[Pixels, Labels]:
-    """Read the centre crops of a set and their labels; at most `num` of them, evenly spread over the classes."""
-    labels = np.asarray(images.labels)
-    if num is None or num >= len(images):
-        return center_crops(images, size), labels
-    chosen = evenly_spaced(len(images), num).tolist()
-    return np.stack([np.asarray(adm_crop(images.read(i), size)) for i in chosen]), labels[chosen]
 
 
 def evenly_spaced(count: int, num: int) -> Labels:

@@ -92,7 +92,6 @@ def train_classifier(
     lr: float = 2e-3,
     seed: int = 0,
     weights: NDArray[np.floating[Any]] | None = None,
-    compiled: bool = False,
     progress: Progress = None,
 ) -> Classifier:
     """Train with label smoothing 0.1; images are sampled in proportion to `weights`.
@@ -107,7 +106,6 @@ def train_classifier(
         require(good and weights.sum() > 0, f"weights must be {len(labels)} numbers of 0 or more, one per image")
     device = torch.device(device)
     classifier = seeded(lambda: Classifier(ClassifierConfig(num_classes, width)), seed).to(device)
-    forward = torch.compile(classifier) if compiled and device.type == "cuda" else classifier
 
     # Random numbers are made before the loop and on the CPU, so a seed means the same on every device.
     generator = torch.Generator().manual_seed(seed)
@@ -122,7 +120,7 @@ def train_classifier(
         chosen = picks_TB[step]
         image_B3HW = augment(to_images(all_pixels[chosen]), random_TBA[step])
         with autocast_bf16(device):
-            logits_BK = forward(image_B3HW)
+            logits_BK = classifier(image_B3HW)
         return F.cross_entropy(logits_BK.float(), all_labels[chosen], label_smoothing=0.1)
 
     return fit(classifier, loss, steps=steps, lr=lr, warmup=0.1, weight_decay=0.05, progress=progress)

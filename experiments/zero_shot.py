@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +22,11 @@ from PIL import Image
 from torch import Tensor
 
 from arpg import make_plan, tasks
+from arpg.data.crops import center_crops
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.metrics import KernelDistance, kernel_distance
 from arpg.evaluation.sample import json_settings
-from arpg.image import Pixels, adm_crop, to_images, to_uint8
+from arpg.image import Pixels, to_images, to_uint8
 from arpg.model import class_condition
 from arpg.settings import EXPAND_METHODS, SamplingSettings
 from arpg.tasks.canvas import Box, Canvas, Mask, box_mask
@@ -194,8 +194,7 @@ class ZeroShot(PhotoMeasures):
         # Real images are those that no result is made from (in a trial run with few images, the same).
         others = np.setdiff1d(np.arange(len(pixels)), chosen) if len(pixels) > 2 * len(chosen) else chosen
         large = self.images("test", self.options.large_data)
-        with ThreadPoolExecutor(8) as pool:
-            real = np.stack(list(pool.map(lambda i: np.asarray(adm_crop(large.read(int(i)), size)), others)))
+        real = center_crops(large.only(others.tolist()), size)
         given = np.stack([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in small])
         real_features, wanted = self.features(real), labels[chosen]
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ import numpy as np
 import torch
 
 from arpg import Pipeline
+from arpg.data.crops import center_crops
 from arpg.data.images import ImageSet, concatenate, open_images
 from arpg.errors import require
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import CHUNK, Features, collect, from_array, reference_features
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import evaluate
-from arpg.evaluation.metrics import bootstrap, wilson
 from arpg.evaluation.sample import fingerprint
 from arpg.evaluation.sweep import claim_folder
 from arpg.files import write_json
@@ -51,7 +50,6 @@ from experiments.control_images import (
     generate_missing,
     nearest_by_depth,
     nearest_by_edges,
-    read_images,
     save_missing,
     strength_zero_is_plain,
     with_control,
@@ -60,15 +58,13 @@ from experiments.control_images import (
 from experiments.garden.depth_net import DepthNet, DepthScenes, compose_depth_scenes, depth_error, rmse, to_depth
 from experiments.garden.sampling_options import add_sampling_options, load_pipeline, sampling_settings
 from experiments.garden.scene_sets import num_processes
-from experiments.photo_measures import Row, interval_cell
+from experiments.photo_measures import Row, interval_cell, mean, share
 from experiments.photos import reconstruct
 from experiments.scorer_training import predict
 
 SCENE_SEED = 2026  # the test scenes are those of this seed + --seed
 COLUMNS = {"f1": ("F1", 3), "precision": ("precision", 3), "recall": ("recall", 3), "accuracy": ("accuracy", 3)}
 COLUMNS |= {"fid": ("FID", 2), "rmse": ("RMSE", 4)}
-
-Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 log = logging.getLogger("garden")
 
@@ -104,7 +100,6 @@ def edge_score(
     seed: int = 0,
     batch_size: int = 64,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
 ) -> dict[str, Row]:
     """Generate from the edges of `num` images, and measure how far the edges of the results agree with them.
 
@@ -113,7 +108,7 @@ def edge_score(
     """
     numbers = choose_evenly(images.labels, num)
     labels = np.array([class_ids[images.labels[i]] for i in numbers], np.int64)
-    real = read_images(images, numbers, size)
+    real = center_crops(images.only(numbers.tolist()), size)
     target = edge_maps(real)
     conditions = target.astype(np.uint8) * 255
     place = folder / "canny"
@@ -132,11 +127,9 @@ def edge_score(
             strength=strength,
             seed=seed,
             batch_size=batch_size,
-            progress=_named(progress, name),
         )
     if training is not None:
-        on_progress = _named(progress, NEAREST)
-        rows[NEAREST] = nearest_by_edges(target, training, place / NEAREST, device=device, progress=on_progress)
+        rows[NEAREST] = nearest_by_edges(target, training, place / NEAREST, device=device)
     if tokenizer is not None:
         rows[CEILING] = reconstruct(real, tokenizer)
     return {name: score_edges(pixels, target, labels, scorers) for name, pixels in rows.items()}
@@ -145,13 +138,11 @@ def edge_score(
 def score_edges(pixels_nHW3: Pixels, target_nHW: Edges, labels_n: Labels, scorers: EdgeScorers | None = None) -> Row:
     """Return F1, precision and recall of edges as means over images; accuracy and FID where there are scorers."""
     found = agreement(target_nHW, edge_maps(pixels_nHW3))
-    f1 = float(found.f1_n.mean())
-    row: Row = {"f1": f1, "f1 interval": bootstrap(f1, found.f1_n)}
+    row: Row = mean("f1", found.f1_n)
     row |= {"precision": float(found.precision_n.mean()), "recall": float(found.recall_n.mean())}
     scorers = scorers or EdgeScorers()
     if scorers.classifier is not None:
-        hits = int((predict(scorers.classifier, pixels_nHW3) == labels_n).sum())
-        row |= {"accuracy": hits / len(labels_n), "accuracy interval": wilson(hits, len(labels_n))}
+        row |= share("accuracy", predict(scorers.classifier, pixels_nHW3) == labels_n)
     if scorers.inception is not None and scorers.reference is not None:
         features = collect(scorers.inception, from_array(pixels_nHW3).batches(CHUNK))
         fid = evaluate(features, scorers.reference, metrics=["fid"], device=scorers.inception.device)["fid"]
@@ -169,7 +160,6 @@ def depth_score(
     tokenizer: VQTokenizer | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    progress: Progress | None = None,
 ) -> dict[str, Row]:
     """Generate from the depth of scenes, without a class, and measure the error of the depth of the results.
 
@@ -190,7 +180,6 @@ def depth_score(
             strength=strength,
             seed=seed,
             batch_size=batch_size,
-            progress=_named(progress, f"depth, {name}"),
         )
     if training is not None:
         rows[NEAREST] = training.pixels_nHW3[nearest_by_depth(scenes.near_nHW, training.near_nHW)]
@@ -202,13 +191,7 @@ def depth_score(
 
 def score_depth(pixels_nHW3: Pixels, near_nHW: Grey, net: DepthNet) -> Row:
     """Return the mean over images of the RMSE between the condition and the depth that `net` estimates (0 to 1)."""
-    errors = rmse(net.estimate(pixels_nHW3), to_depth(near_nHW))
-    value = float(errors.mean())
-    return {"rmse": value, "rmse interval": bootstrap(value, errors), "n": len(errors)}
-
-
-def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else partial(progress, name)
+    return mean("rmse", rmse(net.estimate(pixels_nHW3), to_depth(near_nHW))) | {"n": len(pixels_nHW3)}
 
 
 def compare(report: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
@@ -250,7 +233,6 @@ def control_report(
     training_scenes: DepthScenes | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Score edges of `images`, where given, and depth of `scenes`, where given; and check strength 0."""
     generate, size = with_control(pipe, settings), image_side(pipe)
@@ -270,7 +252,6 @@ def control_report(
             seed=seed,
             batch_size=batch_size,
             device=pipe.model.device,
-            progress=progress,
         )
         log.info("%s", table(report["canny"], title="canny"))
     if scenes is not None and net is not None:
@@ -284,7 +265,6 @@ def control_report(
             tokenizer=pipe.tokenizer,
             seed=seed,
             batch_size=batch_size,
-            progress=progress,
         )
         log.info("%s", table(report["depth"], title="depth"))
     kind = "depth" if images is None else "canny"
@@ -344,9 +324,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about |= {"train_fruits": options.train_fruits}
     claim_folder(options.out, about)
 
-    def on_progress(what: str, done: int, total: int) -> None:
-        log.info("%s: %d of %d", what, done, total)
-
     inception = reference = None
     if images is not None and training is not None and options.fid:
         inception = Inception.load(options.inception, device=device)
@@ -376,7 +353,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training_scenes=training_scenes,
         seed=seed,
         batch_size=options.batch_size,
-        progress=on_progress,
     )
     if options.json is not None:
         about |= {"model": options.model, "reference": options.reference if inception else None}

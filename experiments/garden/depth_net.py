@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from arpg.errors import InputError, require
 from arpg.evaluation.classifier import Block, load_scorer, save_scorer
-from arpg.evaluation.metrics import bootstrap
 from arpg.files import write_json
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.garden.composer import SIZE, Composer
@@ -36,6 +35,7 @@ from experiments.garden.scene_sets import (
     reconstruct_half,
     training_arguments,
 )
+from experiments.photo_measures import mean
 from experiments.scorer_training import Progress, autocast_bf16, fit, log_loss, seeded
 
 Depth = NDArray[np.float32]
@@ -191,10 +191,8 @@ def train_depth_net(
 def depth_error(net: DepthNet, scenes: DepthScenes) -> dict[str, Any]:
     """Return the network's own error: `rmse` (mean over scenes) with its interval, and `blank`, that of a constant."""
     depth_nHW = scenes.depth()
-    errors = rmse(net.estimate(scenes.pixels_nHW3), depth_nHW)
-    value = float(errors.mean())
     blank = float(rmse(np.ones_like(depth_nHW), depth_nHW).mean())
-    return {"rmse": value, "rmse interval": bootstrap(value, errors), "blank": blank, "n": len(scenes)}
+    return mean("rmse", rmse(net.estimate(scenes.pixels_nHW3), depth_nHW)) | {"blank": blank, "n": len(scenes)}
 
 
 def train_and_save(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,21 +196,14 @@ def to_arrays(scenes: Sequence[Scene], kinds: Sequence[str], colours: Sequence[s
 
 
 def compose_detector_scenes(
-    sets: Sets,
-    config: DetectorConfig,
-    *,
-    num: int,
-    seed: int = 0,
-    processes: int = 0,
-    progress: Callable[[int], None] | None = None,
+    sets: Sets, config: DetectorConfig, *, num: int, seed: int = 0, processes: int = 0
 ) -> DetectorScenes:
     """Compose scenes of all combinations, held out or not."""
     parts: list[DetectorScenes] = []
     make = partial(_detector_part, seed=seed, kinds=config.kinds, colours=config.colours)
     for part in compose_parts(sets, make, num=num, processes=processes):
         parts.append(part)
-        if progress is not None:
-            progress(sum(map(len, parts)))
+        log.info("composed %d of %d", sum(map(len, parts)), num)
     names = [field.name for field in dataclasses.fields(DetectorScenes)]
     return DetectorScenes(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -338,14 +331,7 @@ def train_and_save(
 ) -> None:
     """Train a detector on composed scenes, half of them reconstructed by the tokenizer of a model, and write it."""
     config = DetectorConfig(tuple(KINDS), tuple(TINTS), width)
-    scenes = compose_detector_scenes(
-        sets,
-        config,
-        num=num,
-        seed=seed,
-        processes=processes,
-        progress=lambda done: log.info("composed %d of %d", done, num),
-    )
+    scenes = compose_detector_scenes(sets, config, num=num, seed=seed, processes=processes)
     if tokenizer is not None:
         scenes = reconstruct_half(scenes, tokenizer, device=device)
     detector = train_detector(

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,6 @@ def generate(
     images: int = 4,
     seed: int = 0,
     batch_size: int = 64,
-    progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> list[Path]:
     """Generate the images of prompts in GenEval's layout; image k of prompt i has seed `seed + i * images + k`.
@@ -256,8 +255,7 @@ def generate(
         made = pipe.generate(prompt=asked, seed=[seed + i for i in part], batch_size=batch_size, **settings)
         for i, image in zip(part, made, strict=True):
             save(image, paths[i])
-        if progress is not None:
-            progress(len(paths) - len(missing) + start + len(part), len(paths))
+        log.info("generated %d of %d", len(paths) - len(missing) + start + len(part), len(paths))
     return paths
 
 
@@ -317,7 +315,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         images=options.images,
         seed=options.seed,
         batch_size=options.batch_size,
-        progress=lambda done, total: log.info("generated %d of %d", done, total),
         **settings,
     )
     log.info("%d images in %s/", len(paths), options.out)

@@ -74,7 +74,8 @@ class ConditionGenerator:
         return np.repeat(np.where(conditions_BHW > 0, 255, 0).astype(np.uint8)[..., None], 3, -1)
 
 
-def test_generation_continues_where_it_stopped(tmp_path):
+def test_generation_continues_where_it_stopped(tmp_path, caplog):
+    caplog.set_level("INFO")
     conditions = (edge_maps(shapes(7)) * 255).astype(np.uint8)
     labels = np.arange(7)
     generator = ConditionGenerator()
@@ -82,18 +83,11 @@ def test_generation_continues_where_it_stopped(tmp_path):
     assert [seeds for _, _, seeds, _ in generator.calls] == [[10, 11, 12, 13], [14, 15, 16]]
     (tmp_path / "0002.png").unlink()
     (tmp_path / "0005.png").unlink()
-    generator.calls, reported = [], []
-    again = generate_missing(
-        generator,
-        conditions,
-        labels,
-        tmp_path,
-        kind="canny",
-        seed=10,
-        progress=lambda done, all_: reported.append((done, all_)),
-    )
+    generator.calls = []
+    caplog.clear()
+    again = generate_missing(generator, conditions, labels, tmp_path, kind="canny", seed=10)
     assert generator.calls == [("canny", 1.0, [12, 15], [2, 5])]
-    assert reported == [(7, 7)]
+    assert [record.message.split(": ")[1] for record in caplog.records] == ["7 of 7"]
     assert np.array_equal(first, again)
 
 

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from arpg import Pipeline
+from arpg.data.crops import center_crops
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
@@ -53,7 +54,7 @@ from arpg.image import Pixels, to_images
 from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
 from arpg.tasks import label_condition
 from experiments.garden.control_score import image_side
-from experiments.photos import GARDEN, evenly_spaced, load_or_train_classifier, read_photos, reconstruct
+from experiments.photos import GARDEN, evenly_spaced, load_or_train_classifier, reconstruct
 from experiments.scorer_training import accuracy
 
 log = logging.getLogger("garden")
@@ -117,20 +118,19 @@ def lowest(lines: Sequence[Line]) -> Line:
 
 def final(lines: Sequence[Line], **settings: Any) -> Line | None:
     """Return the final measurement at the guidance that the search found."""
-    searched = matching(lines, SEARCH, **settings)
-    if not searched:
-        return None
-    guidance = lowest(searched)["settings"]["guidance"]
-    return next(iter(matching(lines, FINAL, guidance=guidance, **settings)), None)
+    return _at_best(lines, matching(lines, SEARCH, **settings), **settings)
 
 
 def of_order(lines: Sequence[Line], order: str, steps: int) -> Line | None:
     """Return the line of an order; all orders take the guidance that is best for the random one."""
-    searched = matching(lines, SEARCH, steps=steps)
+    return _at_best(lines, matching(lines, SEARCH, steps=steps), order=order, steps=steps)
+
+
+def _at_best(lines: Sequence[Line], searched: Sequence[Line], **settings: Any) -> Line | None:
     if not searched:
         return None
     guidance = lowest(searched)["settings"]["guidance"]
-    return next(iter(matching(lines, FINAL, order=order, steps=steps, guidance=guidance)), None)
+    return next(iter(matching(lines, FINAL, guidance=guidance, **settings)), None)
 
 
 def comparable(lines: Sequence[Line]) -> bool:
@@ -248,7 +248,8 @@ def order_bits(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     pipe = Pipeline.from_pretrained(options.model)
-    pixels, labels = read_photos(GARDEN.open(options.data, "test"), options.num, size=image_side(pipe))
+    images = GARDEN.open(options.data, "test", options.num)
+    pixels, labels = center_crops(images, image_side(pipe)), list(images.labels)
     with torch.no_grad():
         ids_BN = torch.cat(
             [
@@ -258,7 +259,7 @@ def order_bits(arguments: Sequence[str] | None = None) -> None:
         )
     bits = {}
     for order in ORDERS:
-        bits[order] = bits_in(pipe, ids_BN, labels.tolist(), order)
+        bits[order] = bits_in(pipe, ids_BN, labels, order)
         log.info("%-12s%8.3f bits per token", order, bits[order].mean())
     device = torch.cuda.get_device_name() if pipe.model.device.type == "cuda" else "CPU"
     found = {"model": options.model, "images": len(labels), "device": device, "orders": summary(bits)}
@@ -412,8 +413,9 @@ def measure_quality(pipe: Pipeline, options: argparse.Namespace, *, deadline: fl
         time.sleep(LOOK_AGAIN)
     device, size = pipe.model.device, image_side(pipe)
     inception = Inception.load(options.inception, device=device)
-    train, train_labels = read_photos(GARDEN.open(options.data, "train"), options.limit, size=size)
-    test, test_labels = read_photos(GARDEN.open(options.data, "test"), options.limit, size=size)
+    splits = [GARDEN.open(options.data, split, options.limit) for split in ("train", "test")]
+    train, test = (center_crops(images, size) for images in splits)
+    train_labels, test_labels = (np.asarray(images.labels) for images in splits)
     log.info("%d training and %d test images", len(train), len(test))
     folder = options.classifier or options.work / f"classifier-{len(train)}"
     num_classes = len(pipe.classes)

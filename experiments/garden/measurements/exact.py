@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from arpg import Pipeline, Plan, SamplingSettings, decode, make_plan, tasks
+from arpg.device import synchronize
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.sample import balanced_labels
 from arpg.files import write_json
@@ -129,15 +130,11 @@ class Bench:
         """Return the plan, every step, and the seconds from the plan to the last token."""
         request = tasks.generate(self.pipe.model, self.labels[:num].tolist(), range(num))
         plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
-        self._wait()
+        synchronize(self.pipe.model.device)
         began = time.perf_counter()
         steps = list(decode(self.pipe.model, request, plan, settings))
-        self._wait()
+        synchronize(self.pipe.model.device)
         return plan, steps, time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.pipe.model.device.type == "cuda":
-            torch.cuda.synchronize(self.pipe.model.device)
 
     @torch.no_grad()
     def _accuracy(self, ids_BN: Tensor) -> float:

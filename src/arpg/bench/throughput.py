@@ -9,7 +9,6 @@ on a CPU the most that the process held.
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import time
@@ -215,10 +214,7 @@ def summarize_scaling(over: str, rows: Sequence[Row]) -> Row:
 def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     """Return the slope of log(seconds) over log(size) by least squares: 1 is linear, 2 quadratic."""
     require(len(set(sizes)) >= 2, f"sizes are {list(sizes)}; an exponent needs two different ones or more")
-    x, y = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
-    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - x_mean) ** 2 for a in x)
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 def _batch_seconds(row: Row) -> float:
