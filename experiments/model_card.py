@@ -28,12 +28,11 @@ from arpg.errors import require
 from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.metrics import wilson
 from arpg.evaluation.reconstruction import reconstruction_report
-from arpg.evaluation.sample import PixelBatches, json_settings, labels_like
+from arpg.evaluation.sample import PixelBatches, count_classes, json_settings, labels_like
 from arpg.evaluation.sweep import Scorers, generate_features
 from arpg.image import Pixels, check_pixels, save, sheet, to_images
 from arpg.tokenizer.losses import LPIPS
 from experiments.photo_measures import PhotoMeasures, measure_parser, measure_parts
-from experiments.photos import class_ids
 from experiments.scorer_training import accuracy
 
 Labels = NDArray[np.int64]
@@ -222,8 +221,7 @@ class Card(PhotoMeasures):
         Measured for each of `--fid-steps`, at the model's settings for that number of steps. Classes are as frequent as
         in the training split.
         """
-        labels = class_ids(self.images("train"), self.pipe.classes)
-        counts = np.bincount(labels, minlength=len(self.pipe.classes))
+        counts = count_classes(self.images("train"), self.pipe.classes)
         scorers = Scorers(self.inception, self.references["train"])
         found: dict[str, Any] = {}
         for steps in self.options.fid_steps or [self.pipe.sampling.steps]:

@@ -20,18 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from arpg import Pipeline
 from arpg.checkpoint import FolderConfig, write_folder
 from arpg.errors import require
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.sample import json_settings, labels_like
+from arpg.evaluation.sample import count_classes, json_settings, labels_like
 from arpg.evaluation.sweep import Scorers, combinations, sweep
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.settings import SamplingDefaults, SamplingSettings
-from experiments.photos import PHOTO_SETS, class_ids, photo_set
+from experiments.photos import PHOTO_SETS, photo_set
 
 log = logging.getLogger("experiments")
 
@@ -90,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     inception = Inception.load(options.inception, device=pipe.model.device)
     reference = photos.features(options.data, "train", inception, limit=options.limit, folder=options.features)
     scorers = Scorers(inception, dataclasses.replace(reference, pool_MF=None, gain_M=None))  # FID alone
-    counts = np.bincount(class_ids(images, pipe.classes), minlength=len(pipe.classes))
+    counts = count_classes(images, pipe.classes)
 
     def measure(settings: SamplingSettings, num: int) -> float:
         if time.monotonic() > deadline:

@@ -17,7 +17,7 @@ def run_verb(name: str, verbs: Mapping[str, tuple[str, str]], arguments: Sequenc
     """Run the verb that `arguments` begin with; an error of the user is one line and exit code 2.
 
     `verbs`: each verb with "module:function" of experiments.NAME (or "/module:function" of experiments), and what it
-    does. Only the module of the chosen verb is imported.
+    does. Words behind the function are its first arguments. Only the module of the chosen verb is imported.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -32,8 +32,9 @@ def run_verb(name: str, verbs: Mapping[str, tuple[str, str]], arguments: Sequenc
     for logger in LOGGERS:
         logging.getLogger(logger).setLevel(logging.INFO)
     try:
-        module, function = module_of(name, verbs[arguments[0]][0])
-        getattr(importlib.import_module(module), function)(arguments[1:])
+        module, call = module_of(name, verbs[arguments[0]][0])
+        function, *first = call.split()
+        getattr(importlib.import_module(module), function)(*first, arguments[1:])
     except InputError as error:
         sys.stderr.write(f"{name}: " + " ".join(str(error).split()) + "\n")
         return 2

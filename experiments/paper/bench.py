@@ -277,18 +277,22 @@ class Bench:
             request = tasks.fill(engine.model, part, index.tolist(), ids_N=ids_BN, known_N=known_hw.flatten())
             yield to_uint8(self.tokenizer.decode(engine.fill(request, settings), engine.model.config.grid))
 
+    def test_images(self, num: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield ids `[B, N]`, random orders `[B, N]` and labels `[B]` of the first `num` test images."""
+        tokens = open_tokens(self.options.validation)
+        for index in np.split(np.arange(min(num, len(tokens))), range(batch_size, min(num, len(tokens)), batch_size)):
+            ids_BN = torch.from_numpy(tokens.gather(index, np.zeros_like(index)))
+            order_BN = make_orders("random", tokens.grid, index.tolist())
+            yield ids_BN, order_BN, torch.from_numpy(tokens.labels[index].astype(np.int64))
+
     @torch.no_grad()
     def random_order_bits(self, engine: RowEngine, num: int) -> float:
         """Return the mean bits of a token of test images in random orders, teacher-forced."""
-        tokens, total = open_tokens(self.options.validation), 0.0
-        num = min(num, len(tokens))
-        for start in range(0, num, 32):
-            index = np.arange(start, min(start + 32, num))
-            ids_BN = torch.from_numpy(tokens.gather(index, np.zeros_like(index)))
-            condition = class_condition(engine.model, torch.from_numpy(tokens.labels[index].astype(np.int64)))
-            order_BN = make_orders("random", self.base.grid, range(start, start + len(index)))
-            total += float(token_bits(engine.model, ids_BN, condition, order_BN).mean(1).sum())
-        return total / num
+        parts = [
+            token_bits(engine.model, ids_BN, class_condition(engine.model, labels_B), order_BN).mean(1)
+            for ids_BN, order_BN, labels_B in self.test_images(num, 32)
+        ]
+        return float(torch.cat(parts).double().mean())
 
     def features(
         self, engine: RowEngine, settings: SamplingSettings, num: int, *, seed: int

@@ -16,18 +16,15 @@ import argparse
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from arpg.config import MODELS, TOKENIZERS
 from arpg.data.tokens import open_tokens
-from arpg.decode.likelihood import make_orders
 from arpg.errors import require
 from arpg.evaluation.metrics import bootstrap
 from arpg.evaluation.sample import json_settings
@@ -291,20 +288,10 @@ def run_attention(bench: Bench) -> None:
 
         def measure(row: Row = row) -> dict[str, Any]:
             network = load_row(row, bench.weights(row), device=bench.device, dtype=torch.float32)
-            tokens = open_tokens(bench.options.validation)
-            num = min(1000, len(tokens))
-
-            def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-                for start in range(0, num, 8):
-                    index = np.arange(start, min(start + 8, num))
-                    ids_BN = torch.from_numpy(tokens.gather(index, np.zeros_like(index)))
-                    order_BN = make_orders("random", tokens.grid, range(start, start + len(index)))
-                    yield ids_BN, order_BN, torch.from_numpy(tokens.labels[index].astype(np.int64))
-
             figure = bench.options.out / f"attention-{row.trained_as}.png"
-            if draw_last_layer(network, next(batches()), figure):
+            if draw_last_layer(network, next(bench.test_images(8, 8)), figure):
                 bench.send_back(figure)
-            return attention_line(batches(), network)
+            return attention_line(bench.test_images(1000, 8), network)
 
         line = bench.queue.line(bench.key(row.name, measure="attention"), measure)
         log.info("%s: %s", row.name, {name: line[name] for name in line if name.endswith(("evenness", "on masks"))})
@@ -390,17 +377,3 @@ def send(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pieces", type=Path, required=True)
     options = parser.parse_args(arguments)
     send_pieces(options.work / PIECES, options.pieces, first=options.first)
-
-
-(
-    reference_verb,
-    designs_verb,
-    peers_verb,
-    scaling_verb,
-    steps_verb,
-    block_causal_verb,
-    few_steps_verb,
-    orders_verb,
-    guidance_verb,
-    attention_verb,
-) = (partial(measure_table, table) for table in TABLES)

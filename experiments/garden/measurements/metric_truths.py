@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from PIL import Image, ImageFilter
 
-from arpg.data.images import ImageSet
+from arpg.data.crops import center_crops
 from arpg.evaluation.features import Features, collect, from_array
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metric_report import evaluate
 from arpg.files import write_json, write_text
-from arpg.image import Pixels, adm_crop
+from arpg.image import Pixels
 from arpg.tables import fill_page, markdown_table
 from experiments.photos import GARDEN
 
@@ -103,10 +103,6 @@ def table(result: dict[str, Any]) -> str:
     return markdown_table(["samples", *TITLES.values()], rows)
 
 
-def _reader(images: ImageSet) -> Callable[[Sequence[int]], Pixels]:
-    return lambda chosen: np.stack([np.asarray(adm_crop(images.read(i), GARDEN.size)) for i in chosen])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure FID, KID, precision and recall of degraded images; with --write, only fill the table of the page."""
     parser = argparse.ArgumentParser(prog="experiments.garden metric-truths", description=main.__doc__)
@@ -120,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         images = GARDEN.open(options.data, "train")
         inception = Inception.load(options.inception, device=options.device)
         began, lines = time.monotonic(), []
-        for line in measure(inception, _reader(images), np.asarray(images.labels)):
+        labels = np.asarray(images.labels)
+        for line in measure(inception, lambda chosen: center_crops(images.only(chosen), GARDEN.size), labels):
             lines.append(line)
             sys.stdout.write(f"{json.dumps(line)}\n")
             sys.stdout.flush()

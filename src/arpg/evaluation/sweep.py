@@ -288,7 +288,7 @@ def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
     Curves take the best guidance at each number of steps; the other scales are dots. Without matplotlib
     nothing is written, and a warning says so.
     """
-    measured = [line for line in lines if "fid" in line]
+    measured = [{"steps": line["settings"]["steps"], **line} for line in lines if "fid" in line]
     if not measured:
         return []
     names = [axis for axis in AXES if axis not in ("steps", "guidance")]
@@ -297,17 +297,17 @@ def draw_curves(lines: Sequence[Line], folder: Path) -> list[Path]:
     for line in measured:
         series[", ".join(_cell(line, axis) for axis in varying) or "all"].append(line)
     written = []
-    for name, x_of, label in (("steps", _steps, "steps"), ("speed", _speed, "images/s")):
+    for name, label in (("steps", "steps"), ("speed", "images/s")):
         figure = new_plot((7, 4.5), file=f"{name}.png")
         if figure is None:
             return []
         axes = figure.subplots()
         for title, of_series in series.items():
             best = best_of(of_series)
-            points = sorted((x_of(line), line["fid"]) for line in best)
+            points = sorted((line[label], line["fid"]) for line in best)
             (curve,) = axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.4, label=title)
             rest = [line for line in of_series if line not in best]
-            axes.scatter([x_of(r) for r in rest], [r["fid"] for r in rest], s=10, alpha=0.35, color=curve.get_color())
+            axes.scatter([r[label] for r in rest], [r["fid"] for r in rest], s=10, alpha=0.35, color=curve.get_color())
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(label)
@@ -329,14 +329,6 @@ def best_of(lines: Sequence[Line]) -> list[Line]:
         if steps not in best or line["fid"] < best[steps]["fid"]:
             best[steps] = line
     return [best[steps] for steps in sorted(best)]
-
-
-def _steps(line: Line) -> float:
-    return float(line["settings"]["steps"])
-
-
-def _speed(line: Line) -> float:
-    return float(line["images/s"])
 
 
 def _cell(line: Line, axis: str) -> str:
