@@ -41,6 +41,7 @@ class Report:
             metrics = self.folder / "metrics.jsonl"
             if self.store is not None and (self.store / metrics.name).exists():
                 metrics.write_bytes((self.store / metrics.name).read_bytes())
+            metrics.touch()  # the plot reads it, also of a run that ends before its first metrics
             _drop_after(metrics, start)
 
     def rate(self, step: int) -> float:
@@ -146,9 +147,8 @@ def plot_losses(folder: Path) -> None:
 
 def _drop_after(path: Path, step: int) -> None:
     """Drop the metrics after `step`, which a resumed run will report again."""
-    if path.exists():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        write_text(path, "".join(line + "\n" for line in lines))
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    write_text(path, "".join(line + "\n" for line in lines))
 
 
 def _step_of(line: str) -> float:
