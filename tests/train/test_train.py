@@ -347,6 +347,11 @@ def test_early_stop_exports_the_best(recipe, tmp_path, monkeypatch):
     # A run that has ended early does not go on.
     train(recipe, tmp_path / "run", *options, resume=True)
     assert max(metrics(tmp_path / "run")) == 8
+    # A loss that is not a number is no minimum.
+    measured = iter([5.0, float("nan"), 6.0])
+    folder = train(recipe, tmp_path / "nan", *options)
+    exported = load_model(folder).state_dict()
+    assert all(torch.equal(exported[key], kept[5.0][key]) for key in exported)
 
 
 def test_a_time_limit_ends_a_run_with_its_model(recipe, tmp_path, monkeypatch):

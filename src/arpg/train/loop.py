@@ -233,7 +233,7 @@ class BestWeights:
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Write the weights if the loss is the lowest so far."""
-        if self.run.patience == 0 or metrics[_LOSS] >= self.loss:
+        if self.run.patience == 0 or not metrics[_LOSS] < self.loss:  # also not a number
             return
         self.step, self.loss = step, metrics[_LOSS]
         weights, kept = self.training.averaged_weights(), {"step": str(step), "loss": str(self.loss)}
