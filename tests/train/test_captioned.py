@@ -168,6 +168,16 @@ def test_embedding_is_continued_and_not_mixed(tmp_path):
     assert write_text_states(tokens, TEXT, None).config == TEXT
     with pytest.raises(InputError, match="has text states of fake"):
         write_text_states(tokens, TextConfig("other", 12, 7), None)
+    write_tokens(tmp_path / "b", CAPTIONS)
+    begun, interrupted = open_tokens(tmp_path / "b"), FakeEncoder()
+    encode, interrupted.states = interrupted.states, lambda texts, **options: encode(texts) if len(texts) == 3 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        write_text_states(begun, TEXT, interrupted, shard_size=3)
+    assert (tmp_path / "b" / "text-lengths-00001.npy").exists()
+    with pytest.raises(InputError, match=r"7 tokens.*, not of .* 9 tokens.*; delete text-unfinished.json and text-"):
+        write_text_states(begun, TextConfig("fake", 12, 9), FakeEncoder(), shard_size=3)
+    assert write_text_states(begun, TEXT, FakeEncoder(), shard_size=3).config == TEXT
+    assert not (tmp_path / "b" / "text-unfinished.json").exists()
     (tmp_path / "text-00001.npy").write_bytes(b"no")
     with pytest.raises(InputError, match=r"not a whole .npy file"):
         open_text_states(tokens)

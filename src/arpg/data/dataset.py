@@ -5,6 +5,7 @@ The text states of a token set are memory-mapped files in its folder:
     text.json                 which encoder, its width, and the most tokens of a caption
     text-00000.npy            float16, [tokens of all captions of the shard, E]
     text-lengths-00000.npy    int32, [n]: tokens of each caption
+    text-unfinished.json      text.json while the states are being written, so that no other encoder continues them
 
 A batch is a pure function of (seed, step), whatever the number of processes: sample number = step * batch size + index
 in the batch, and everything about a sample follows from its number.
@@ -50,7 +51,7 @@ from arpg.storage import AnyPath, Lease, list_files
 if TYPE_CHECKING:
     from arpg.text_encoder import TextEncoder
 
-TEXT = "text.json"
+TEXT, UNFINISHED_TEXT = "text.json", "text-unfinished.json"
 SHUFFLE_IMAGES = 1 << 21  # a set of more images is shuffled in windows
 PREFETCH_THREADS = 4
 ENCODE_CHUNK = 4096  # captions whose states are in memory together, as a list of tensors
@@ -221,14 +222,17 @@ def write_text_states(
     `ray`: encode on a Ray cluster, where every worker calls `load`; the files are the same.
     """
     folder, captions = _captioned(tokens)
+    for name in (TEXT, UNFINISHED_TEXT):
+        if (folder / name).exists():
+            found = from_dict(TextConfig, read_json(folder / name), where=str(folder / name))
+            ours, theirs = (f"{c.encoder} ({c.width} wide, {c.max_tokens} tokens)" for c in (config, found))
+            message = f"{folder} has text states of {theirs}, not of {ours}; delete {name} and text-*.npy"
+            require(found == config, message)
     if (folder / TEXT).exists():
-        found = open_text_states(tokens)
-        ours, theirs = (f"{c.encoder} ({c.width} wide, {c.max_tokens} tokens)" for c in (config, found.config))
-        message = f"{folder} has text states of {theirs}, not of {ours}; delete {TEXT} and text-*.npy"
-        require(found.config == config, message)
-        return found
+        return open_text_states(tokens)
     starts = range(0, len(captions), shard_size)
     with Lease(folder) as lease:
+        write_json(folder / UNFINISHED_TEXT, to_dict(config))
         found_names = set(list_files(folder))
         todo = [number for number in range(len(starts)) if _text_names(number)[1] not in found_names]
         before = len(captions) - sum(len(captions[starts[n] : starts[n] + shard_size]) for n in todo)
@@ -240,6 +244,7 @@ def write_text_states(
                 pass
         lease.check()
         write_json(folder / TEXT, to_dict(config))
+        (folder / UNFINISHED_TEXT).unlink()
     return open_text_states(tokens)
 
 
