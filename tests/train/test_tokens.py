@@ -67,7 +67,7 @@ def test_an_unfinished_set_is_continued(tmp_path):
     (tmp_path / "halves" / "ids-00002.npy").write_bytes(b"ids without labels are no whole shard")
     with pytest.raises(InputError, match="begun with another tokenizer"):
         write_tokens(tmp_path / "halves", ids, labels, vocab_size=51)
-    with pytest.raises(InputError, match=r"ids-00000\.npy has the shape .10, 3, 6.; expected .10, 1, 6."):
+    with pytest.raises(InputError, match="other settings; delete it or choose another folder"):
         write_tokens(tmp_path / "halves", ids[:, :1], labels)
     resumed = write_tokens(tmp_path / "halves", ids, labels, close=False)
     assert resumed.num_done == 30

@@ -350,13 +350,8 @@ def begin_tokens(folder: AnyPath, info: TokenInfo) -> dict[int, Shard]:
     """Begin a token set, or continue one of the same settings; return its complete shards by number."""
     found, unfinished = set(list_files(folder)) if folder.is_dir() else set(), folder / UNFINISHED
     require(TOKENS not in found, f"{folder} is a finished token set; delete it or choose another folder")
-    shards = {}
-    for number in sorted(int(name[7:12]) for name in found if re.fullmatch(r"labels-\d{5}\.npy", name)):
-        if found.issuperset(_file_names(number, info)):
-            ids, labels = _shard_names(number)
-            begun = Shard(ids, labels, len(read_array(folder / labels, advice=_AGAIN)))
-            shards[number] = Shard.of(number, _open_ids(folder, begun, info), _open_labels(folder, begun, info))
-    if shards and UNFINISHED in found:
+    numbers = sorted(int(name[7:12]) for name in found if re.fullmatch(r"labels-\d{5}\.npy", name))
+    if numbers and UNFINISHED in found:
         require(
             from_dict(TokenInfo, _read_object(unfinished), where=str(unfinished)) == info,
             f"{folder} was begun with another tokenizer, other images or other settings; "
@@ -364,6 +359,12 @@ def begin_tokens(folder: AnyPath, info: TokenInfo) -> dict[int, Shard]:
         )
     else:
         write_json(unfinished, to_dict(info))
+    shards = {}
+    for number in numbers:
+        if found.issuperset(_file_names(number, info)):
+            ids, labels = _shard_names(number)
+            begun = Shard(ids, labels, len(read_array(folder / labels, advice=_AGAIN)))
+            shards[number] = Shard.of(number, _open_ids(folder, begun, info), _open_labels(folder, begun, info))
     return shards
 
 
