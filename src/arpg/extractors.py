@@ -5,6 +5,7 @@ Edges are white on black; near is white, far is black. Shapes: H W pixels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ DepthModel = Callable[[Image.Image], NDArray[np.float32]]
 
 CANNY_THRESHOLDS = (100, 200)  # our choice: the common one of OpenCV's examples; the paper names none
 SOFT_SCALES = (1, 2, 4)  # pixels of blur before the gradients of soft edges
+_OPENING = threading.Lock()  # many threads extract at once, and each model is to be loaded once
 SOFT_WHITE = 0.2  # the gradient that becomes white: that of a sharp step of half the range, at every scale
 
 
@@ -110,7 +112,8 @@ def open_depth(name: str | Path | None = None) -> DepthModel:
     """Open a depth model: an ONNX file like FastDepth's (None: fastdepth.onnx in $ARPG_HOME), or a model of
     `transformers`, a hub id or a folder. The last two models stay open.
     """
-    return _open(str(home() / FASTDEPTH_FILE if name is None else name))
+    with _OPENING:
+        return _open(str(home() / FASTDEPTH_FILE if name is None else name))
 
 
 @lru_cache(maxsize=2)

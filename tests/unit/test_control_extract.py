@@ -1,13 +1,16 @@
 """Condition images: extraction from images, and clear errors."""
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
-from arpg import InputError
+from arpg import InputError, extractors
 from arpg.extractors import (
     FastDepth,
     TransformersDepth,
@@ -107,6 +110,22 @@ def test_depth_by_onnx(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     tiny_onnx(tmp_path / "home" / "fastdepth.onnx")
     assert np.array_equal(np.asarray(extract("depth", half())), found)
+
+
+def test_threads_share_a_depth_model(tmp_path, monkeypatch):
+    opened = []
+
+    def slowly(path, open_session):
+        opened.append(path)
+        time.sleep(0.01)  # the others get their chance
+        return open_session(path)
+
+    path = tiny_onnx(tmp_path / "tiny.onnx")
+    monkeypatch.setattr(extractors, "open_session", partial(slowly, open_session=extractors.open_session))
+    with ThreadPoolExecutor(8) as pool:
+        models = list(pool.map(lambda _: open_depth(path), range(8)))
+    assert len(opened) == 1
+    assert all(model is models[0] for model in models)
 
 
 def test_bad_networks(tmp_path, monkeypatch):
