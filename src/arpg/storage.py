@@ -37,6 +37,7 @@ BACKOFF_SECONDS = 0.25  # before the second try; doubled before each further one
 CACHE_GB = 32.0  # default of $ARPG_CACHE_GB
 LEASE = ".lease.json"
 HEARTBEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
+ABANDONED_SECONDS = 3600.0  # without a byte: a download whose process has died
 
 _PERMANENT = (FileExistsError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _LIBRARIES = {"aiohttp", "aiobotocore", "botocore", "gcsfs", "httpx", "requests", "s3fs", "urllib3"}
@@ -352,10 +353,11 @@ def _evict(folder: Path, *, keep: Path) -> None:
             stat = path.stat()
             files.append((stat.st_mtime_ns, stat.st_size, path))
     total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
+    abandoned = 1e9 * (time.time() - ABANDONED_SECONDS)
+    for used, size, path in sorted(files):
         if total <= limit:
             break
-        if path != keep and not path.name.startswith("."):
+        if path != keep and (not path.name.startswith(".") or used < abandoned):
             path.unlink(missing_ok=True)
             total -= size
 

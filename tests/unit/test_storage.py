@@ -137,6 +137,13 @@ def test_the_cache_keeps_its_limit(bucket, faults, monkeypatch):
     fetch(paths[0])
     assert "GET" not in [method for method, _ in faults.requests]
     np.testing.assert_array_equal(np.load(fetch(paths[1])), np.full(1000, 1))
+    left, running = (local[0].with_name(f".download.{name}") for name in "ab")  # of a killed process, and of another
+    for path in (left, running):
+        path.write_bytes(bytes(8128))
+    os.utime(left, ns=(0, 0))
+    fetch(paths[2])
+    assert not left.exists()
+    assert running.exists()
 
 
 def test_errors_name_the_place_and_the_remedy(bucket, monkeypatch, fresh_filesystems):
