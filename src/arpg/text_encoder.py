@@ -217,8 +217,7 @@ class PromptCache:
                 found = self._from_disk(prompt)
                 if found is None:
                     found = self.encoder.states([prompt])[0]
-                    if path := self._path(prompt):
-                        write_array(path, found.numpy())
+                    self._to_disk(prompt, found)
                 self._remember(prompt, found)
         return found
 
@@ -241,6 +240,16 @@ class PromptCache:
             return None
         key = f"{self.config.encoder}\n{self.config.max_tokens}\n{prompt}"
         return self.folder / f"{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}.npy"
+
+    def _to_disk(self, prompt: str, states: Tensor) -> None:
+        path = self._path(prompt)
+        if path is None:
+            return
+        try:
+            write_array(path, states.numpy())
+        except InputError as error:  # a full or read-only disk; the states are there nevertheless
+            _log.warning("the states of prompts are not kept on disk: %s", error)
+            self.folder = None
 
     def _from_disk(self, prompt: str) -> Tensor | None:
         path = self._path(prompt)

@@ -163,6 +163,14 @@ def test_states_are_kept_in_memory_and_on_disk(t5, tmp_path):
     assert not any("banana" in str(path) for path in tmp_path.iterdir())
 
 
+def test_a_disk_that_cannot_be_written_costs_the_cache_only(t5, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    prompts = PromptCache(TextConfig("tiny", 16, 6), folder=tmp_path / "file" / "text", load=lambda: t5)
+    for prompt in ("a red apple", "a green apple"):
+        assert torch.equal(prompts.states(prompt), t5.states([prompt])[0])
+    assert caplog.text.count("not kept on disk") == 1
+
+
 def test_memory_is_bounded(t5, monkeypatch):
     prompts = PromptCache(TextConfig("tiny", 16, 6), load=lambda: t5)
     a = prompts.states("a")
