@@ -217,6 +217,12 @@ def test_choices_follow_images_and_device(monkeypatch):
     assert choose_batch(CONFIG, 54, cpu, adapter=False) == 2
 
 
+def test_devices_that_cannot_train(base, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(InputError, match="device is 'mps', which cannot train; expected auto, cpu or cuda"):
+        finetune(images, tmp_path / "run", base=base, device="mps")
+
+
 def test_bases_that_cannot_be_used(images, tmp_path):
     Pipeline(controlled_model(), small_tokenizer()).save_pretrained(tmp_path / "controlled")
     with pytest.raises(InputError, match="takes condition images"):

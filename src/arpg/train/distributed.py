@@ -35,9 +35,23 @@ class World:
         return self.rank == 0
 
 
+def training_device(name: str) -> torch.device:
+    """Return the device of this process: of several GPUs, that of its rank on the machine."""
+    device = choose_device(name)
+    require(device.type != "mps", f"device is {name!r}, which cannot train; expected auto, cpu or cuda")
+    if device.type == "cpu" or device.index is not None:
+        return device
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    require(
+        local_rank < count,
+        f"device cuda:{local_rank} does not exist: there are {count}; start fewer processes per machine",
+    )
+    return torch.device("cuda", local_rank)
+
+
 def init_distributed(device: str = "auto") -> World:
     """Join the process group that torchrun started, or make a group of one, so that later code is the same for both."""
-    chosen = _device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    chosen = training_device(device)
     # The gloo half on CUDA carries snapshots and barriers, which must not wait behind the device's queue.
     backend = "gloo"
     if chosen.type == "cuda":
@@ -105,17 +119,3 @@ def mean_over_ranks(value: Tensor, world: World) -> Tensor:
     total = value.detach().clone()
     dist.all_reduce(total)
     return total / world.size
-
-
-def _device(name: str, *, local_rank: int) -> torch.device:
-    """Return the device of this process: of several GPUs, that of its rank on the machine."""
-    device = choose_device(name)
-    require(device.type != "mps", f"device is {name!r}, which cannot train; expected auto, cpu or cuda")
-    if device.type == "cpu" or device.index is not None:
-        return device
-    count = torch.cuda.device_count()
-    require(
-        local_rank < count,
-        f"device cuda:{local_rank} does not exist: there are {count}; start fewer processes per machine",
-    )
-    return torch.device("cuda", local_rank)

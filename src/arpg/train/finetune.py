@@ -25,13 +25,14 @@ from arpg.config import DEFAULT_MODEL, DEFAULT_TEXT_MODEL, ModelConfig, from_dic
 from arpg.data.dataset import write_text_states
 from arpg.data.images import ImageSet, open_images
 from arpg.data.tokenize import tokenize
-from arpg.device import choose_device, training_precision
+from arpg.device import training_precision
 from arpg.errors import present, require
 from arpg.files import hash_file, read_json, read_metadata, write_json
 from arpg.hub import resolve
 from arpg.lora import AdapterConfig
 from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import open_encoder
+from arpg.train.distributed import training_device
 from arpg.train.loop import train
 from arpg.train.memory import budget_bytes, training_bytes
 from arpg.train.model import ModelTraining
@@ -79,6 +80,7 @@ def finetune(
 
     `lora`: train an adapter of this rank instead of all weights. `overrides`: values of the recipe, as in `--set`.
     """
+    on = training_device(device)
     images = open_images(folder)
     base = base or (DEFAULT_MODEL if images.captions is None else DEFAULT_TEXT_MODEL)
     base_folder = resolve(base)
@@ -89,16 +91,16 @@ def finetune(
     asked["files"] = hashlib.sha256("\n".join((*images.names, *(images.captions or ()))).encode()).hexdigest()
     recipe = _continued(output, asked)
     if recipe is None:
-        data = _recipe(train_images, output, base, base_folder, described, lora=lora, device=choose_device(device))
+        data = _recipe(train_images, output, base, base_folder, described, lora=lora, device=on)
         recipe = make_recipe(data, ModelRecipe, overrides, where="arpg finetune")
         write_json(output / STATE, {"asked": asked, "recipe": to_dict(recipe)})
     log.info("%d images to train on, %d held out for validation", len(train_images), len(validation_images))
-    tokenizer = load_tokenizer(base_folder, config=described, device=choose_device(device), dtype=torch.float32)
+    tokenizer = load_tokenizer(base_folder, config=described, device=on, dtype=torch.float32)
     size = config.grid[0] * tokenizer.config.stride
     for name, part, views in (("train", train_images, VIEWS), ("validation", validation_images, 1)):
         tokens = tokenize(tokenizer, part, output / "tokens" / name, size=size, views=views, progress=progress)
         if config.text is not None:
-            write_text_states(tokens, config.text, open_encoder(config.text, device=choose_device(device)))
+            write_text_states(tokens, config.text, open_encoder(config.text, device=on))
     path = train(partial(Finetuning, recipe, output), resume=(output / "snapshots").is_dir(), device=device)
     best = read_metadata(output / "best.safetensors")
     return Finetuned(
