@@ -649,5 +649,17 @@ def test_tokenizer_runs_continue_exactly(tokenizer_recipe, tmp_path, monkeypatch
         assert metrics(tmp_path / "run", key) == pytest.approx(metrics(tmp_path / "whole", key), abs=1e-5), key
 
 
+def test_used_codes_are_counted_over_all_processes(tokenizer_recipe, tmp_path, monkeypatch):
+    """Also between two restarts: a snapshot there is written by one process and read by all."""
+    recipe = read_recipe(tokenizer_recipe, TokenizerRecipe)
+    training = TokenizerTraining(recipe, tmp_path / "run", World(0, 1, torch.device("cpu")))
+    training.world = World(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts: counts.add_(torch.arange(32) == 7))
+    out = training.objective(training.stream.images(0, torch.device("cpu")))
+    training._restart_codes(0, out)
+    expected = torch.bincount(torch.cat((out.ids_BN.flatten(), torch.tensor([7]))), minlength=32)
+    torch.testing.assert_close(training.state()["counts"], expected.float())
+
+
 if __name__ == "__main__":
     two_processes(*sys.argv[1:])

@@ -210,13 +210,15 @@ class TokenizerTraining(Training):
         every = self.recipe.loss.restart_every
         if every == 0:
             return
-        self.counts_V += torch.bincount(out.ids_BN.flatten(), minlength=len(self.counts_V))
+        counts_V = torch.bincount(out.ids_BN.flatten(), minlength=len(self.counts_V))
+        if self.world.size > 1:  # in every step: a snapshot holds the counts of one process
+            torch.distributed.all_reduce(counts_V)
+        self.counts_V += counts_V
         # Not in the last quarter: a code that restarts then does not converge any more.
         if (step + 1) % every == 0:
             if step < 0.75 * self.recipe.run.steps:
                 candidates = out.z_BEhw.float().transpose(0, 1).flatten(1).T.contiguous()
                 if self.world.size > 1:
-                    torch.distributed.all_reduce(self.counts_V)
                     torch.distributed.broadcast(candidates, 0)
                 generator = torch.Generator().manual_seed(self.recipe.seed + step)
                 weight = self.tokenizer.quantize.embedding.weight
