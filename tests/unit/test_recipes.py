@@ -140,6 +140,7 @@ def test_an_optional_value_can_be_unset(recipe):
         ("run.steps=0", "run.steps is 0"),
         ("run.accumulate=3", "cannot be cut into"),
         ("run.parallel=zero", "'zero'"),
+        ("run.patience=2", "run.patience is 2 and data.validation is not set"),  # nothing would be measured
         ("label_drop=1.0", "label_drop is 1.0"),
         ("control_drop=0.1", r"control_drop is 0.1; expected .* 0 without \[model.control\]"),
         ("model.num_heads=3", "width 32"),

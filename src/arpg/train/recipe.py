@@ -117,6 +117,10 @@ class ModelRecipe:
             "lora is set; expected init_from, the model that it adapts, and run.parallel none or ddp",
         )
         require(
+            self.run.patience == 0 or self.data.validation is not None,
+            f"run.patience is {self.run.patience} and data.validation is not set; expected both, or neither",
+        )
+        require(
             (self.guidance_scales is not None) == self.model.guidance_input,
             f"guidance_scales are {self.guidance_scales} and model.guidance_input is {self.model.guidance_input}; "
             "expected both, to distill guidance, or neither",
