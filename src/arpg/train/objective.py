@@ -118,7 +118,7 @@ def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, c
     """
 
     def loss_and_grad(part: slice, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
-        return _softmax_grad(logits_MV, target_M[part], len(target_M))
+        return _compiled(_softmax_grad, logits_MV)(logits_MV, target_M[part], len(target_M))
 
     return _linear_loss(x_MD, weight_VD, loss_and_grad, chunk)
 
@@ -140,8 +140,7 @@ def linear_divergence(
 
     def loss_and_grad(part: slice, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
         sides = (cond_MD[part] @ teacher_weight_VD.T, null_MD[part] @ teacher_weight_VD.T)
-        compute = _compiled(_plain_divergence_grad) if can_compile(logits_MV) else _plain_divergence_grad
-        return compute(logits_MV, *sides, scale_M[part], len(scale_M))
+        return _compiled(_divergence_grad, logits_MV)(logits_MV, *sides, scale_M[part], len(scale_M))
 
     return _linear_loss(x_MD, weight_VD, loss_and_grad, chunk)
 
@@ -185,19 +184,13 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled = _compiled(_scaled) if can_compile(grads[0]) else _scaled
+        scaled = _compiled(_scaled, grads[0])
         to_x = None if grad_x is None else scaled(grad_x, grads[0], grad_x.dtype)
         to_weight = None if grad_weight is None else scaled(grad_weight, grads[0], ctx.weight_dtype)
         return to_x, to_weight, None, None
 
 
 def _softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the chunk's part of the mean loss, and the gradient of its logits in their own type."""
-    compute = _compiled(_plain_softmax_grad) if can_compile(logits_MV) else _plain_softmax_grad
-    return compute(logits_MV, target_M, total)
-
-
-def _plain_softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tuple[Tensor, Tensor]:
     logits = logits_MV.float()
     log_sum = torch.logsumexp(logits, -1, keepdim=True)
     at_target = logits.gather(-1, target_M[:, None])
@@ -207,7 +200,7 @@ def _plain_softmax_grad(logits_MV: Tensor, target_M: Tensor, total: int) -> tupl
     return loss, (grad / total).to(logits_MV.dtype)
 
 
-def _plain_divergence_grad(
+def _divergence_grad(
     logits_MV: Tensor, cond_MV: Tensor, null_MV: Tensor, scale_M: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
     null = null_MV.float()
@@ -222,8 +215,13 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * scale).to(dtype)
 
 
+def _compiled(function: Callable[P, T], given: Tensor) -> Callable[P, T]:
+    """Return the function, compiled where that works on the device of `given`."""
+    return _compile(function) if can_compile(given) else function
+
+
 @functools.cache
-def _compiled(function: Callable[P, T]) -> Callable[P, T]:
+def _compile(function: Callable[P, T]) -> Callable[P, T]:
     return torch.compile(function, dynamic=False)
 
 
@@ -241,17 +239,18 @@ class GraphedGradients:
         self._replay: Callable[[], Any] = lambda: None
         self._value = torch.empty(0)
         self._gradients: list[Tensor | None] = []
-        self._stream: torch.cuda.Stream | None = None
+        # Of the capture, which must not meet anything that another stream has begun; none without a GPU.
+        self._stream = torch.cuda.Stream() if self.parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return the loss of `batch`, detached. A batch of another shape than the captured one runs without a graph."""
+        for parameter in self.parameters:
+            parameter.grad = None
         if self._batch is None and self._calls >= WARMUP:
             self._capture(batch)
         self._calls += 1
-        for parameter in self.parameters:
-            parameter.grad = None
         if self._batch is None or _shapes(batch) != _shapes(self._batch):
-            return self._on_side_stream(lambda: self._compute(batch))
+            return self._on_stream(batch)
         for static, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
             static.copy_(given)
         self._replay()
@@ -260,12 +259,9 @@ class GraphedGradients:
         return self._value.clone()
 
     def _capture(self, batch: Batch) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-        values: list[Any] = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-        copies: list[Any] = [None if value is None else value.clone() for value in values]
-        static = Batch(*copies)
-        self._replay, self._value = capture_graph(lambda: self._compute(static), self._side_stream())
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        static = Batch(**{name: None if value is None else value.clone() for name, value in fields.items()})
+        self._replay, self._value = capture_graph(lambda: self._compute(static), self._stream)
         self._gradients = [parameter.grad for parameter in self.parameters]
         self._batch = static
 
@@ -274,22 +270,16 @@ class GraphedGradients:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _on_side_stream(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run on the stream of the capture, which must not meet anything that another stream has begun."""
-        side = self._side_stream()
-        if side is None:
-            return work()
+    def _on_stream(self, batch: Batch) -> Tensor:
+        """Compute on the stream of the capture."""
+        if self._stream is None:
+            return self._compute(batch)
         main = torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            value = work()
-        main.wait_stream(side)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            value = self._compute(batch)
+        main.wait_stream(self._stream)
         return value
-
-    def _side_stream(self) -> torch.cuda.Stream | None:
-        if self._stream is None and self.parameters[0].is_cuda:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        return self._stream
 
 
 def capture_graph(work: Callable[[], Tensor], stream: torch.cuda.Stream | None) -> tuple[Callable[[], Any], Tensor]:
