@@ -322,10 +322,8 @@ def warm_start(model: ARPG, name: str, classes: Sequence[str] = ()) -> list[str]
         for key, tensor in state.items():
             found = source.get(key)
             if key == "embedding.weight" and found is not None and found.shape[1] == tensor.shape[1]:
-                for to_rows, from_rows in _matching_rows(model.config, other.config):
-                    tensor[to_rows] = found[from_rows]
                 num_copied += 1
-                new = _copy_classes(tensor, found, model.config, other.config, classes, described.classes)
+                new = _copy_embedding(tensor, found, model.config, other.config, classes, described.classes)
                 if new:
                     lines.append(f"new: {len(new)} of {model.config.num_classes} classes, like {new[0]}")
             elif found is not None and found.shape == tensor.shape:
@@ -336,18 +334,7 @@ def warm_start(model: ARPG, name: str, classes: Sequence[str] = ()) -> list[str]
     return [f"started from {name}: {num_copied} of {len(state)} tensors", *lines]
 
 
-def _matching_rows(to: ModelConfig, source: ModelConfig) -> list[tuple[slice, slice]]:
-    """Return the embedding rows with the same meaning in both models."""
-    rows = [  # [MASK]; the null class and the spare row
-        (slice(to.mask_id, to.mask_id + 1), slice(source.mask_id, source.mask_id + 1)),
-        (slice(to.null_class_id, None), slice(source.null_class_id, None)),
-    ]
-    if to.vocab_size == source.vocab_size:
-        rows.append((slice(0, to.vocab_size), slice(0, to.vocab_size)))
-    return rows
-
-
-def _copy_classes(
+def _copy_embedding(
     to_ED: Tensor,
     from_ED: Tensor,
     to: ModelConfig,
@@ -355,7 +342,11 @@ def _copy_classes(
     classes: Sequence[str],
     known: ClassNames | None,
 ) -> list[str]:
-    """Copy the class rows of the same name, and the null class into the others; return the names of those."""
+    """Copy the rows with the same meaning; return the names of classes that `source` does not know."""
+    if to.vocab_size == source.vocab_size:
+        to_ED[: to.vocab_size] = from_ED[: to.vocab_size]
+    to_ED[to.mask_id] = from_ED[source.mask_id]
+    to_ED[to.null_class_id :] = from_ED[source.null_class_id :]  # the null class and the spare row
     if not classes or known is None or known == numbered_classes(source.num_classes):
         same = to.num_classes == source.num_classes
         ids: list[int | None] = [i if same else None for i in range(to.num_classes)]
