@@ -47,8 +47,7 @@ class Snapshots:
         self._group = dist.new_group(backend="gloo")
         self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._flight: Future[Any] | None = None
-        self._bad: set[int] = set()
-        self._damaged: dict[int, str] = {}  # what is wrong with snapshots, found while they were loaded
+        self._damaged: dict[int, str] = {}  # what is wrong with snapshots that were to be loaded
         self._on_main(self._tidy)
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> None:
@@ -158,7 +157,6 @@ class Snapshots:
             full = failure.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "free some space" if full else "make the folder writable"
             raise InputError(f"{message} {failure.strerror}; {advice} and continue with --resume") from error
-        self._bad.discard(step)
         self._damaged.pop(step, None)
         for old in self._superseded(step):
             try:
@@ -166,27 +164,23 @@ class Snapshots:
             except (OSError, InputError) as error:
                 log.warning("%s could not be removed: %s", self._path(old), getattr(error, "strerror", error))
 
-    def _damage(self, step: int) -> str | None:
-        """Return what is wrong with the manifest or the metadata, or what a rank found in a file when it was loaded."""
-        try:
-            _CheckedFiles(self._path(step)).concat_path("", METADATA)
-        except _DamagedError as error:
-            return str(error)
-        return self._damaged.get(step)
-
     def _superseded(self, step: int) -> list[int]:
         """Return all but the newest `keep` and the one just written; damaged snapshots do not count as kept."""
-        good = [other for other in self.steps() if other not in self._bad]
-        return [other for other in self.steps() if other not in good[-self.keep :] and other != step]
+        steps = self.steps()
+        good = [other for other in steps if other not in self._damaged]
+        return [other for other in steps if other not in good[-self.keep :] and other != step]
 
     def _newest_intact(self) -> int | None:
+        """Return the newest snapshot with a good manifest and metadata, in which no rank has found damage."""
         steps = self.steps()
         for step in reversed(steps):
-            damage = self._damage(step)
-            if damage is None:
-                return step
-            log.warning("the snapshot of step %d is not used: %s", step, damage)
-            self._bad.add(step)
+            if step not in self._damaged:
+                try:
+                    _CheckedFiles(self._path(step)).concat_path("", METADATA)
+                    return step
+                except _DamagedError as error:
+                    self._damaged[step] = str(error)
+            log.warning("the snapshot of step %d is not used: %s", step, self._damaged[step])
         require(not steps, f"{self.folder}: none of its {len(steps)} snapshots is intact; restore one or start anew")
         return None
 
