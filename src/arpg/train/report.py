@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +104,10 @@ class Report:
             self.board.flush()
         try:
             for name in list_files(self.folder):
-                path = self.folder / name
+                path, target = self.folder / name, self.store / name
                 version = path.stat().st_size, path.stat().st_mtime_ns
                 if self.uploaded.get(name) != version:
-                    write_whole(self.store / name, partial(shutil.copyfile, path))
+                    target.upload(path).replace(target)
                     self.uploaded[name] = version
         except InputError as error:
             log.warning("the reports are not uploaded: %s", error)
