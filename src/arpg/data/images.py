@@ -136,18 +136,13 @@ def concatenate(sets: Sequence[ImageSet]) -> ImageSet:
     for images in sets:
         for name in images.classes:
             number.setdefault(name, len(number))
-    labels: list[int] = []
-    for images in sets:
-        labels += [number[images.classes[label]] if images.classes else 0 for label in images.labels]
-    captions: list[str] | None = []
-    for images in sets:
-        captions = None if captions is None or images.captions is None else [*captions, *images.captions]
+    captioned = all(images.captions is not None for images in sets)
     return ImageSet(
         where=", ".join(images.where for images in sets),
         names=tuple(name for images in sets for name in images.names),
-        labels=tuple(labels),
+        labels=tuple(number[i.classes[label]] if i.classes else 0 for i in sets for label in i.labels),
         classes=tuple(number),
-        captions=None if captions is None else tuple(captions),
+        captions=tuple(caption for images in sets for caption in images.captions or ()) if captioned else None,
         readers=tuple(reader for images in sets for reader in images.readers),
     )
 
