@@ -25,7 +25,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -97,9 +97,14 @@ class Shard:
     labels_crc32: int | None = None
 
     @classmethod
+    def named(cls, number: int, num_images: int) -> Shard:
+        """Name the files of shard `number`."""
+        return cls(f"ids-{number:05d}.npy", f"labels-{number:05d}.npy", num_images)
+
+    @classmethod
     def of(cls, number: int, ids: Array, labels: Array) -> Shard:
         """Describe the arrays of shard `number`."""
-        return cls(*_shard_names(number), len(labels), _crc32(ids), _crc32(labels))
+        return replace(cls.named(number, len(labels)), ids_crc32=_crc32(ids), labels_crc32=_crc32(labels))
 
 
 class LazyShards:
@@ -361,9 +366,9 @@ def begin_tokens(folder: AnyPath, info: TokenInfo) -> dict[int, Shard]:
         write_json(unfinished, to_dict(info))
     shards = {}
     for number in numbers:
-        if found.issuperset(_file_names(number, info)):
-            ids, labels = _shard_names(number)
-            begun = Shard(ids, labels, len(read_array(folder / labels, advice=_AGAIN)))
+        begun = Shard.named(number, 0)
+        if found.issuperset((begun.ids, *_optional_files(number, info))):
+            begun = replace(begun, num_images=len(read_array(folder / begun.labels, advice=_AGAIN)))
             shards[number] = Shard.of(number, _open_ids(folder, begun, info), _open_labels(folder, begun, info))
     return shards
 
@@ -428,7 +433,7 @@ def _open_shards(folder: AnyPath) -> TokenSet:
     require(total == num_images, f"{where}: num_images is {num_images}, but its shards have {total}")
     found = set(list_files(folder))
     for number, shard in enumerate(shards):
-        for name in (shard.ids, shard.labels, *_file_names(number, info)[2:]):
+        for name in (shard.ids, shard.labels, *_optional_files(number, info)):
             require(name in found, f"{folder / name} does not exist; {_AGAIN}")
     counts = [shard.num_images for shard in shards]
     ids = LazyShards(counts, lambda number: _open_ids(folder, shards[number], info))
@@ -448,34 +453,29 @@ def _open_shards(folder: AnyPath) -> TokenSet:
 
 def _open_ids(folder: AnyPath, shard: Shard, info: TokenInfo) -> Array:
     shape = (shard.num_images, info.views, math.prod(info.grid))
-    array = _open_array(folder / shard.ids, shape, info.dtype, info.vocab_size, "vocab_size")
-    return _check_crc32(folder / shard.ids, array, shard.ids_crc32)
+    return _open_array(folder / shard.ids, shape, info.dtype, info.vocab_size, "vocab_size", shard.ids_crc32)
 
 
 def _open_labels(folder: AnyPath, shard: Shard, info: TokenInfo) -> Array:
-    path, shape = folder / shard.labels, (shard.num_images,)
-    array = _open_array(path, shape, np.dtype(np.int32), info.num_classes, "num_classes")
-    return _check_crc32(path, array, shard.labels_crc32)
-
-
-def _check_crc32(path: AnyPath, array: Array, expected: int | None) -> Array:
-    """Return the array if it is the one that tokens.json was written for, not one of another set of the same shape."""
-    require(
-        expected is None or _crc32(array) == expected,
-        f"{path} is not the shard of this set: its checksum differs from that in {TOKENS}; {_AGAIN}",
-    )
-    return array
+    path, shape, dtype = folder / shard.labels, (shard.num_images,), np.dtype(np.int32)
+    return _open_array(path, shape, dtype, info.num_classes, "num_classes", shard.labels_crc32)
 
 
 def _crc32(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
-def _open_array(path: AnyPath, shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, name: str) -> Array:
+def _open_array(
+    path: AnyPath, shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, name: str, crc32: int | None
+) -> Array:
     array = read_array(path, advice=_AGAIN)
     require(array.shape == shape, f"{path} has the shape {array.shape}; expected {shape}; {_AGAIN}")
     require(array.dtype == dtype, f"{path} holds {array.dtype}; expected {dtype}; {_AGAIN}")
     _check_range(path, array, limit, name)
+    require(  # a file of another set may have the same shape
+        crc32 is None or _crc32(array) == crc32,
+        f"{path} is not the shard of this set: its checksum differs from that in {TOKENS}; {_AGAIN}",
+    )
     return array
 
 
@@ -583,13 +583,10 @@ def unpack_maps(stored: Tensor, kind: str) -> Tensor:
     return ((stored[..., None] >> shifts & 1) * 255).flatten(-2)
 
 
-def _shard_names(number: int) -> tuple[str, str]:
-    return f"ids-{number:05d}.npy", f"labels-{number:05d}.npy"
-
-
-def _file_names(number: int, info: TokenInfo) -> tuple[str, ...]:
+def _optional_files(number: int, info: TokenInfo) -> list[str]:
+    """Return the files that a shard has beside its ids and labels."""
     captions = [_caption_name(number)] if info.captioned else []
-    return (*_shard_names(number), *captions, *([_control_name(number)] if info.control else []))
+    return captions + ([_control_name(number)] if info.control else [])
 
 
 def _caption_name(number: int) -> str:
