@@ -170,7 +170,7 @@ def test_embedding_is_continued_and_not_mixed(tmp_path):
         write_text_states(tokens, TextConfig("other", 12, 7), None)
     write_tokens(tmp_path / "b", CAPTIONS)
     begun, interrupted = open_tokens(tmp_path / "b"), FakeEncoder()
-    encode, interrupted.states = interrupted.states, lambda texts, **options: encode(texts) if len(texts) == 3 else 1 / 0
+    encode, interrupted.states = interrupted.states, lambda texts, **_: encode(texts) if len(texts) == 3 else 1 / 0
     with pytest.raises(ZeroDivisionError):
         write_text_states(begun, TEXT, interrupted, shard_size=3)
     assert (tmp_path / "b" / "text-lengths-00001.npy").exists()

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +237,7 @@ def write_text_states(
         before = len(captions) - sum(len(captions[starts[n] : starts[n] + shard_size]) for n in todo)
         jobs = ((number, captions[starts[number] : starts[number] + shard_size]) for number in todo)
         make = load or (lambda: present(encoder, f"{folder} is not embedded yet"))
-        with open_workers(partial(_start_captions, make, folder, batch_size), ray) as workers:
+        with open_workers(lambda: CaptionEncoder(make(), folder, batch_size), ray) as workers:
             on_progress = None if progress is None else (lambda done: progress(before + done, len(captions)))
             for _ in workers.map(jobs, on_progress=on_progress):
                 pass
@@ -246,10 +245,6 @@ def write_text_states(
         write_json(folder / TEXT, to_dict(config))
         (folder / UNFINISHED_TEXT).unlink()
     return open_text_states(tokens)
-
-
-def _start_captions(load: Callable[[], TextEncoder], folder: AnyPath, batch_size: int) -> CaptionEncoder:
-    return CaptionEncoder(load(), folder, batch_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,18 +294,16 @@ class ControlMaps:
                 f"condition images are {each.size[1]}x{each.size[0]} and {self.size[1]}x{self.size[0]} pixels; "
                 "expected one size",
             )
-        distinct = {id(each): each for each in sets}  # a set that is listed several times is stored once
-        resident = device.type != "cpu" and sum(each.nbytes for each in distinct.values()) <= MAX_RESIDENT_BYTES
         self.shards = LazyShards.join([each.shards for each in sets])  # on the CPU
         self._kind = np.repeat([kinds.index(each.kind) for each in sets], [len(each.shards) for each in sets])
         self._on_device: dict[int, Tensor] = {}  # by shard
-        if resident:
+        distinct = {id(each): each for each in sets}  # a set that is listed several times is stored once
+        if device.type != "cpu" and sum(each.nbytes for each in distinct.values()) <= MAX_RESIDENT_BYTES:
             stored = {
                 key: [_as_tensor(each.shards[number]).to(device) for number in range(len(each.shards))]
                 for key, each in distinct.items()
             }
-            every = [tensor for each in sets for tensor in stored[id(each)]]
-            self._on_device = dict(enumerate(every))
+            self._on_device = dict(enumerate(tensor for each in sets for tensor in stored[id(each)]))
 
     def __len__(self) -> int:
         return int(self.shards.ends[-1])
