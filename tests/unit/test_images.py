@@ -246,7 +246,7 @@ def test_a_broken_image_is_named(tmp_path, ending):
 
 
 def stream(sources, **settings):
-    return CropStream(sources, 16, **{"seed": 3, "batch_size": 12, "threads": 2, **settings})
+    return CropStream(sources, 16, **{"seed": 3, "batch_size": 12, **settings})
 
 
 def windows(images, size, margin=1.1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from arpg.errors import require
 from arpg.image import View, adm_crop, normalize, to_images, view_square
 
 CYCLE = 4096
+THREADS = 8  # that read images
 PREFETCH = 2  # batches that are loaded ahead when the images do not fit into memory
 
 Pixels = NDArray[np.uint8]
@@ -61,7 +62,6 @@ class CropStream:
         margin: float = 1.1,
         scale: tuple[float, float] = (1.0, 1.0),
         memory_limit: int = 4 << 30,
-        threads: int = 8,
     ) -> None:
         require(len(sources) >= 1, "there are no image sources; give at least one")
         require(size >= 1, f"size is {size}; expected 1 or more pixels")
@@ -80,15 +80,13 @@ class CropStream:
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
         self._counts = _shares([weight for _, weight in sources])
         self._pending: dict[int, list[Future[Pixels]]] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="crops")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="crops")
         total = int(self._starts[-1])
         self._on_device: Tensor | None = None
         self._memory: Pixels | None = None
         if total * self.square**2 * 3 <= memory_limit:
             self._memory = np.empty((total, self.square, self.square, 3), np.uint8)
-            with ThreadPoolExecutor(threads) as pool:  # its threads, and the files they hold open, end with it
-                for _ in pool.map(self._fill, range(total)):
-                    pass
+            _fill(self._memory, self._read)
 
     @property
     def in_memory(self) -> bool:
@@ -155,10 +153,6 @@ class CropStream:
         source = int(np.searchsorted(self._starts, image, side="right")) - 1
         return np.asarray(adm_crop(self._sets[source].read(image - int(self._starts[source])), self.square))
 
-    def _fill(self, image: int) -> None:
-        assert self._memory is not None
-        self._memory[image] = self._read(image)
-
     def _sample(self, w: Window) -> Pixels:
         square = self._read(w.image) if self._memory is None else self._memory[w.image]
         crop = square[w.top : w.top + w.side, w.left : w.left + w.side]
@@ -183,14 +177,19 @@ def center_crops(source: ImageSet, size: int, limit: int | None = None) -> Pixel
     """Read the centre crops of the first `limit` images (or of all), in order: `[n, size, size, 3]`."""
     count = len(source) if limit is None else min(limit, len(source))
     out = np.empty((count, size, size, 3), np.uint8)
+    _fill(out, lambda index: np.asarray(adm_crop(source.read(index), size)))
+    return out
+
+
+def _fill(out: Pixels, read: Callable[[int], Pixels]) -> None:
+    """Fill `out[i]` with `read(i)` for all i; the threads, and the files that they hold open, end with it."""
 
     def fill(index: int) -> None:
-        out[index] = np.asarray(adm_crop(source.read(index), size))
+        out[index] = read(index)
 
-    with ThreadPoolExecutor(8, thread_name_prefix="crops") as pool:
-        for _ in pool.map(fill, range(count)):
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="crops") as pool:
+        for _ in pool.map(fill, range(len(out))):
             pass
-    return out
 
 
 def random_views(name: str, count: int, size: int, *, seed: int, zoom: bool) -> list[View]:
