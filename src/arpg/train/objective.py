@@ -259,8 +259,9 @@ class GraphedGradients:
         return self._value.clone()
 
     def _capture(self, batch: Batch) -> None:
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        static = Batch(**{name: None if value is None else value.clone() for name, value in fields.items()})
+        values: list[Any] = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        copies: list[Any] = [None if value is None else value.clone() for value in values]
+        static = Batch(*copies)
         self._replay, self._value = capture_graph(lambda: self._compute(static), self._stream)
         self._gradients = [parameter.grad for parameter in self.parameters]
         self._batch = static
