@@ -125,8 +125,8 @@ def tokenize(
     from arpg.checkpoint import load_tokenizer
     from arpg.data.images import concatenate, open_images
     from arpg.data.tokenize import tokenize as run
+    from arpg.device import choose_device
     from arpg.hub import resolve
-    from arpg.pipeline import choose_device
 
     cluster = ray_options(ray, workers)
     here = choose_device("cpu" if cluster else device)

@@ -29,12 +29,12 @@ from arpg.data.tokens import (
     pack_maps,
     write_shard,
 )
+from arpg.device import choose_device
 from arpg.errors import require
 from arpg.executor import RayOptions, Report, open_workers
 from arpg.extractors import extract
 from arpg.files import hash_tensors
 from arpg.image import adm_crop, crop_views, ten_crop, to_images
-from arpg.pipeline import choose_device
 from arpg.storage import AnyPath, Lease
 from arpg.tokenizer import VQTokenizer
 
