@@ -99,10 +99,8 @@ class ClassRows(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The whole table `[E, D]`."""
-        return self.base_layer.weight.index_copy(0, (self.slot_E >= 0).nonzero()[:, 0], self._in_order())
-
-    def _in_order(self) -> Tensor:
-        return self.class_rows[self.slot_E[self.slot_E >= 0]]
+        ids = (self.slot_E >= 0).nonzero()[:, 0]
+        return self.base_layer.weight.index_copy(0, ids, self.class_rows[self.slot_E[ids]])
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`."""

@@ -166,11 +166,7 @@ class RemotePath:
 
     def replace(self, target: RemotePath) -> None:
         """Give the file another name, in one step for readers."""
-
-        def copy(fs: Any, path: str) -> None:
-            fs.cp_file(path, fs._strip_protocol(target.url))
-
-        self._call(copy, writing=True)
+        self._call(lambda fs, path: fs.cp_file(path, fs._strip_protocol(target.url)), writing=True)
         self.unlink(missing_ok=True)
 
     def create(self, data: bytes) -> bool:

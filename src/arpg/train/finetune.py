@@ -30,7 +30,7 @@ from arpg.errors import present, require
 from arpg.files import hash_file, read_json, read_metadata, write_json
 from arpg.hub import resolve
 from arpg.lora import AdapterConfig
-from arpg.storage import AnyPath, fetch
+from arpg.storage import AnyPath
 from arpg.text_encoder import open_encoder
 from arpg.train.distributed import training_device
 from arpg.train.loop import train
@@ -187,7 +187,7 @@ def _recipe(
         lora,
         alpha=float(lora),
         base=name,
-        base_hash=hash_file(fetch(folder / MODEL)),
+        base_hash=hash_file(folder / MODEL),
         classes=tuple(images.classes[i] for i in used),
     )
     return {
@@ -223,14 +223,13 @@ def _recipe(
 def choose_batch(config: ModelConfig, num_images: int, device: torch.device, *, adapter: bool) -> int:
     """Return the largest power of two that the images fill and the memory of the device holds, up to `MAX_BATCH`."""
     budget, precision = budget_bytes(device), training_precision("auto", device)
+
+    def fits(size: int) -> bool:
+        needed = training_bytes(config, size, precision=precision, trained=0 if adapter else None)
+        return size <= num_images and (budget is None or needed <= budget)
+
     size = MAX_BATCH[device.type]
-    while size > 1 and (
-        size > num_images
-        or (
-            budget is not None
-            and training_bytes(config, size, precision=precision, trained=0 if adapter else None) > budget
-        )
-    ):
+    while size > 1 and not fits(size):
         size //= 2
     return size
 
