@@ -35,6 +35,7 @@ from arpg.storage import AnyPath
 
 FORMAT = "arpg-lora-1"
 WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
+PEFT_UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")  # they change how weights are scaled
 TARGETS = ("qkv", "q", "out", "gate_up", "down", "memory_kv")
 _METADATA, _PREFIX, _ROWS = "arpg_lora", "base_model.model.", "embedding.class_rows"
 
@@ -258,6 +259,8 @@ def _read_config(file: Path, metadata: dict[str, str], pairs: Mapping[str, dict[
     beside = file.parent / PEFT_CONFIG
     require(beside.is_file(), f"{file} has no metadata of `arpg finetune`, and there is no {PEFT_CONFIG} beside it")
     data = read_json(beside)
+    if unsupported := [name for name in PEFT_UNSUPPORTED if isinstance(data, dict) and data.get(name)]:
+        raise InputError(f"{beside} has {', '.join(unsupported)}, which is not supported; train the adapter without it")
     rank = next(iter(pairs.values()))["A"].shape[0]
     try:
         return AdapterConfig(rank, float(data["lora_alpha"]), tuple(pairs))
@@ -314,9 +317,11 @@ class MergedAdapters:
     def removed(self) -> Iterator[None]:
         """Give the model its own layers inside a `with`, where they may be moved; then merge the adapters again."""
         self._restore()
-        yield
-        self._embedding = self.model.embedding
-        self._merge()
+        try:
+            yield
+        finally:
+            self._embedding = self.model.embedding
+            self._merge()
 
     def _restore(self) -> None:
         for path, layer in self._layers.items():

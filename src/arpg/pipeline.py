@@ -31,7 +31,7 @@ from arpg.model import ARPG
 from arpg.quantization.packed import unpack_linears
 from arpg.quantization.precision import Precision, kv_cache_dtype_of, precision_of, to_precision
 from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, Order, SamplingDefaults, canonical_names
-from arpg.storage import AnyPath, as_path, fetch, home
+from arpg.storage import AnyPath, as_path, home
 from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.call import OUTPUT_TYPES, ImageOutput, choose_task, decode_with_bar, to_output
 from arpg.tasks.canvas import Box, Canvas, box_image
@@ -172,7 +172,7 @@ class Pipeline:
         file, or of its folder) is what `unload_lora` takes; loading the same name again changes its scale.
         """
         if self._adapters is None:
-            known = None if self.weights is None else hash_file(fetch(self.weights))
+            known = None if self.weights is None else hash_file(self.weights)
             self._adapters = MergedAdapters(self.model, self.classes, known)
         self._adapters.add(name or adapter_name(path), read_adapter(path), scale)
         self._adapters_changed()

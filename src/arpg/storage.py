@@ -341,8 +341,16 @@ def fetch(path: AnyPath) -> Path:
     return target
 
 
+def _cache_gigabytes() -> float:
+    text = os.environ.get("ARPG_CACHE_GB", str(CACHE_GB))
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"ARPG_CACHE_GB is {text!r}; expected a number of gigabytes, such as {CACHE_GB:g}") from None
+
+
 def _evict(folder: Path, *, keep: Path) -> None:
-    limit = float(os.environ.get("ARPG_CACHE_GB", CACHE_GB)) * 1e9
+    limit = 1e9 * _cache_gigabytes()
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process evicts, too
@@ -447,12 +455,20 @@ class Lease:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def _rewrite(self) -> None:
+        if isinstance(self.path, RemotePath):
+            self.path.write_bytes(self._content())
+            return
+        new = self.path.with_name(f"{LEASE}.{os.getpid()}")  # whoever reads the lease must not see it half written
+        new.write_bytes(self._content())
+        new.replace(self.path)
+
     def _renew(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
                 if not self._is_ours(self._read()):
                     self._lost = True
                     return
-                self.path.write_bytes(self._content())
+                self._rewrite()
             except (OSError, InputError) as error:  # a store that is away for a moment; the next beat may arrive
                 _log.warning("%s could not be renewed: %s", self.path, first_line(error))

@@ -136,6 +136,17 @@ def test_adapters_move_with_the_pipeline(base, tmp_path):
     assert moved.model.config == SMALL
 
 
+def test_adapters_stay_when_a_move_fails(base, tmp_path, monkeypatch):
+    path, _ = save(tmp_path / "a", classes=("cat", "zebra"), names=(*NAMES, "zebra"))
+    pipe = Pipeline.from_pretrained(base, device="cpu")
+    pipe.load_lora(path)
+    before = {key: tensor.clone() for key, tensor in pipe.model.state_dict().items()}
+    monkeypatch.setattr(pipe.model, "to", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        pipe.to(torch.bfloat16)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in pipe.model.state_dict().items())
+
+
 def test_files_have_the_names_of_peft(base, tmp_path):
     path, _ = save(tmp_path / "mine", classes=("cat",))
     with safe_open(path, "pt") as file:
@@ -154,6 +165,10 @@ def test_files_have_the_names_of_peft(base, tmp_path):
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(peft))
     read = read_adapter(tmp_path / "peft")
     assert (read.config.rank, read.config.scaling, read.config.classes) == (2, 2.0, ())
+    for option, value in (("use_rslora", True), ("alpha_pattern", {"out": 8})):
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(peft | {option: value}))
+        with pytest.raises(InputError, match=f"has {option}, which is not supported"):
+            read_adapter(tmp_path / "peft")
 
 
 def _tensors(path):

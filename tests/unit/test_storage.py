@@ -144,6 +144,10 @@ def test_the_cache_keeps_its_limit(bucket, faults, monkeypatch):
     fetch(paths[2])
     assert not left.exists()
     assert running.exists()
+    monkeypatch.setenv("ARPG_CACHE_GB", "32 GB")
+    write_array(paths[0] / "new", np.zeros(1))
+    with pytest.raises(InputError, match=r"ARPG_CACHE_GB is '32 GB'; expected a number of gigabytes, such as 32"):
+        fetch(paths[0] / "new")
 
 
 def test_errors_name_the_place_and_the_remedy(bucket, monkeypatch, fresh_filesystems):
@@ -213,9 +217,13 @@ def test_the_lease_of_a_dead_job_is_free(folder, monkeypatch):
 def test_a_lease_is_renewed_and_its_loss_is_noticed(folder, monkeypatch):
     monkeypatch.setattr(storage, "HEARTBEAT_SECONDS", 0.01)
     with Lease(folder) as lease:
+        opened = lease.path.open() if not isinstance(lease.path, RemotePath) else None
         before = json.loads(lease.path.read_text())["time"]
-        while json.loads(lease.path.read_text() or "{}").get("time", before) == before:
+        while json.loads(lease.path.read_text())["time"] == before:
             pass
+        if opened is not None:  # a renewal replaces the file: a reader never sees a part of it
+            with opened:
+                assert json.load(opened)["time"] == before
         other = Lease(folder)
         for _ in range(100):  # a renewal that is under way overwrites the new owner
             other.path.unlink(missing_ok=True)

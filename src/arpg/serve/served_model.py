@@ -245,4 +245,4 @@ def find_thumbnails(folder: AnyPath) -> Path | None:
 def _is_base(folder: AnyPath, adapter: str) -> bool:
     """Return whether a model is the base of an adapter, or may be, where the adapter does not say."""
     expected = read_adapter(adapter).config.base_hash
-    return not expected or expected == hash_file(fetch(folder / MODEL))
+    return not expected or expected == hash_file(folder / MODEL)
