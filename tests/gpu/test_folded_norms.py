@@ -114,6 +114,18 @@ def test_swiglu_of_folded(rows, hidden, width):
     torch.testing.assert_close(swiglu_of_folded(gate_up, x, EPS), plain, atol=1e-5, rtol=1e-5)
 
 
+def test_the_compiler_does_not_look_into_the_kernels():
+    """It would see widths that may change, as the folded weights are no parameters, and choose no number of warps."""
+    x, gate_up = draw(2, 3, 20), draw(2, 3, 32, seed=1)
+
+    @torch.compile(backend="aot_eager", dynamic=True, fullgraph=True)
+    def compiled(x, gate_up):
+        return row_scale(x, EPS), swiglu_of_folded(gate_up, x, EPS)
+
+    found = compiled(x, gate_up)
+    torch.testing.assert_close(found, (row_scale(x, EPS), swiglu_of_folded(gate_up, x, EPS)))
+
+
 @pytest.mark.parametrize("expanded", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("queries", "slots", "settled", "channels"), [(1, 1, 0, 4), (5, 40, 36, 16), (18, 50, 0, 24)])

@@ -85,6 +85,7 @@ def guided_norm(
     return guided
 
 
+@torch.library.custom_op("arpg::row_scale", mutates_args=())
 def row_scale(x_BSD: Tensor, eps: float) -> Tensor:
     """1 / RMS of each row in float32, `[B, S]`. No gradient."""
     x_BSD = x_BSD.contiguous()
@@ -117,6 +118,11 @@ def _(x: Tensor, delta: Tensor, weight: Tensor, key: Tensor, p: float, eps: floa
 @residual_norm_float8.register_fake
 def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=FLOAT8)
+
+
+@row_scale.register_fake
+def _(x: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @residual_norm_backward.register_fake

@@ -37,6 +37,7 @@ def _forward(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@torch.library.custom_op("arpg::swiglu_of_folded", mutates_args=())
 def swiglu_of_folded(gate_up: Tensor, x: Tensor, eps: float) -> Tensor:
     """`[..., F]` from gates and ups that are products of `x` (`[..., D]`), whose scale, 1 / RMS, is applied here.
 
@@ -71,6 +72,11 @@ def _(gate_up: Tensor) -> Tensor:
 @swiglu_float8.register_fake
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=FLOAT8)
+
+
+@swiglu_of_folded.register_fake
+def _(gate_up: Tensor, x: Tensor, eps: float) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @swiglu_backward.register_fake
