@@ -242,6 +242,7 @@ class Pipeline:
                 require(device is None, f"the devices {device} and {value} are given; expected one")
                 device = value
         on = self.device if device is None else choose_device(device)
+        self.engine.check_device(on)  # before anything is moved
         precision = precision_of(self.model) if dtype is None else dtype
         with nullcontext() if self._adapters is None else self._adapters.removed():
             kv_cache_dtype = kv_cache_dtype_of(self.model)

@@ -291,6 +291,14 @@ def test_moving_to_another_precision_and_back(folder):
         Pipeline.from_pretrained(folder, torch_dtype=torch.float32, precision="float32")
 
 
+def test_a_move_that_the_engine_refuses_changes_nothing(folder):
+    pipe = Pipeline.from_pretrained(folder, device="cpu")
+    pipe.engine._arguments = ("graph", None)  # as it was opened on a GPU
+    with pytest.raises(InputError, match="CUDA graphs need a GPU"):
+        pipe.to("cpu", torch.bfloat16)
+    assert pipe.dtype == torch.float32
+
+
 def test_the_progress_bar_can_be_turned_on_and_off(folder, capsys):
     pipe = Pipeline.from_pretrained(folder, device="cpu")
     pipe.generate(1, **OURS)

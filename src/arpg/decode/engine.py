@@ -195,6 +195,10 @@ class Engine:
         mode, graph_memory = self._arguments
         return partial(Engine, graph_memory=graph_memory), (self.model, mode)
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise an `InputError` if this kind of engine does not run on `device`."""
+        choose_mode(self._arguments[0], device)
+
     def on_device_of_model(self) -> Engine:
         """Return an engine of the same kind, after the model was moved."""
         mode, graph_memory = self._arguments
