@@ -107,12 +107,14 @@ def test_graphs_change_no_loss_and_resume(any_recipe, tmp_path, precision):
         changed = dataclasses.replace(
             recipe.run, precision=precision, compile=precision == "bf16", steps=steps, **change
         )
-        constant = dataclasses.replace(recipe.optim, schedule="constant")
+        # With the recipe's rate of 1e-2, gradients that differ by 1e-7 give losses that differ by 3e-2 after ten steps.
+        constant = dataclasses.replace(recipe.optim, schedule="constant", lr=3e-4)
         train_model(dataclasses.replace(recipe, run=changed, optim=constant), tmp_path / name, resume=resume)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
     plain, replayed = run("plain"), run("replayed", graph=True)
-    assert replayed == pytest.approx(plain, rel=1e-3 if precision == "float32" else 2e-2)
+    close = 1e-3 if precision == "float32" else 5e-3
+    assert replayed == pytest.approx(plain, rel=close)
     run("cut", steps=8, graph=True)
-    assert run("cut", resume=True, graph=True) == pytest.approx(replayed, rel=1e-3 if precision == "float32" else 2e-2)
+    assert run("cut", resume=True, graph=True) == pytest.approx(replayed, rel=close)
