@@ -42,7 +42,6 @@ from arpg.device import choose_device, synchronize
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import to_uint8
-from arpg.kernels import ops
 from arpg.kernels.dispatch import KernelPolicy, has_kernels, kernel_policy
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
@@ -137,8 +136,8 @@ class ConvCall(NamedTuple):
     image: bool = False  # the last one
 
     def runner(self, batch: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
-        """Return the call on random numbers, as `ops` chooses to run it."""
-        from arpg.kernels import group_norm
+        """Return the call on random numbers, as `pixel_ops` chooses to run it."""
+        from arpg.kernels import group_norm, pixel_ops
 
         inputs, outputs, height, width, upsample = self.shape
 
@@ -148,13 +147,13 @@ class ConvCall(NamedTuple):
         x, bias = draw(batch, inputs, height, width), torch.zeros(outputs, device=device)
         if upsample:
             weight = draw(4 * outputs, inputs, 2, 2)
-            return lambda: ops.upsample_conv(x, weight, bias)
+            return lambda: pixel_ops.upsample_conv(x, weight, bias)
         weight, norm = draw(outputs, inputs, 3, 3), nn.GroupNorm(32, inputs).to(device).requires_grad_(False)
-        features = ops.Features(x, group_norm.moments(x))
+        features = pixel_ops.Features(x, group_norm.moments(x))
         if self.image:
-            return lambda: ops.norm_conv_to_image(features, norm, weight, bias)
+            return lambda: pixel_ops.norm_conv_to_image(features, norm, weight, bias)
         residual = draw(batch, outputs, height, width) if self.residual else None
-        return lambda: ops.norm_conv(features, norm, weight, bias, residual_BOHW=residual)
+        return lambda: pixel_ops.norm_conv(features, norm, weight, bias, residual_BOHW=residual)
 
 
 def conv_calls(config: TokenizerConfig, grid: tuple[int, int]) -> Counter[ConvCall]:

@@ -10,7 +10,7 @@ from arpg import TokenizerConfig, VQTokenizer
 from arpg.config import DEFAULT_MODEL
 from arpg.kernels import conv as fused_conv
 from arpg.kernels import group_norm as groupnorm
-from arpg.kernels import ops
+from arpg.kernels import pixel_ops
 from arpg.kernels.conv import TILES, ConvShape, Tile
 from arpg.kernels.dispatch import KernelPolicy, conv_tile, kernel_policy
 from arpg.tokenizer.fused import FusedDecoder, small_weights
@@ -115,8 +115,8 @@ def test_convolution_with_its_neighbours(batch, inputs, outputs, high, wide, gro
     bias = draw(inputs, seed=2) if pending else None
     norm = norm_of(inputs, groups)
     with torch.no_grad():
-        before = ops.Features(x, groupnorm.moments(x), bias)
-        one, two = both(lambda: ops.norm_conv(before, norm, conv.weight, conv.bias, residual_BOHW=added))
+        before = pixel_ops.Features(x, groupnorm.moments(x), bias)
+        one, two = both(lambda: pixel_ops.norm_conv(before, norm, conv.weight, conv.bias, residual_BOHW=added))
         expected = conv(F.silu(norm(x if bias is None else x + bias[:, None, None])))
         expected = expected if added is None else expected + added
         late = 0 if one.bias_C is None else one.bias_C[:, None, None]
@@ -132,7 +132,7 @@ def test_convolution_after_upsampling(batch, high, wide, small_tiles):
     conv = torch.nn.Conv2d(32, 8, 3, padding=1).to(DEVICE).requires_grad_(False)
     x = draw(batch, 32, high, wide)
     expected = conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-    for made in both(lambda: ops.upsample_conv(x, small_weights(conv.weight), conv.bias)):
+    for made in both(lambda: pixel_ops.upsample_conv(x, small_weights(conv.weight), conv.bias)):
         torch.testing.assert_close(made.x_BCHW, expected, atol=1e-3, rtol=1e-3)
         same_moments(made, expected, 8)
 
@@ -140,12 +140,12 @@ def test_convolution_after_upsampling(batch, high, wide, small_tiles):
 def test_a_norm_before_the_convolution_is_the_norm_in_it(monkeypatch):
     x, norm, conv = draw(1, 16, 3, 5), norm_of(16, 8), torch.nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
     conv.requires_grad_(False)
-    before, made = ops.Features(x, groupnorm.moments(x)), []
+    before, made = pixel_ops.Features(x, groupnorm.moments(x)), []
     for inside in (True, False):
         monkeypatch.setattr(fused_conv, "DEFAULT_TILE", Tile(16, 16, 16, 4, 2, norm=inside))
         with kernel_policy(KernelPolicy(fused_conv="all")):
-            made.append(ops.norm_conv(before, norm, conv.weight, conv.bias).x_BCHW)
-            made.append(ops.norm_conv_to_image(before, norm, conv.weight, conv.bias))
+            made.append(pixel_ops.norm_conv(before, norm, conv.weight, conv.bias).x_BCHW)
+            made.append(pixel_ops.norm_conv_to_image(before, norm, conv.weight, conv.bias))
     torch.testing.assert_close(made[0], made[2], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(made[1], made[3], atol=1e-4, rtol=1e-4)
     assert made[1].shape == (1, 3, 3, 5)
@@ -164,13 +164,13 @@ def test_convolutions_in_half_precision_on_a_gpu(inputs, outputs, side, tile, dt
     conv, residual = conv.to(DEVICE), draw(3, outputs, side, side, seed=1).to(dtype)
     x, weight = x.to(dtype), conv.weight.to(dtype)
     exact = F.conv2d(F.silu(norm(x.float())), weight.float(), conv.bias, padding=1) + residual.float()
-    before = ops.Features(x, groupnorm.moments(x))
-    made = both(lambda: ops.norm_conv(before, norm, weight, conv.bias, residual_BOHW=residual))
+    before = pixel_ops.Features(x, groupnorm.moments(x))
+    made = both(lambda: pixel_ops.norm_conv(before, norm, weight, conv.bias, residual_BOHW=residual))
     errors = [float((each.x_BCHW.float() - exact).norm() / exact.norm()) for each in made]
     assert errors[1] < 1.3 * errors[0] < 0.02
     exact = F.conv2d(F.interpolate(x.float(), scale_factor=2.0, mode="nearest"), weight.float(), conv.bias, padding=1)
     weight = small_weights(conv.weight.to(dtype).float()).to(dtype)
-    made = both(lambda: ops.upsample_conv(x, weight, conv.bias))
+    made = both(lambda: pixel_ops.upsample_conv(x, weight, conv.bias))
     errors = [float((each.x_BCHW.float() - exact).norm() / exact.norm()) for each in made]
     assert errors[1] < 1.3 * errors[0] < 0.02
 

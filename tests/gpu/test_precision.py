@@ -293,13 +293,13 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 def test_the_benchmark_of_pixels_knows_the_convolutions(monkeypatch):
     """Those that a decoder asks for, in its order, each as often as it occurs."""
-    from arpg.kernels import ops
+    from arpg.kernels import pixel_ops
     from arpg.kernels.conv import conv_shape
     from arpg.tokenizer.fused import FusedDecoder
     from benchmarks.pixels import conv_calls
 
     asked = []
-    monkeypatch.setattr(ops, "conv_tile", lambda x, weight: asked.append(conv_shape(x, weight)))
+    monkeypatch.setattr(pixel_ops, "conv_tile", lambda x, weight: asked.append(conv_shape(x, weight)))
     tokenizer = small_tokenizer()
     FusedDecoder(tokenizer.decoder, torch.float32)(draw(1, 8, 2, 3))
     calls = conv_calls(tokenizer.config, (2, 3))

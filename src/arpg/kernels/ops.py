@@ -1,7 +1,7 @@
 """Operations of the network: one function each, a fused kernel where one takes the tensors, else plain PyTorch.
 
 The plain code is the definition; a kernel computes the same and is held to it by tests. Nothing else in the package
-chooses between the two.
+chooses between the two, but for the convolutions of the tokenizer (`pixel_ops.py`).
 
 Shapes: B batch, R rows (B, or 2B when guided: conditional, then unconditional), S slots of this call, T slots of the
 cache, N grid tokens, H heads, K head channels, D width, V vocabulary, O outputs, P partial sums, M rows of a GEMM.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from arpg.kernels.dispatch import (
     can_fuse,
     can_fuse_half,
     can_fuse_inference,
-    conv_tile,
     folded_weight,
     gemm_weight,
     has_kernels,
@@ -33,9 +32,6 @@ from arpg.kernels.dispatch import (
 )
 from arpg.noise import Stream as NoiseStream
 from arpg.noise import gumbel
-
-if TYPE_CHECKING:
-    from arpg.kernels.group_norm import Moments
 
 # How many slots each query sees, the first ones: `[B, S]` (either may be 1), "causal", or None for all of them.
 Limit = Tensor | Literal["causal"] | None
@@ -619,71 +615,6 @@ def repeat_rows(x_B: Tensor, copies: int) -> Tensor:
 
 def _gather_pos(pos_BN2: Tensor, position_BS: Tensor, copies: int) -> Tensor:
     return repeat_rows(pos_BN2.gather(1, position_BS[..., None].expand(-1, -1, 2)), copies)
-
-
-# Pixels: the tokenizer's decoder in half precision, on GPUs that have the kernels
-
-
-class Features(NamedTuple):
-    """A feature map `[B, C, H, W]`, channels last, with its moments, and the bias that is still to be added to it."""
-
-    x_BCHW: Tensor
-    moments: Moments
-    bias_C: Tensor | None = None
-
-
-def norm_conv(
-    features: Features, norm: nn.GroupNorm, weight_OI33: Tensor, bias_O: Tensor, *, residual_BOHW: Tensor | None = None
-) -> Features:
-    """Convolve the norm (with SiLU) of `features`, and add the bias and the residual."""
-    from arpg.kernels import group_norm
-
-    tile, pending = conv_tile(features.x_BCHW, weight_OI33), features.bias_C
-    if tile is not None:
-        from arpg.kernels.conv import conv
-
-        x, line = features.x_BCHW, None
-        if tile.norm:
-            line = group_norm.line(features.moments, pending, norm, scale=0.5)
-        else:
-            x = group_norm.norm(x, features.moments, pending, norm)
-        return Features(*conv(x, weight_OI33, bias_O, tile, line_B2I=line, residual_BOHW=residual_BOHW))
-    x = F.conv2d(group_norm.norm(features.x_BCHW, features.moments, pending, norm), weight_OI33, padding=1)
-    if residual_BOHW is None:
-        return Features(x, group_norm.moments(x), bias_O)
-    return Features(*group_norm.add(residual_BOHW, x, bias_O))
-
-
-def norm_conv_to_image(features: Features, norm: nn.GroupNorm, weight_OI33: Tensor, bias_O: Tensor) -> Tensor:
-    """Convolve the norm (with SiLU) of `features` to the three channels of images, in float32.
-
-    Of more than three outputs (tensor cores take multiples of 8), the first ones count.
-    """
-    from arpg.kernels import group_norm
-
-    tile = conv_tile(features.x_BCHW, weight_OI33)
-    if tile is not None and tile.norm:
-        from arpg.kernels.conv import conv
-
-        line = group_norm.line(features.moments, features.bias_C, norm, scale=0.5)
-        found = conv(
-            features.x_BCHW, weight_OI33, bias_O, tile, line_B2I=line, moments=False, dtype=torch.float32, outputs=3
-        )
-        return found[0]
-    x = group_norm.norm(features.x_BCHW, features.moments, features.bias_C, norm)
-    return F.conv2d(x, weight_OI33, padding=1)[:, :3].float() + bias_O[:3, None, None]
-
-
-def upsample_conv(x_BCHW: Tensor, weight_4OI22: Tensor, bias_O: Tensor) -> Features:
-    """Convolve `x_BCHW` enlarged twice, by the four convolutions on the small grid (`tokenizer/fused.py`)."""
-    tile = conv_tile(x_BCHW, weight_4OI22)
-    if tile is not None:
-        from arpg.kernels.conv import conv
-
-        return Features(*conv(x_BCHW, weight_4OI22, bias_O, tile))
-    from arpg.kernels.group_norm import spread
-
-    return Features(*spread(F.conv2d(x_BCHW, weight_4OI22, padding=1), bias_O))
 
 
 # Training

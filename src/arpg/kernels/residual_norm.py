@@ -22,7 +22,7 @@ _PROGRAMS, _ROWS, _STAGES = 512, 1, 3
 def residual_norm(
     x_BSD: Tensor, delta_BSD: Tensor, weight_D: Tensor, key_B: Tensor, p: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(delta), and that normed; masks as in `model/dropout.py`. p = 0: no dropout, whatever the keys."""
+    """x + dropout(delta), and that normed; masks as in `ops.keyed_dropout`. p = 0: no dropout, whatever the keys."""
     return _forward(x_BSD, delta_BSD, weight_D, key_B, p, eps, x_BSD.dtype)
 
 
@@ -276,7 +276,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _keep(key, row, channel, M, S, D, threshold):  # type: ignore[no-untyped-def]
-    """`model/dropout.py`: 16 bits of a mixed word for a channel of each half."""
+    """As `ops.keyed_dropout`: 16 bits of a mixed word for a channel of each half."""
     word = tl.load(key + row // S, row < M, other=0) + ((row % S) * (D // 2) + channel).to(tl.int32)
     word = (word ^ ((word >> 16) & 0xFFFF)) * 0x7FEB352D
     word = (word ^ ((word >> 15) & 0x1FFFF)) * -2073254261

@@ -1,8 +1,8 @@
 """The tokenizer's decoder on a GPU: the same layers through fused kernels, in half precision.
 
-Made once from a plain decoder, which is not changed. Upsampling convolutions run on the
-small grid: each of the four pixels that one becomes sees only 2 x 2 of its neighbours, so a 3 x 3 convolution over
-the enlarged image is four of 2 x 2 over the small one, with the weights that meet summed: 4/9 of the products.
+Made once from a plain decoder, which is not changed. Upsampling convolutions run on the small grid: each of the four
+pixels that one becomes sees only 2 x 2 of its neighbours, so a 3 x 3 convolution over the enlarged image is four of
+2 x 2 over the small one, with the weights that meet summed: 4/9 of the products.
 Shapes: B batch, C channels, hw grid, N = h * w, O outputs, I inputs.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.kernels.group_norm import add, last, moments, norm
-from arpg.kernels.ops import Features, norm_conv, norm_conv_to_image, upsample_conv
+from arpg.kernels.pixel_ops import Features, norm_conv, norm_conv_to_image, upsample_conv
 from arpg.tokenizer.autoencoder import Decoder, ResBlock, SpatialAttention, Upsample
 
 OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
