@@ -209,7 +209,7 @@ def main() -> None:
 
     # The same tokens, and the same logits on the way.
     ids = generate(model, case)
-    keys = seed_keys(request.seeds, device=model.device)
+    keys = seed_keys(request.seeds).to(model.device)
     theirs, logits = plain.run(labels, order, sizes, scales, lambda x, at: sample(x, case.settings, keys, at))
     context = on_context(model, case, ids)
     error = max(relative_error(a, b) for (a, _), b in zip(context, logits, strict=True))

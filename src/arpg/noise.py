@@ -1,8 +1,8 @@
 """Random numbers that are a pure function of (seed, stream, position, code): Philox 4x32-10 in tensor operations.
 
-Counter-based (Salmon et al., SC'11): no state, so a number does not depend on the batch, the
-device or on how the loop is executed. The 32-bit words live in int64 tensors, because torch has no unsigned
-multiplication everywhere; products wrap modulo 2^64, which is just what is needed.
+Counter-based (Salmon et al., SC'11): no state, so a number does not depend on the batch, the device or on how the loop
+is executed. The 32-bit words live in int64 tensors, because torch has no unsigned multiplication everywhere; products
+wrap modulo 2^64, which is just what is needed.
 
 Shapes: B batch, S tokens, V codes, R = B S rows, of which r are made at once.
 """
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from arpg.device import send
 
 _WORD = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
@@ -39,9 +37,9 @@ class Stream(IntEnum):
     REPLACE = 6
 
 
-def seed_keys(seeds: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
-    """`[B, 2]`: each 64-bit seed as two words."""
-    return send(torch.from_numpy(_words(seeds)), torch.device(device))
+def seed_keys(seeds: Sequence[int]) -> Tensor:
+    """`[B, 2]`: each 64-bit seed as two words, on the CPU."""
+    return torch.from_numpy(_words(seeds))
 
 
 def position_words(seeds: Sequence[int], stream: Stream, num_positions: int) -> NDArray[np.int64]:

@@ -108,7 +108,7 @@ def test_joined_samples_get_the_tokens_of_their_own(model, settings, gap):
         together = max(together, len(running.rows))
         done = [i for i, row in enumerate(running.rows) if row.finished]
         for i in done:
-            found[names[i]] = running.tokens([i])[0]
+            found[names[i]] = running.fetch([i]).wait()[0]
         stay = [i for i in range(len(names)) if i not in done]
         names = [names[i] for i in stay]
         if done:
@@ -132,7 +132,7 @@ def test_rows_leave_from_the_middle(model):
     while not all(row.finished for row in running.rows):
         running.step()
     whole = alone(model, request, settings)
-    assert torch.equal(running.tokens([0, 1])[0], whole[[3, 1]])
+    assert torch.equal(running.fetch([0, 1]).wait()[0], whole[[3, 1]])
 
 
 def test_a_uniform_batch_is_the_loop_bit_for_bit(model):
@@ -141,7 +141,9 @@ def test_a_uniform_batch_is_the_loop_bit_for_bit(model):
     running = ContinuousBatch(model, request, plan_of(request, settings), settings)
     for step in decode(model, request, plan_of(request, settings), settings):
         running.step()
-        assert all(torch.equal(a, b) for a, b in zip(running.tokens([0, 1]), (step.ids_BN, step.known_BN), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(running.fetch([0, 1]).wait(), (step.ids_BN, step.known_BN), strict=True)
+        )
     assert all(row.finished for row in running.rows)
 
 
@@ -155,7 +157,7 @@ def test_different_plans_share_a_batch(model):
     third = tasks.generate(model, [3], [9])
     running.add(third, plan_of(third, own[1]))
     run_all(running)
-    ids = running.tokens([0, 1, 2])[0]
+    ids = running.fetch([0, 1, 2]).wait()[0]
     assert torch.equal(ids[:1], alone(model, tasks.generate(model, [1], [3]), own[0]))
     assert torch.equal(ids[1:2], alone(model, tasks.generate(model, [2], [4]), own[1]))
     assert torch.equal(ids[2:], alone(model, third, own[1]))
@@ -172,7 +174,7 @@ def test_places_that_are_not_those_of_the_grid(model):
     with pytest.raises(InputError, match="same grid and positions"):
         running.add(plain, plan_of(plain, settings))
     run_all(running)
-    for i, ids in enumerate(running.tokens([0, 1])[0]):
+    for i, ids in enumerate(running.fetch([0, 1]).wait()[0]):
         assert torch.equal(ids, alone(model, moved[i], settings)[0])
 
 
@@ -196,7 +198,7 @@ def test_a_sample_keeps_its_slot_of_the_cache(model, captured, played_graphs):
     assert running.rows[-1].slot == 2
     assert running._pool.cache.key_LBTHK.data_ptr() == key.data_ptr()
     run_all(running)
-    ids = running.tokens(range(4))[0]
+    ids = running.fetch(range(4)).wait()[0]
     for i, name in enumerate(names):
         assert torch.equal(ids[i : i + 1], alone(model, made[name], settings)), name
 
@@ -216,7 +218,7 @@ def test_a_class_is_encoded_in_the_first_step(model, captured, played_graphs, mo
     assert calls == [2, 2]  # its class, then its known tokens
     run_all(running)
     expected = torch.cat([alone(model, request, settings) for request in (plain, known)])
-    assert torch.equal(running.tokens([0, 1])[0], expected)
+    assert torch.equal(running.fetch([0, 1]).wait()[0], expected)
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, SamplingSettings(steps=1, guidance=2.0)])
@@ -237,7 +239,7 @@ def test_captured_steps_are_the_eager_ones(model, settings, played_graphs):
         turn += 1
         for i, row in enumerate(running.rows):
             if row.finished:
-                found[names[i]] = running.tokens([i])[0]
+                found[names[i]] = running.fetch([i]).wait()[0]
         stay = [i for i, row in enumerate(running.rows) if not row.finished]
         running.keep(stay)
         names = [names[i] for i in stay]
@@ -271,11 +273,11 @@ def test_other_conditions_join_and_leave(kind, captured, played_graphs):
         running.add(request, plan_of(request, settings))
     run_all(running)
     expected = torch.cat([alone(model, request, settings) for request in made])
-    assert torch.equal(running.tokens(range(3))[0], expected)
+    assert torch.equal(running.fetch(range(3)).wait()[0], expected)
     running.keep([1])
     running.add(made[2], plan_of(made[2], settings))  # in a slot that was used before
     run_all(running)
-    assert torch.equal(running.tokens([1])[0], expected[2:])
+    assert torch.equal(running.fetch([1]).wait()[0], expected[2:])
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -290,7 +292,7 @@ def test_a_long_prompt_and_a_long_step(text_model, captured, played_graphs):
     running.add(made[1], plan_of(made[1], two))
     run_all(running)
     expected = [alone(text_model, request, settings) for request, settings in zip(made, (many, two), strict=True)]
-    assert torch.equal(running.tokens([0, 1])[0], torch.cat(expected))
+    assert torch.equal(running.fetch([0, 1]).wait()[0], torch.cat(expected))
 
 
 def test_a_larger_pool_drops_the_graphs_of_the_smaller(model, played_graphs):
@@ -304,7 +306,7 @@ def test_a_larger_pool_drops_the_graphs_of_the_smaller(model, played_graphs):
     assert len(graphs.captured) == 0
     run_all(running)
     expected = [alone(model, request, settings) for request in (first, *others)]
-    assert torch.equal(running.tokens(range(4))[0], torch.cat(expected))
+    assert torch.equal(running.fetch(range(4)).wait()[0], torch.cat(expected))
 
 
 def test_a_bucket_is_captured_when_it_comes_again(model, played_graphs):
@@ -371,7 +373,7 @@ def test_a_request_that_does_not_fit_changes_nothing(model, monkeypatch):
             running.add(second, plan_of(second, settings))
     while not running.rows[0].finished:
         running.step()
-    assert torch.equal(running.tokens([0])[0], alone(model, first, settings))
+    assert torch.equal(running.fetch([0]).wait()[0], alone(model, first, settings))
 
 
 def test_packed_tokens_are_those_of_their_rows():
@@ -400,7 +402,7 @@ def test_rows_leave_batches_that_guess(model, decode_):
     for turn in range(100):
         running.step()
         done = [i for i, row in enumerate(running.rows) if row.finished]
-        found |= {names[i]: running.tokens([i])[0] for i in done}
+        found |= {names[i]: running.fetch([i]).wait()[0] for i in done}
         gone = {*done, *([0] if turn == 0 else [])}  # the first is cancelled after a step
         stay = [i for i in range(len(names)) if i not in gone]
         names = [names[i] for i in stay]

@@ -203,7 +203,7 @@ def play_speculative(fork, patch):
     patch.setattr(engine, "sample", sample)
     patch.setattr(speculative, "uniform", lambda key, stream, position, num: Uniform(position))
     patch.setattr(
-        speculative, "sample_from", lambda logits, key, stream, position: choose(logits.softmax(-1), position)
+        speculative, "gumbel_argmax", lambda logits, key, stream, position: choose(logits.softmax(-1), position)
     )
 
 

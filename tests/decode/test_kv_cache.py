@@ -54,7 +54,7 @@ def continuous(model, settings):
         running.add(request, make_plan((4, 4), request.known_BN, request.seeds, settings))
     while not all(row.finished for row in running.rows):
         running.step()
-    return running.tokens(range(len(running.rows)))[0].tolist()
+    return running.fetch(range(len(running.rows))).wait()[0].tolist()
 
 
 @pytest.fixture

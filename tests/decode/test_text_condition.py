@@ -210,7 +210,7 @@ def test_prompts_join_and_leave_a_running_batch(text_model, guidance):
                 running.add(request, plans[name])
         running.step()
         done = [i for i, row in enumerate(running.rows) if row.finished]
-        found |= {names[i]: running.tokens([i])[0] for i in done}
+        found |= {names[i]: running.fetch([i]).wait()[0] for i in done}
         stay = [i for i in range(len(names)) if i not in done]
         names = [names[i] for i in stay]
         if done and stay:

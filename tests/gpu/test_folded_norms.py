@@ -266,7 +266,7 @@ def test_a_continuous_batch_with_folded_norms(kernels, monkeypatch):
             running.add(request, plan)
         while not all(row.finished for row in running.rows):
             running.step()
-        return running.tokens(range(3))[0]
+        return running.fetch(range(3)).wait()[0]
 
     expected, model = run(normed_model(config=NARROW)), fold_norms(normed_model(config=NARROW))
     if kernels:

@@ -430,7 +430,7 @@ def test_a_continuous_batch_through_the_kernels(monkeypatch):
             running.add(request, plan)
         while not all(row.finished for row in running.rows):
             running.step()
-        return running.tokens(range(3))[0]
+        return running.fetch(range(3)).wait()[0]
 
     plain = run()
     fuse_everywhere(monkeypatch)

@@ -270,7 +270,7 @@ def test_a_continuous_batch_with_and_without_pdl(num_images):
             running.add(*part)
         while not all(row.finished for row in running.rows):
             running.step()
-        return running.tokens(range(num_images))[0]
+        return running.fetch(range(num_images)).wait()[0]
 
     expected = run()
     for _ in range(5):

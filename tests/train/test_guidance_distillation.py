@@ -71,7 +71,7 @@ def test_exact_and_continuous_decoding_take_the_scale_too():
     batch.add(late, make_plan(late.grid, late.known_BN, late.seeds, one_by_one))
     while not all(row.finished for row in batch.rows):
         batch.step()
-    assert torch.equal(batch.tokens(range(3))[0], expected)
+    assert torch.equal(batch.fetch(range(3)).wait()[0], expected)
 
 
 def test_a_new_input_changes_nothing():

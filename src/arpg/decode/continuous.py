@@ -502,10 +502,6 @@ class ContinuousBatch:
         known_BN = torch.from_numpy(np.stack([self._plans.known(slot) for slot in slots]))
         return TokenCopy(self._filled.ids_SN[first:stop, :-1], known_BN, [slot - first for slot in slots])
 
-    def tokens(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Ids and known `[rows, N]` of some samples, on the CPU."""
-        return self.fetch(rows).wait()
-
 
 def _label(request: Request, row: int) -> int | None:
     """The class of a sample whose class is all that is known of it, else None."""
@@ -567,7 +563,3 @@ class DraftingBatch:
         ids_BN, known_BN = self.state.image()
         index = torch.tensor(list(rows), device=ids_BN.device)
         return TokenCopy(ids_BN[index].cpu(), known_BN[index].cpu())
-
-    def tokens(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Ids and known `[rows, N]` of some samples, on the CPU."""
-        return self.fetch(rows).wait()

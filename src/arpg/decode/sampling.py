@@ -58,11 +58,6 @@ def sample(
     return gumbel_argmax(warped, key_B2, Stream.TOKEN, position_BS, static=static)
 
 
-def sample_from(logits_BSV: Tensor, key_B2: Tensor, stream: Stream, position_BS: Tensor) -> Tensor:
-    """Sample ids `[B, S]` from softmax(logits) with the noise of a stream."""
-    return gumbel_argmax(logits_BSV, key_B2, stream, position_BS)
-
-
 def probs(logits_BSV: Tensor, settings: SamplingSettings) -> Tensor:
     """Return the probabilities with which `sample` samples each code."""
     if settings.temperature == 0:

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
-from arpg.decode.sampling import probs, sample_from
+from arpg.decode.sampling import probs
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import StepPlan, TokenCursor
+from arpg.kernels.ops import gumbel_argmax
 from arpg.noise import Stream, uniform
 from arpg.settings import SamplingSettings
 
@@ -94,6 +95,6 @@ class Speculative:
         p_B1V, q_B1V = (probs_BSV.take_along_dim(at_B1[..., None], dim=1) for probs_BSV in (p_BSV, q_BSV))
         rest_B1V = (p_B1V - q_B1V).clamp_min(0)
         rest_B1V = torch.where(rest_B1V.sum(-1, keepdim=True) > 0, rest_B1V, p_B1V)
-        new_B1 = sample_from(rest_B1V.log(), state.key_B2, Stream.REPLACE, self._position_BS.gather(1, at_B1))
+        new_B1 = gumbel_argmax(rest_B1V.log(), state.key_B2, Stream.REPLACE, self._position_BS.gather(1, at_B1))
         new_B1 = torch.where(count_B1 == at_B1, new_B1, draft_BS[:, -1:])  # all accepted, and nothing behind them
         return draft_BS.scatter(1, at_B1, new_B1), (count_B1 + 1).clamp_max(p_BSV.shape[1])

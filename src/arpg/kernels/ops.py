@@ -90,7 +90,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def input_dtype(layer: nn.Module) -> torch.dtype | None:
-    """Return the type that `layer` reads without a cast where that is not the type of the stream."""
+    """Return the type that `layer` reads without a cast where that is not the type of the stream: float8, or None."""
     dtype: torch.dtype | None = getattr(layer, "input_dtype", None)
     return dtype
 
@@ -210,11 +210,11 @@ def norm_guide_linear(
 
     The same as `guide` of its outputs, from half the rows.
     """
-    x, dtype = stream.x_BSD, input_dtype(layer)
+    x = stream.x_BSD
     if dropout == 0 and can_fuse_inference(x):
         from arpg.kernels.residual_norm import guided_norm
 
-        guided = guided_norm(x, stream.delta_BSD, weight_D, scale_BS, eps, dtype=FLOAT8 if dtype == FLOAT8 else x.dtype)
+        guided = guided_norm(x, stream.delta_BSD, weight_D, scale_BS, eps, dtype=input_dtype(layer) or x.dtype)
     else:
         _, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B)
         guided = guide(normed, scale_BS).type_as(normed)
@@ -428,8 +428,7 @@ def attention(
     if can_fuse_inference(q_BSHK) and not isinstance(mask, str):
         from arpg.kernels.attention import attend
 
-        out_dtype = FLOAT8 if dtype == FLOAT8 else None
-        options: dict[str, Any] = {"scale_BS": scale_BS, "settled": settled, "dtype": out_dtype}
+        options: dict[str, Any] = {"scale_BS": scale_BS, "settled": settled, "dtype": dtype}
         return attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, **options).flatten(2)
     q_BSHK = _scale_rows(q_BSHK, scale_BS)
     q_BSHK = q_BSHK if rope is None else apply_rope(q_BSHK, rope)
@@ -466,9 +465,8 @@ def attention_with_cache_write(
     if rope is not None and not isinstance(mask, str) and can_fuse_inference(qkv_BS3HK):
         from arpg.kernels.attention import attend_and_store
 
-        out_dtype = FLOAT8 if dtype == FLOAT8 else None
         cache = (key_BTHK, value_BTHK)
-        options: dict[str, Any] = {"scale_BS": scale_BS, "settled": settled, "dtype": out_dtype}
+        options: dict[str, Any] = {"scale_BS": scale_BS, "settled": settled, "dtype": dtype}
         return attend_and_store(qkv_BS3HK, cache, mask, rope, first, **options).flatten(2)
     q, k, v = split_qkv_rope(qkv_BS3HK, rope, scale_BS=scale_BS)
     _store(k, v, key_BTHK, value_BTHK, first)
