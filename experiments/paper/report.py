@@ -351,18 +351,17 @@ SECTIONS = (
     ("Steps, attention and size (Table 8)", "steps", "table 8: parallel decoding"),
     ("Block-wise against causal attention", "block-causal", None),
     ("Few steps", "few-steps", None),
-    ("Orders that the model is surest of", "orders", None),
+    ("Orders of highest confidence", "orders", None),
     ("Guidance as an input", "guidance", None),
     ("Attention (Figures 3 and 11)", "attention", None),
 )
 INTRODUCTION = """\
-Each row is a model on the same layers, trained here on the tokens of photographs (`meadow`: 225 classes, 128 x 128
-pixels, 256 tokens) with the same optimizer, seed and number of steps, and measured in the same way: FID against the
-training split at the best guidance of a search with other seeds, weights in 8 bits; speed and memory with random
-weights at the size of ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" where the whole
-95 % interval is on one side of the claim, else "cannot tell"; narrowly: closer to the bound than two half intervals, so
-that three seeds are needed. `experiments/paper/README.md` says how to fill the page,
-which `python -m experiments.paper report` writes."""
+A comparison on equal terms: all models share the same layers, training data (`meadow`: photographs of 225 classes, 128 x
+128 pixels, 256 tokens), optimizer, seed and number of steps. FID is against the training split, with weights in 8 bits,
+at the best guidance of a search with other seeds; speed and memory are measured with random weights at the size of
+ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" if the whole 95% interval is on one side
+of the claim, else "cannot tell"; "narrowly" means closer to the bound than two half intervals, so that three seeds are
+needed. `python -m experiments.paper report` writes this page; `experiments/paper/README.md` describes the runs."""
 
 
 def page(lines: list[Line]) -> str:
