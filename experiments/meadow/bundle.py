@@ -106,7 +106,7 @@ def _shape(folder: Path, *, training: str) -> str:
         [
             "defaults",
             "",
-            f"{sampling.steps} steps, `{sampling.order}` order, `{sampling.schedule}` steps, "
+            f"{sampling.steps} steps, `{sampling.order}` order, `{sampling.schedule}` schedule, "
             f"{sampling.guidance_schedule} guidance ({', '.join(scales)})",
         ],
     ]
@@ -120,9 +120,8 @@ def _megabytes(path: Path) -> str:
 def _sources(counts: Mapping[str, int]) -> str:
     lines = [f"- {source.terms} (`{source.repository.replace('+', '/')}`)" for source in SOURCES.values()]
     said = f"{sum(counts.values()):,} photographs, {counts['train']:,} of them in the training split."
-    return "\n".join(
-        [said, "", *lines, "", "The weights may be used as the data may: for non-commercial research. The code is MIT."]
-    )
+    terms = "Like the data, the weights may be used for non-commercial research only. The code is MIT."
+    return "\n".join([said, "", *lines, "", terms])
 
 
 def _numbers(found: Mapping[str, Any]) -> str:
@@ -139,16 +138,16 @@ def _numbers(found: Mapping[str, Any]) -> str:
         if metric in reports[0]:
             cells.append([title, *(_with_interval(report[metric], digits) for report in reports)])
     tokenizer = found["tokenizer"]
-    where = f", on {tokenizer['device']}" if "device" in tokenizer else ""  # where it was measured with other weights
+    where = f" ({tokenizer['device']})" if "device" in tokenizer else ""  # where it was measured with other weights
     domains = {name: report for name, report in tokenizer.items() if isinstance(report, dict)}
     parts = [
         _wrapped(
-            f"On {found['device']}, {found['precision']}, the model's settings. {reports[0]['fid']['samples']:,} "
-            "samples, classes as frequent as in the training split; 95% intervals:"
+            f"{reports[0]['fid']['samples']:,} samples with classes as frequent as in the training split, default "
+            f"settings, {found['device']}, {found['precision']}; 95% intervals:"
         ),
         "",
         markdown_table(["", *measured], cells),
-        f"The tokenizer on {tokenizer['images']:,} test photographs{where}: rFID {tokenizer['rfid, test images']:.2f}.",
+        f"The tokenizer has rFID {tokenizer['rfid, test images']:.2f} on {tokenizer['images']:,} test photographs{where}.",
         "",
         markdown_table(
             ["reconstruction", "PSNR", "SSIM", "LPIPS", "codes used"],
@@ -162,14 +161,16 @@ def _numbers(found: Mapping[str, Any]) -> str:
         low, high = accuracy["interval"]
         parts.append(
             _wrapped(
-                f"A classifier trained on the real training split recognises {accuracy['samples']:.1%} of "
-                f"{accuracy['samples per class']} samples per class (95% interval {low:.1%} to {high:.1%}) and "
-                f"{accuracy['real test images']:.1%} of the real test photographs: {accuracy['share of real']:.2f} "
-                "times as many."
+                f"A classifier trained on the real training split recognises {accuracy['samples']:.1%} of the samples "
+                f"({accuracy['samples per class']} per class, 95% interval {low:.1%} to {high:.1%}) and "
+                f"{accuracy['real test images']:.1%} of the real test photographs."
             )
         )
     if (diversity := found.get("diversity")) is not None:
-        said = "Pairs of samples of one class have a mean LPIPS of {samples:.3f}, real training photographs {real:.3f}."
+        said = (
+            "The mean LPIPS between two samples of a class is {samples:.3f}, between two real training photographs "
+            "of a class {real:.3f}."
+        )
         parts += ["", _wrapped(said.format(samples=diversity["samples"], real=diversity["real training images"]))]
     if (nearest := found.get("nearest")) is not None:
         titles = ["LPIPS to the nearest training photograph of the class", "mean", "closest 1%"]
@@ -192,9 +193,9 @@ def _limits(found: Mapping[str, Any], written: str) -> str:
     accuracy = found.get("accuracy", {})
     never, low = accuracy.get("classes never recognised", []), accuracy.get("classes under 50%", {})
     worst = [f"{name} {low[name]:.0%}" for name in sorted(low, key=lambda name: low[name]) if name not in never]
-    lines = [f"- No sample is recognised of {len(never)} classes: {', '.join(never)}."] if never else []
+    lines = [f"- Classes without a recognised sample ({len(never)}): {', '.join(never)}."] if never else []
     if worst:
-        lines.append(f"- Fewer than half of the samples are recognised of {len(worst)} classes: {', '.join(worst)}.")
+        lines.append(f"- Classes with less than half of the samples recognised ({len(worst)}): {', '.join(worst)}.")
     return "\n".join([*(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines), written.strip()])
 
 

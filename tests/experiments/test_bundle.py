@@ -72,13 +72,13 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
         "| training | 4,900 steps of 256 images, 19 minutes of steps on one NVIDIA H200 | 3 steps on a CPU |",
         "| FID | 18.50 (17.50 to 19.50) | 21.25 (20.25 to 22.25) |",
         "| precision | 0.500 | 0.500 |",
-        "The tokenizer on 5,310 test photographs, on another GPU: rFID 6.25.",
+        "The tokenizer has rFID 6.25 on 5,310 test photographs (another GPU).",
         "| pets | 24.50 dB | 0.710 | 0.155 | 99.9% |",
-        "a mean LPIPS of 0.600, real training photographs 0.625.",
+        "between two samples of a class is 0.600, between two real training photographs of a class 0.625.",
         "| samples | 0.400 | 0.200 |",
-        "recognises 60.0% of 20 samples per class (95% interval 59.0% to 61.0%) and 80.0%",
-        "No sample is recognised of 1 classes: class 1.",
-        "are recognised of 1 classes: class 3 25%.",
+        "recognises 60.0% of the samples (20 per class, 95% interval 59.0% to 61.0%) and 80.0%",
+        "Classes without a recognised sample (1): class 1.",
+        "samples recognised (1): class 3 25%.",
         "- Eyes are uneven.",
         "CUB-200-2011: non-commercial research",
         "research use",
@@ -95,7 +95,7 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
     text = " ".join((out / "README.md").read_text().split())
     for part in ("the share of samples that a classifier", "the LPIPS between samples", "the LPIPS to the nearest"):
         assert part in text.split("Not measured yet: ")[1]
-    assert "recognised of" not in text
+    assert "recognised (" not in text
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
