@@ -147,7 +147,8 @@ def _numbers(found: Mapping[str, Any]) -> str:
         ),
         "",
         markdown_table(["", *measured], cells),
-        f"The tokenizer has rFID {tokenizer['rfid, test images']:.2f} on {tokenizer['images']:,} test photographs{where}.",
+        f"The tokenizer has rFID {tokenizer['rfid, test images']:.2f} on {tokenizer['images']:,} test "
+        f"photographs{where}.",
         "",
         markdown_table(
             ["reconstruction", "PSNR", "SSIM", "LPIPS", "codes used"],

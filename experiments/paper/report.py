@@ -356,12 +356,12 @@ SECTIONS = (
     ("Attention (Figures 3 and 11)", "attention", None),
 )
 INTRODUCTION = """\
-A comparison on equal terms: all models share the same layers, training data (`meadow`: photographs of 225 classes, 128 x
-128 pixels, 256 tokens), optimizer, seed and number of steps. FID is against the training split, with weights in 8 bits,
-at the best guidance of a search with other seeds; speed and memory are measured with random weights at the size of
-ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" if the whole 95% interval is on one side
-of the claim, else "cannot tell"; "narrowly" means closer to the bound than two half intervals, so that three seeds are
-needed. `python -m experiments.paper report` writes this page; `experiments/paper/README.md` describes the runs."""
+A comparison on equal terms: all models share the same layers, training data (`meadow`: photographs of 225 classes, 128
+x 128 pixels, 256 tokens), optimizer, seed and number of steps. FID is against the training split, with weights in 8
+bits, at the best guidance of a search with other seeds; speed and memory are measured with random weights at the size
+of ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" if the whole 95% interval is on one
+side of the claim, else "cannot tell"; "narrowly" means closer to the bound than two half intervals, so that three seeds
+are needed. `python -m experiments.paper report` writes this page; `experiments/paper/README.md` describes the runs."""
 
 
 def page(lines: list[Line]) -> str:
