@@ -121,6 +121,18 @@ def test_variations(client, pipeline):
         client.images.create_variation(image=png(source), size="9x9")
 
 
+@pytest.mark.filterwarnings("ignore:deprecated")
+@pytest.mark.parametrize("method", ["edit", "create_variation"])
+def test_the_seed_of_a_response_makes_the_same_image_again(client, method):
+    """It chooses the patches that are sampled as well as their content."""
+    call, options = getattr(client.images, method), {"image": png(noise(8, 8))}
+    if method == "edit":
+        options["prompt"] = "1"
+    (first,) = call(**options, extra_body={"steps": 3}).data
+    (again,) = call(**options, extra_body={"steps": 3, "seed": first.seed}).data
+    assert first.b64_json == again.b64_json
+
+
 def test_images_as_urls(client, live):
     answer = client.images.generate(
         prompt="1", n=2, response_format="url", output_format="webp", extra_body={"steps": 1}

@@ -7,7 +7,6 @@ import binascii
 import io
 import math
 import re
-import secrets
 import struct
 from typing import Any, cast
 
@@ -177,8 +176,7 @@ class TaskBuilder:
         given = params.given()
         steps = self.pipeline.sampling.settings(**given).steps
         check(steps <= limits.steps, f"steps is {steps}; at most {limits.steps} are accepted", param="steps")
-        seed = secrets.randbelow(2**32) if params.seed is None else params.seed
-        return {"num_images": num, "seed": seed, "best_of": best_of, "batch_size": num * best_of, **given}
+        return {"num_images": num, "seed": params.seed, "best_of": best_of, "batch_size": num * best_of, **given}
 
     def _check_sizes(self, task: str, own: dict[str, Any]) -> tuple[int, int]:
         """Check image sizes before any work; return the (width, height) of the result."""

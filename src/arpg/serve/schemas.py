@@ -7,10 +7,11 @@ arguments of the matching `pipe.*_task` method: `build_task` passes them on by n
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model, field_validator
 
 import arpg
 from arpg.config import ModelConfig, TokenizerConfig
@@ -97,6 +98,11 @@ class TaskParams(Sampling):
     preview_size: Annotated[int, Field(ge=8, le=MAX.side)] | None = Field(
         None, description="Pixels of the longer side of a preview; null: the size of the image."
     )
+
+    @field_validator("seed")
+    @classmethod
+    def _choose_seed(cls, seed: int | None) -> int:
+        return secrets.randbelow(2**32) if seed is None else seed
 
 
 def _example(*examples: dict[str, Any]) -> ConfigDict:
