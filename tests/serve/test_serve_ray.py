@@ -193,6 +193,18 @@ def test_ray_serve_needs_keys(monkeypatch):
     assert len(ray_serve.build({})) == 1
 
 
+def test_arguments_of_ray_serve_are_settings(monkeypatch):
+    from arpg.serve import ray_serve
+    from arpg.serve.server_config import ServeSettings
+
+    monkeypatch.setattr(ray_serve, "application", lambda models, **arguments: (models, arguments["settings"]))
+    given = {"model": "a,b", "lora": "one.safetensors,two.safetensors:0.5", "max_batch": "8", "queue": "3"}
+    models, settings = ray_serve.build({**given, "deadline": "9", "insecure": True})
+    assert models == ["a", "b"]
+    lora = ("one.safetensors", "two.safetensors:0.5")
+    assert settings == ServeSettings(lora=lora, max_batch=8, max_pending_requests=3, deadline=9.0)
+
+
 @pytest.mark.slow
 def test_a_local_cluster_requires_the_token_of_ray(folder, tmp_path):
     """`arpg serve --ray` with two models: without the token nobody gets into the cluster; a signal ends it."""

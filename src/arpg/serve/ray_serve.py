@@ -51,13 +51,13 @@ SCALE_TYPES: dict[str, Any] = {
     "max_replicas": int,
     "gpus": float,
     "target_queue_s": float,
-    "insecure": lambda text: text.lower() == "true",
+    "insecure": lambda value: str(value).lower() == "true",
 }  # of `build`
-SETTING_TYPES = {
+SETTING_TYPES: dict[str, Any] = {
     setting.name: int if setting.default is None else type(setting.default)
     for setting in dataclasses.fields(ServeSettings)
     if setting.name != "limits"
-}
+} | {"lora": lambda files: tuple(files.split(","))}
 SCOPE_FIELDS = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
 
 
@@ -271,7 +271,7 @@ def application(
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run` and KubeRay: the options of `arpg serve` as strings (`model`: one or more, separated by commas).
+    """For `serve run` and KubeRay: the options of `arpg serve` as strings (`model`, `lora`: separated by commas).
 
     Keys come from the environment; without them `insecure` has to be "true", since Ray's HTTP proxies may listen on all
     addresses.
