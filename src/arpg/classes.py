@@ -51,7 +51,7 @@ class ClassNames:
         whole = isinstance(name_or_id, str) or hasattr(name_or_id, "__index__")
         require(whole, f"class is {name_or_id!r}; expected a name or an id from 0 to {len(self) - 1}")
         text = name_or_id.strip() if isinstance(name_or_id, str) else str(name_or_id.__index__())
-        if text.lstrip("-").isdigit():
+        if text.removeprefix("-").isdecimal() and len(text) < 20:
             class_id = int(text)
             require(
                 0 <= class_id < len(self),

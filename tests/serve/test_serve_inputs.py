@@ -167,6 +167,13 @@ def test_a_large_body_is_not_parsed_on_the_event_loop(served, monkeypatch):
     assert [thread is loop[0] for thread in threads] == [True, False]
 
 
+@pytest.mark.parametrize("name", ["²", "--5", "-", "9" * 5000])
+def test_a_class_that_looks_like_a_number_is_no_500(client, name):
+    found = error(client.post("/v1/images/generations", json={"prompt": name}), 400)
+    assert found["param"] == "prompt"
+    assert len(found["message"]) < 300
+
+
 # Forms
 
 

@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from arpg import Pipeline
 from arpg.checkpoint import FolderConfig, read_folder, write_folder
+from arpg.classes import ClassNames
 from arpg.config import DEFAULT_MODEL
 from arpg.errors import InputError
 from arpg.installed import installed_models
@@ -52,6 +53,13 @@ def test_the_model_of_a_request_chooses(client, pipeline, text_pipeline):
     expected = text_pipeline.outpaint(source, right=4, prompt="pear", **body)
     assert np.array_equal(pixels(image_of(answer["images"][0])), pixels(expected[0]))
     assert error(client.post("/v1/arpg/generate", json={"class": 2, "model": "words"}), 400)["code"] == "takes_text"
+
+
+def test_the_choice_of_a_model_searches_for_no_names_like_the_prompt(service, monkeypatch):
+    """That takes long for a long prompt, and the event loop waits."""
+    monkeypatch.setattr(ClassNames, "nearest", lambda *_: pytest.fail("searched"))
+    prompts = {"a red cat": "words", "class 3": "small", " 2 ": "small", "-2": "words", "99": "words"}
+    assert {prompt: service.find_for(None, prompt).name for prompt in prompts} == prompts
 
 
 def test_models_are_listed_and_described(client, service):

@@ -88,8 +88,9 @@ class TaskBuilder:
 
     def label_of(self, prompt: str, negative: str | None) -> dict[str, Any]:
         """Return the label of a call of the OpenAI API: its prompt, or the class that it names."""
+        texts = self._texts(prompt, negative)
         if self.takes_text:
-            return self._texts(prompt, negative)
+            return texts
         self._refuse("negative", negative)
         return {"class_": self._find_class(prompt, param="prompt")}
 

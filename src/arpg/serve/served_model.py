@@ -149,8 +149,11 @@ class ServedModel:
 
     def names_class(self, prompt: str) -> bool:
         """Return whether a prompt is the name or the id of a class of the model."""
+        classes = self.loaded.pipeline.classes
+        if prompt not in classes and not prompt.strip().isdecimal():
+            return False  # at once: for an unknown name, `find` would search for similar ones
         try:
-            self.loaded.pipeline.classes.find(prompt)
+            classes.find(prompt)
         except InputError:
             return False
         return True
