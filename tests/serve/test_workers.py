@@ -1,4 +1,4 @@
-"""The tokenizer's thread: finished images first, previews together, failures raised in the caller."""
+"""The tokenizer's threads: calls of one shape together, failures raised in the caller."""
 
 import copy
 import threading
@@ -9,7 +9,7 @@ import torch
 from arpg.serve.observability import Metrics
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
-from arpg.serve.workers import TokenizerThread
+from arpg.serve.workers import TokenizerCall, TokenizerThread
 from support.small import small_tokenizer
 
 
@@ -17,14 +17,8 @@ class PausedTokenizer:
     """A tokenizer that records its calls and waits in `decode` until `go` is set."""
 
     def __init__(self, inner):
-        self.inner, self.config, self.device, self.calls, self.go = (
-            inner,
-            inner.config,
-            inner.device,
-            [],
-            threading.Event(),
-        )
-        self.inside = threading.Event()
+        self.inner, self.calls = inner, []
+        self.inside, self.go = threading.Event(), threading.Event()
 
     def decode(self, ids_BN, grid, *, known_BN=None):
         self.calls.append((len(ids_BN), known_BN is not None))
@@ -36,24 +30,20 @@ class PausedTokenizer:
         return self.inner.encode(image)
 
 
-@pytest.mark.parametrize(
-    ("share_finished", "calls"),
-    [
-        (False, [(1, False), (2, False), (1, False), (3, True), (3, True)]),  # 1 + 2 previews together, then 3
-        (True, [(1, False), (3, False), (3, True), (3, True)]),  # and 2 + 1 images
-    ],
-)
-def test_calls_wait_and_share_a_batch(share_finished, calls):
+@pytest.mark.parametrize("preview", [False, True])
+@pytest.mark.parametrize(("max_batch", "calls"), [(1, [1, 1, 2, 3, 2, 1]), (4, [1, 4, 3, 2])])  # 1 + 2 + 1 together
+def test_calls_wait_and_share_a_batch(max_batch, calls, preview):
     tokenizer = small_tokenizer()
     paused = PausedTokenizer(tokenizer)
-    shared = TokenizerThread(paused, max_batch=4, share_finished=share_finished)
-    sizes = (1, 1, 2, 3, 2, 1)
-    ids = [torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in sizes]
-    known = [None, *(torch.rand(x.shape) < 0.5 for x in ids[1:4]), None, None]
+    shared = TokenizerThread(paused, max_batch=max_batch)
+    ids = [
+        torch.randint(0, 24, (rows, 16), generator=torch.Generator().manual_seed(rows)) for rows in (1, 1, 2, 3, 2, 1)
+    ]
+    known = [torch.rand(x.shape) < 0.5 if preview else None for x in ids]
     found = [None] * len(ids)
 
     def decode(i):
-        found[i] = shared.decode(ids[i], (4, 4), known_BN=known[i])
+        found[i] = shared.run(TokenizerCall(ids[i], (4, 4), known[i]))
 
     threads = []
     for i in range(len(ids)):
@@ -68,7 +58,7 @@ def test_calls_wait_and_share_a_batch(share_finished, calls):
     for thread in threads:
         thread.join(30)
     shared.close()
-    assert paused.calls == calls
+    assert paused.calls == [(rows, preview) for rows in calls]
     for i in range(len(ids)):
         with torch.no_grad():
             expected = tokenizer.decode(ids[i], (4, 4), known_BN=known[i])
@@ -79,16 +69,17 @@ def test_finished_images_share_a_call_below_float32_only(pipeline):
     for dtype in (torch.float32, torch.bfloat16):
         served = ServedModel("small", lambda dtype=dtype: copy.deepcopy(pipeline).to(dtype=dtype))
         served.open(ServeSettings(), Metrics())
-        assert served.loaded.tokenizer.small._share_finished == (dtype != torch.float32)
-        assert not served.loaded.tokenizer.large._share_finished
+        lanes = served.loaded.tokenizer
+        assert lanes.small._max_batch == (1 if dtype == torch.float32 else 16)
+        assert (lanes.large._max_batch, lanes.preview._max_batch) == (1, 16)
         served.close()
 
 
 def test_a_failure_is_raised_in_the_caller_and_the_thread_goes_on():
     shared = TokenizerThread(small_tokenizer(), max_batch=4)
     with pytest.raises(Exception, match="index"):
-        shared.decode(torch.full((1, 16), 999), (4, 4))
+        shared.run(TokenizerCall(torch.full((1, 16), 999), (4, 4)))
     assert shared.alive
-    assert shared.encode(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
+    assert shared.run(TokenizerCall(torch.zeros(1, 3, 8, 8))).shape == (1, 16)
     shared.close()
     assert not shared.alive

@@ -36,19 +36,13 @@ class TokenizerCall:
 
 
 class TokenizerThread:
-    """A `Tokenizer` for any thread: calls run in one thread, finished images before previews.
+    """A thread that runs the calls of a tokenizer, the oldest first.
 
-    Previews of several requests share a call of at most `max_batch` images. Finished images share one only with
-    `share_finished`, where the model computes in less than float32: the last bit of a pixel can depend on the batch,
-    and an image may be the input of the next stage, so a result depends on which other requests are being served.
+    Calls that decode share a batch of at most `max_batch` images; 1: each is alone.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, max_batch: int, threads: int | None = None, share_finished: bool = False
-    ) -> None:
-        self.config, self.device = tokenizer.config, tokenizer.device
+    def __init__(self, tokenizer: Tokenizer, *, max_batch: int = 1, threads: int | None = None) -> None:
         self._tokenizer, self._max_batch, self._threads = tokenizer, max_batch, threads
-        self._share_finished = share_finished
         self._wake = threading.Condition()
         self._calls: list[TokenizerCall] = []  # that wait, the oldest first
         self._closing = self._ended = False
@@ -60,17 +54,14 @@ class TokenizerThread:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
-        """Return the images of code ids; with `known_BN`, as a preview."""
-        return self._wait_for(TokenizerCall(ids_BN, grid, known_BN))
-
-    def encode(self, image_B3HW: Tensor) -> Tensor:
-        """Return the code ids of images."""
-        return self._wait_for(TokenizerCall(image_B3HW))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the weights by name."""
-        return self._tokenizer.state_dict()
+    def run(self, call: TokenizerCall) -> Tensor:
+        """Wait for the result of a call."""
+        with self._wake:
+            if self._ended:
+                raise RuntimeError("the tokenizer's thread has ended")
+            self._calls.append(call)
+            self._wake.notify()
+        return call.future.result()
 
     def close(self) -> None:
         """Stop the thread after the calls that are waiting."""
@@ -78,14 +69,6 @@ class TokenizerThread:
             self._closing = True
             self._wake.notify()
         self._thread.join()
-
-    def _wait_for(self, call: TokenizerCall) -> Tensor:
-        with self._wake:
-            if self._ended:
-                raise RuntimeError("the tokenizer's thread has ended")
-            self._calls.append(call)
-            self._wake.notify()
-        return call.future.result()
 
     def _run(self) -> None:
         calls: list[TokenizerCall] = []
@@ -104,22 +87,17 @@ class TokenizerThread:
                 call.future.set_exception(RuntimeError("the tokenizer's thread has ended"))
 
     def _next_calls(self) -> list[TokenizerCall]:
-        """Wait for the calls to execute next, in one batch; none when closing."""
+        """Wait for calls; return the oldest and those that share its batch, none when closing."""
         with self._wake:
             self._wake.wait_for(lambda: self._calls or self._closing)
-            chosen = self._choose() if self._calls else []
-            self._calls = [call for call in self._calls if call not in chosen]
-        return chosen
-
-    def _choose(self) -> list[TokenizerCall]:
-        """Choose the oldest call for finished images, else the oldest preview, and those that may share its batch."""
-        first = next((call for call in self._calls if call.known_BN is None), self._calls[0])
-        chosen, rows = [first], len(first.value)
-        if first.grid is not None and (first.known_BN is not None or self._share_finished):
-            for call in self._calls:
-                if call is not first and call.key == first.key and rows + len(call.value) <= self._max_batch:
+            chosen = self._calls[:1]
+            rows = sum(len(call.value) for call in chosen)
+            for call in self._calls[1:]:
+                same = call.grid is not None and call.key == chosen[0].key
+                if same and rows + len(call.value) <= self._max_batch:
                     chosen.append(call)
                     rows += len(call.value)
+            self._calls = [call for call in self._calls if call not in chosen]
         return chosen
 
     @torch.no_grad()
@@ -145,6 +123,10 @@ class TokenizerLanes:
 
     The pixels of a large image take seconds on a CPU; those of small ones do not wait for them. Previews take one core:
     two teams of threads on the same cores would wait for each other.
+
+    Previews of several requests share a call of at most `max_batch` images. Finished images share one only with
+    `share_finished`, where the model computes in less than float32: the last bit of a pixel can depend on the batch,
+    and an image may be the input of the next stage, so a result depends on which other requests are being served.
     """
 
     def __init__(
@@ -156,9 +138,9 @@ class TokenizerLanes:
         threads: int | None = None,
         share_finished: bool = False,
     ) -> None:
-        self.config, self.device = tokenizer.config, tokenizer.device
-        self.small = TokenizerThread(tokenizer, max_batch=max_batch, threads=threads, share_finished=share_finished)
-        self.large = TokenizerThread(tokenizer, max_batch=max_batch, threads=threads)
+        self.config, self.device, self.state_dict = tokenizer.config, tokenizer.device, tokenizer.state_dict
+        self.small = TokenizerThread(tokenizer, max_batch=max_batch if share_finished else 1, threads=threads)
+        self.large = TokenizerThread(tokenizer, threads=threads)
         self.preview = TokenizerThread(tokenizer, max_batch=max_batch, threads=1)
         self._max_pixels = max_pixels
 
@@ -169,17 +151,12 @@ class TokenizerLanes:
 
     def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
         """Return the images of code ids; with `known_BN`, as a preview."""
-        if known_BN is not None:
-            return self.preview.decode(ids_BN, grid, known_BN=known_BN)
-        return self._lane(grid[0] * grid[1] * self.config.stride**2).decode(ids_BN, grid)
+        lane = self._lane(grid[0] * grid[1] * self.config.stride**2) if known_BN is None else self.preview
+        return lane.run(TokenizerCall(ids_BN, grid, known_BN))
 
     def encode(self, image_B3HW: Tensor) -> Tensor:
         """Return the code ids of images."""
-        return self._lane(image_B3HW.shape[-2] * image_B3HW.shape[-1]).encode(image_B3HW)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the weights by name."""
-        return self.small.state_dict()
+        return self._lane(image_B3HW.shape[-2] * image_B3HW.shape[-1]).run(TokenizerCall(image_B3HW))
 
     def close(self) -> None:
         """Stop the threads after the calls that are waiting."""
