@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -25,34 +26,15 @@ from arpg.serve.server_config import ServeSettings
 if TYPE_CHECKING:
     from arpg.serve.auth import ApiKeys
 
-# The help of the settings of a server that are numbers; the name of an option has no _s.
-SETTING_HELP = {
-    "max_batch": "Images decoded together; by default 16, on a GPU up to 128 as its memory allows.",
-    "max_wait_ms": "How long an idle server waits for more requests.",
-    "max_pending_requests": "Requests waiting or running; more get a 429.",
-    "max_pending_cost": "Work waiting or running, in images of the model's own size; more gets a 429.",
-    "key_share": "Share of both limits for the keys of one label, where there are several labels.",
-    "deadline": "Seconds for one request.",
-    "drain_delay_s": "Seconds after SIGTERM in which /readyz is a 503 and requests are still accepted.",
-    "io_timeout_s": "Seconds for a body to arrive, or for a client to read on.",
-    "header_timeout_s": "Seconds for the headers of a request to arrive.",
-    "keep_alive_s": "Seconds that an idle connection stays open.",
-    "max_connections": "Open connections; for more, idle ones are closed.",
-    "max_header_bytes": "Bytes of a request line and its headers; more get a 431.",
-    "max_headers": "Headers of a request; more get a 431.",
-    "max_body_bytes": "Bytes of all request bodies in memory; more get a 503.",
-    "url_seconds": "Seconds that an image returned as a URL is kept; not on Ray.",
-    "threads": "CPU threads of a step; by default one per core.",
-}
-
 
 def with_serve_settings(command: Command) -> Command:
     """Give a command the options of a server; its parameter `settings` receives `ServeSettings`."""
-    kinds, defaults = get_type_hints(ServeSettings), ServeSettings()
-    numbers = []
-    for name, text in SETTING_HELP.items():
-        option = typer.Option(f"--{name.removesuffix('_s').replace('_', '-')}", help=text)
-        numbers.append(make_parameter(name, Annotated[kinds[name], option], getattr(defaults, name)))
+    kinds, numbers = get_type_hints(ServeSettings), []
+    for field in dataclasses.fields(ServeSettings):
+        if "help" in field.metadata:
+            name = f"--{field.name.removesuffix('_s').replace('_', '-')}"
+            option = typer.Option(name, help=field.metadata["help"])
+            numbers.append(make_parameter(field.name, Annotated[kinds[field.name], option], field.default))
     return add_options(command, _read_settings, "settings", more=numbers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from arpg.config import ENGINES, KV_CACHE_DTYPES
 from arpg.errors import one_of, require
@@ -30,6 +31,11 @@ class Limits:
             require(value >= 1, f"limit {name} is {value}; expected 1 or more")
 
 
+def _option(default: Any, help: str) -> Any:
+    """Declare a field that `arpg serve` has an option for."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class ServeSettings:
     """How a server loads its model, batches and limits requests. `ALIASES` has old names of some fields."""
@@ -39,23 +45,29 @@ class ServeSettings:
     engine: str = "auto"
     kv_cache_dtype: str = "auto"  # of the key-value cache: that of the model, or fp8
     lora: tuple[str, ...] = ()  # adapters, FILE or FILE:SCALE, merged into the weights of the model
-    max_batch: int | None = None  # images decoded together; None: 16 on a CPU, as memory allows on a GPU
-    max_wait_ms: float = 10.0  # how long an idle server waits for more requests
-    max_pending_requests: int = 64  # waiting or running; more get a 429
-    max_pending_cost: float = 256.0  # of those, in images of the model's own size; large tasks have as much again
-    key_share: float = 0.5  # of both limits, for one label of API keys where there are several
-    deadline: float = 120.0  # seconds for one request
-    drain_delay_s: float = 0.0  # seconds after a signal in which /readyz is a 503 and requests are still accepted
-    io_timeout_s: float = 30.0  # seconds for a body to arrive, or for a client to read on
-    header_timeout_s: float = 10.0  # seconds for the headers of a request to arrive
-    keep_alive_s: float = 30.0  # how long an idle connection stays open
-    max_connections: int = 512  # open at the same time
-    max_header_bytes: int = 1 << 15  # of a request line and its headers
-    max_headers: int = 100  # of a request
-    max_body_bytes: int = 1 << 28  # of all requests that are in memory; more get a 503
+    max_batch: int | None = _option(
+        None, "Images decoded together; by default 16, on a GPU up to 128 as its memory allows."
+    )
+    max_wait_ms: float = _option(10.0, "How long an idle server waits for more requests.")
+    max_pending_requests: int = _option(64, "Requests waiting or running; more get a 429.")
+    max_pending_cost: float = _option(  # large tasks have as much again
+        256.0, "Work waiting or running, in images of the model's own size; more gets a 429."
+    )
+    key_share: float = _option(0.5, "Share of both limits for the keys of one label, where there are several labels.")
+    deadline: float = _option(120.0, "Seconds for one request.")
+    drain_delay_s: float = _option(
+        0.0, "Seconds after SIGTERM in which /readyz is a 503 and requests are still accepted."
+    )
+    io_timeout_s: float = _option(30.0, "Seconds for a body to arrive, or for a client to read on.")
+    header_timeout_s: float = _option(10.0, "Seconds for the headers of a request to arrive.")
+    keep_alive_s: float = _option(30.0, "Seconds that an idle connection stays open.")
+    max_connections: int = _option(512, "Open connections; for more, idle ones are closed.")
+    max_header_bytes: int = _option(1 << 15, "Bytes of a request line and its headers; more get a 431.")
+    max_headers: int = _option(100, "Headers of a request; more get a 431.")
+    max_body_bytes: int = _option(1 << 28, "Bytes of all request bodies in memory; more get a 503.")
     url_bytes: int = 1 << 26  # of images that were requested as URLs; 0: there are none
-    url_seconds: float = 600.0  # how long a URL is valid
-    threads: int | None = None  # of torch; None: torch's default
+    url_seconds: float = _option(600.0, "Seconds that an image returned as a URL is kept; not on Ray.")
+    threads: int | None = _option(None, "CPU threads of a step; by default one per core.")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
