@@ -201,6 +201,15 @@ def test_a_form_field_that_is_not_valid_is_a_400(client, field, value):
     assert error(edit(client, {"prompt": "1", "steps": "1", field: value}), 400)["param"] == field
 
 
+def test_an_error_of_a_form_is_that_of_json(client):
+    """It shows the value, and says what an unknown field is."""
+    for wrong in ({"gudance": "3"}, {"n": "99"}):
+        form = error(edit(client, {"prompt": "1", **wrong}), 400)
+        body = {name: int(value) for name, value in wrong.items()}
+        of_json = error(client.post("/v1/images/generations", json={"prompt": "1", **body}), 400)
+        assert form == {**of_json, "message": of_json["message"].replace("99", "'99'")}
+
+
 def test_numbers_of_a_schedule_may_be_padded(client):
     plain, padded = (edit(client, {"prompt": "1", "seed": "1", "schedule": s}) for s in ("8,8", "[08, 08]"))
     assert (plain.status_code, plain.json()["data"]) == (200, padded.json()["data"])

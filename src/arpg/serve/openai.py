@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -403,9 +404,7 @@ async def _read_form(call: Request, params: type[Form]) -> tuple[Form, dict[str,
     try:
         return params.model_validate(fields), files
     except ValidationError as error:
-        first = error.errors()[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{param}: {first['msg']}", param=param) from None
+        raise RequestValidationError(error.errors()) from None
 
 
 class ResponseFormat:
