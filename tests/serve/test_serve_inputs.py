@@ -156,6 +156,13 @@ def test_json_within_the_bounds_is_what_json_loads_returns():
         parse_json(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1))
 
 
+def test_a_media_type_ignores_case(client):
+    answer = client.post(
+        "/v1/arpg/generate", content=b'{"class": 1, "steps": 1}', headers={"content-type": "Application/JSON"}
+    )
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_large_body_is_not_parsed_on_the_event_loop(served, monkeypatch):
     threads = []
     monkeypatch.setattr("arpg.serve.request_body.parse_json", lambda body: threads.append(threading.current_thread()))

@@ -50,10 +50,10 @@ class JsonRoute(APIRoute):
 async def _read_json(call: Request) -> Any:
     """Return the JSON of a request; None where it has no body, its bytes where they are said to be something else."""
     body = await call.body()
-    if "json" not in call.headers.get("content-type", ""):
-        return body or None
     if not body:
         return None
+    if "json" not in call.headers.get("content-type", "").lower():
+        return body
     return parse_json(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(parse_json, body)
 
 
