@@ -14,6 +14,7 @@ from arpg.serve.api_error import ApiError
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.request_body import JsonRoute
 from arpg.serve.responses import (
+    Accepted,
     Job,
     Preview,
     PreviewOptions,
@@ -135,16 +136,13 @@ def native_routes(service: ImageService) -> APIRouter:
 
 def _add_task_route(router: APIRouter, service: ImageService, task: str, schema: type[TaskParams]) -> None:
     async def run_task(call: Request, body: TaskParams) -> Response:
-        model = service.find(body.model)
-        position = model.loaded.batcher.num_waiting
         previews = PreviewOptions(body.previews, body.preview_size) if body.stream else None
 
         def build(builder: TaskBuilder) -> BuiltTask:
             return builder.from_params(task, body)
 
-        job = service.start(call, model, build, stream=body.stream, previews=previews)
-        queued = ("queued", {"id": job.id, "position": position})
-        return await respond(job, call, to_body=_to_body, to_sse=_to_sse, first=[queued])
+        job = service.start(call, service.find(body.model), build, stream=body.stream, previews=previews)
+        return await respond(job, call, to_body=_to_body, to_sse=_to_sse)
 
     run_task.__annotations__["body"] = schema
     description = f"The images; with `stream`, server-sent events: queued, step ({StepEvent.__name__}), done or error."
@@ -171,11 +169,13 @@ def _to_body(job: Job, result: Result) -> dict[str, Any]:
     }
 
 
-def _to_sse(job: Job, event: Preview | Result) -> Iterable[SseEvent]:
-    if isinstance(event, Result):
-        yield "done", _to_body(job, event)
-    else:
+def _to_sse(job: Job, event: Accepted | Preview | Result) -> Iterable[SseEvent]:
+    if isinstance(event, Accepted):
+        yield "queued", {"id": job.id, "position": event.position}
+    elif isinstance(event, Preview):
         yield "step", vars(event)
+    else:
+        yield "done", _to_body(job, event)
 
 
 def _sides(result: Result) -> dict[str, int]:

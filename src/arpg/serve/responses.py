@@ -95,16 +95,15 @@ class Result:
     usage: Usage = Usage()
 
 
+@dataclass(frozen=True)
 class Accepted:
     """The event of a job that is checked and admitted: from here on, an error is the last event of a stream."""
 
-
-class Disconnected:
-    """The event of a client that has disconnected."""
+    position: int  # images that are waiting before it
 
 
 Encode = Callable[[Image.Image, dict[str, Any]], bytes]  # an image and its settings to a file of a `Result`
-Event = Accepted | Preview | Result | ApiError | Disconnected
+Event = Accepted | Preview | Result | ApiError
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
 
 
@@ -130,7 +129,7 @@ class Job:
         self.outcome = ""  # ok, cancelled, deadline or error, once it has ended
         self.created = time.time()
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | ClientDisconnected] = asyncio.Queue()
         self._deadline = deadline
         self._start = time.monotonic()
         self._timer = self._loop.call_later(deadline, self.stop)
@@ -186,48 +185,34 @@ class Job:
         """End a job that was stopped: the deadline has passed, or nobody reads the response."""
         self.end(deadline_exceeded(self._deadline))
 
-    async def next_event(self) -> Event | None:
-        """Return the next event; None after `KEEP_ALIVE_S` without one."""
+    async def events(self, receive: Receive) -> AsyncGenerator[Event | None, None]:
+        """Yield the events up to the last, and None where a keep-alive is due; a disconnect cancels the job."""
+        watch = asyncio.ensure_future(wait_for_disconnect(receive))
+        watch.add_done_callback(lambda _: self._events.put_nowait(ClientDisconnected()))
         try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
-                return await self._events.get()
-        except TimeoutError:
-            return None
-
-    def disconnect(self) -> None:
-        """Send the event of a disconnected client. On the event loop."""
-        self._events.put_nowait(Disconnected())
-
-    def close(self) -> None:
-        """Stop the work, unless it has ended, and the timer of the deadline. On the event loop."""
-        self._cancelled = True
-        self._timer.cancel()
+            while True:
+                event = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        event = await self._events.get()
+                if isinstance(event, ClientDisconnected):
+                    raise event
+                yield event
+                if isinstance(event, Result | ApiError):
+                    return
+        finally:
+            self._cancelled = True
+            self._timer.cancel()
+            watch.cancel()
 
     def _send(self, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-async def follow(job: Job, receive: Receive) -> AsyncGenerator[Accepted | Preview | Result | ApiError | None, None]:
-    """Yield the events of a job up to its last, and None where a keep-alive is due; a disconnect cancels the job."""
-    watch = asyncio.ensure_future(wait_for_disconnect(receive))
-    watch.add_done_callback(lambda _: job.disconnect())
-    try:
-        while True:
-            event = await job.next_event()
-            if isinstance(event, Disconnected):
-                raise ClientDisconnected
-            yield event
-            if isinstance(event, Result | ApiError):
-                return
-    finally:
-        job.close()
-        watch.cancel()
-
-
 async def wait_for_result(job: Job, call: Request) -> Result:
     """Return the result of a job, or raise its error."""
-    async with aclosing(follow(job, call.receive)) as events:
+    async with aclosing(job.events(call.receive)) as events:
         async for event in events:
             if isinstance(event, ApiError):
                 raise event
@@ -237,15 +222,13 @@ async def wait_for_result(job: Job, call: Request) -> Result:
 
 
 ToBody = Callable[[Job, Result], dict[str, Any]]
-ToSse = Callable[[Job, Preview | Result], Iterable[SseEvent]]
+ToSse = Callable[[Job, Accepted | Preview | Result], Iterable[SseEvent]]
 
 
-async def respond(
-    job: Job, call: Request, *, to_body: ToBody, to_sse: ToSse, first: Iterable[SseEvent] = ()
-) -> Response:
-    """Return the response of a job: the JSON of its result or, of a stream, server-sent events, `first` before."""
+async def respond(job: Job, call: Request, *, to_body: ToBody, to_sse: ToSse) -> Response:
+    """Return the response of a job: the JSON of its result or, of a stream, server-sent events."""
     if job.stream:
-        return EventStream(job, to_sse, first)
+        return EventStream(job, to_sse)
     return json_response(to_body(job, await wait_for_result(job, call)))
 
 
@@ -258,31 +241,29 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, to_sse: ToSse, first: Iterable[SseEvent]) -> None:
+    def __init__(self, job: Job, to_sse: ToSse) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self.job, self.to_sse, self.first = job, to_sse, first
+        self.job, self.to_sse = job, to_sse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         started = False
-        async with aclosing(follow(self.job, receive)) as events:
+        async with aclosing(self.job.events(receive)) as events:
             async for event in events:
                 if not started:
                     if isinstance(event, ApiError):
                         raise event
                     started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    for sse in self.first:
-                        await write(_sse_bytes(sse))
                 if event is None:
                     await write(b": keep-alive\n\n")
                 elif isinstance(event, ApiError):
                     scope["state"]["outcome"] = event.status
                     await write(_sse_bytes(("error", event.body())))
-                elif not isinstance(event, Accepted):
+                else:
                     for sse in self.to_sse(self.job, event):
                         await write(_sse_bytes(sse))
         await write(b"", more=False)

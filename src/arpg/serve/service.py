@@ -152,7 +152,7 @@ class ImageService:
             job.trace.add("prepare", start, time.monotonic())
             job.on_end(self.admission.reserve(job.key, run.cost, large=run.large))
             job.on_end(lambda: self._count_images(job, len(run.task.spec.labels)))
-            job.send(Accepted())
+            job.send(Accepted(loaded.batcher.num_waiting))
             if run.large:
                 self.submit(run.pool, job, run.submit_next)
             else:
