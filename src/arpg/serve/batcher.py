@@ -146,9 +146,9 @@ class Batcher:
     @property
     def queue_seconds(self) -> float:
         """How long the oldest row has waited that is not in a batch yet; 0 if there is none."""
-        waiting = [rows[0].pending for rows in list(self._waiting.values()) if rows]
-        oldest = min((pending.since for pending in (*waiting, *list(self._arrived))), default=None)
-        return 0.0 if oldest is None else time.monotonic() - oldest
+        waiting = [ref.pending for rows in list(self._waiting.values()) for ref in list(rows)[:1]]
+        now = time.monotonic()
+        return max((now - pending.since for pending in (*waiting, *list(self._arrived))), default=0.0)
 
     @property
     def num_running(self) -> int:

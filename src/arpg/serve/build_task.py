@@ -188,10 +188,10 @@ class TaskBuilder:
             return size
         if image is None:
             return self.image_size
-        mask: Image.Image | None = own.get("mask")
+        mask: Image.Image = own.get("mask", image)
         check(
-            mask is None or mask.size == image.size,
-            f"mask is {_shape(mask)} pixels, image is {_shape(image)}; expected the same size",
+            mask.size == image.size,
+            f"mask is {mask.width}x{mask.height} pixels, image is {image.width}x{image.height}; expected the same size",
             param="mask",
         )
         width = image.width + own.get("left", 0) + own.get("right", 0)
@@ -234,10 +234,6 @@ class TaskBuilder:
             code="no_extractor",
         )
         return ControlInput.from_image(self.read_base64(control.image, param), kind, control.strength, size=size)
-
-
-def _shape(image: Image.Image | None) -> str:
-    return "" if image is None else f"{image.width}x{image.height}"
 
 
 def decode_base64(text: str, *, param: str) -> bytes:
