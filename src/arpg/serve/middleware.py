@@ -107,9 +107,9 @@ class RequestMiddleware:
             if scope["method"] == "POST" and scope["path"] in POST_ROUTES:
                 if self.tracer is not None:
                     state["trace"] = RecordedTrace(self.tracer, scope["method"], headers, request_id=response.id)
-                self.admission.check(state["key"])  # before the body is read
+                self.admission.check(state["tenant"])  # before the body is read
                 body = await self._read_body(scope, headers, receive)
-                self.admission.enter(state["key"])  # a body that does not arrive takes no place
+                self.admission.enter(state["tenant"])  # a body that does not arrive takes no place
                 admitted = True
             await self.app(scope, replay(body, receive), response.send)
         except ClientDisconnected:
@@ -122,7 +122,7 @@ class RequestMiddleware:
             await response.send_error(internal_error(), receive)
         finally:
             if admitted:
-                self.admission.leave(state["key"])
+                self.admission.leave(state["tenant"])
             self.body_bytes -= len(body)
             self._record(scope, response, time.monotonic() - start)
 
@@ -143,7 +143,7 @@ class RequestMiddleware:
         label = ANONYMOUS
         if scope["path"].startswith("/v1/") or scope["path"] == "/metrics":
             label = self.keys.check(headers.get("authorization"))
-        scope["state"].setdefault("key", label)  # on Ray, the ingress has set it
+        scope["state"].setdefault("tenant", label)  # on Ray, the ingress has set it
         return headers
 
     async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
@@ -183,8 +183,8 @@ class RequestMiddleware:
         status = scope["state"].get("outcome", response.status)  # of a stream: how it ended
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.latency.labels(route).observe(seconds)
-        if "key" in scope["state"] and scope["path"].startswith("/v1/"):
-            self.metrics.key_requests.labels(scope["state"]["key"], str(status)).inc()
+        if "tenant" in scope["state"] and scope["path"].startswith("/v1/"):
+            self.metrics.key_requests.labels(scope["state"]["tenant"], str(status)).inc()
         scope["state"]["trace"].end(status, route)
         if scope["path"] in PROBES:
             return  # many times a minute, and nothing to read in it

@@ -149,7 +149,7 @@ class Ingress:
         body = (await receive()).get("body", b"")
         call_id = scope["state"]["id"]
         forwarded = {name: scope[name] for name in SCOPE_FIELDS if name in scope} | {
-            "state": {"id": call_id, "key": scope["state"]["key"]}
+            "state": {"id": call_id, "tenant": scope["state"]["tenant"]}
         }
         continued = {name.encode(): value.encode() for name, value in scope["state"]["trace"].headers().items()}
         kept = [(name, value) for name, value in scope["headers"] if name.lower() not in continued]

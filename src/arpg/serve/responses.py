@@ -117,14 +117,14 @@ class Job:
         self,
         *,
         id: str,
-        key: str,
+        tenant: str,
         deadline: float,
         trace: Trace,
         stream: bool = False,
         previews: PreviewOptions | None = None,
         encode: Encode = base64_png,
     ) -> None:
-        self.id, self.key, self.trace = id, key, trace  # of the call; the label of its API key
+        self.id, self.tenant, self.trace = id, tenant, trace  # of the call
         self.stream, self.previews, self.encode = stream, previews, encode
         self.outcome = ""  # ok, cancelled, deadline or error, once it has ended
         self.created = time.time()

@@ -150,7 +150,7 @@ class ImageService:
             start = time.monotonic()
             run = TaskRun(self, loaded, job, *build(loaded.builder))
             job.trace.add("prepare", start, time.monotonic())
-            job.on_end(self.admission.reserve(job.key, run.cost, large=run.large))
+            job.on_end(self.admission.reserve(job.tenant, run.cost, large=run.large))
             job.on_end(lambda: self._count_images(job, len(run.task.spec.labels)))
             job.send(Accepted(loaded.batcher.num_waiting))
             if run.large:
@@ -177,7 +177,7 @@ class ImageService:
 
     def _new_job(self, call: Request, **options: Any) -> Job:
         state = call.state
-        return Job(id=state.id, key=state.key, trace=state.trace, deadline=self.settings.deadline, **options)
+        return Job(id=state.id, tenant=state.tenant, trace=state.trace, deadline=self.settings.deadline, **options)
 
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
         """Run a part of a job in a worker thread; an exception ends the job."""
@@ -203,7 +203,7 @@ class ImageService:
     def _count_images(self, job: Job, count: int) -> None:
         self.metrics.images.labels(job.outcome).inc(count)
         if job.outcome == "ok":
-            self.metrics.key_images.labels(job.key).inc(count)
+            self.metrics.key_images.labels(job.tenant).inc(count)
 
     def fail(self, job: Job, error: BaseException) -> None:
         """End a job with a 500; the log has the details."""

@@ -74,7 +74,7 @@ class TaskRun:
             self._decoded_at_Bhw = torch.where(self.task.known_grid, -2, -1)
         self._earlier_steps = max(0, int(self._decoded_at_Bhw.max()) + 1)  # of the windows before
         job = self.job
-        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self._on_end, tenant=job.key)
+        pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self._on_end, tenant=job.tenant)
         if job.previews is not None:
             pending.on_step = self._on_step
         self.loaded.batcher.submit(pending)
