@@ -1,6 +1,7 @@
 """Admission by cost: what a task costs, budgets of small and large ones, shares of tenants; lanes that do not wait."""
 
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from support.small import noise
 
 
 def limiter(num_tenants=0, **settings):
-    return AdmissionLimiter(ServeSettings(**settings), Metrics(), num_tenants=lambda: num_tenants)
+    return AdmissionLimiter(ServeSettings(**settings), SimpleNamespace(num_tenants=num_tenants), Metrics())
 
 
 def refused(code, call, *arguments, **options):

@@ -166,7 +166,7 @@ def test_the_ingress_refuses_before_it_forwards(monkeypatch):
     monkeypatch.setattr(ray_serve, "configure_logging", lambda: None)
     keys = ApiKeys([f"alice {KEY}", "alice another-key-of-alice"])
     app = ray_serve.ingress_app(ServeSettings(), keys, None)
-    assert app.admission.num_tenants() == 1
+    assert app.admission.keys.num_tenants == 1
     host, key, long = (b"host", b"x"), (b"authorization", f"Bearer {KEY}".encode()), b" " * 300_000
     for headers, path, status in (
         ([host], "/v1/arpg/generate", 401),

@@ -16,6 +16,7 @@ from functools import partial
 
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError
+from arpg.serve.auth import ApiKeys
 from arpg.serve.observability import Metrics
 from arpg.serve.server_config import ServeSettings
 from arpg.settings import SamplingSettings
@@ -48,9 +49,9 @@ class AdmissionLimiter:
     at most `key_share` of each limit. All methods but `enter` and `leave` may be called from any thread.
     """
 
-    def __init__(self, settings: ServeSettings, metrics: Metrics, *, num_tenants: Callable[[], int]) -> None:
+    def __init__(self, settings: ServeSettings, keys: ApiKeys, metrics: Metrics) -> None:
         self.capacity, self.budget = settings.max_pending_requests, settings.max_pending_cost
-        self.key_share, self.num_tenants, self.metrics = settings.key_share, num_tenants, metrics
+        self.key_share, self.keys, self.metrics = settings.key_share, keys, metrics
         self.num_admitted = 0
         self.draining = False
         self._requests: Counter[str] = Counter()  # by tenant
@@ -64,7 +65,7 @@ class AdmissionLimiter:
 
     @property
     def _share(self) -> float:
-        return self.key_share if self.num_tenants() > 1 else 1.0
+        return self.key_share if self.keys.num_tenants > 1 else 1.0
 
     def pending_cost(self, lane: str) -> float:
         """Return the cost of the admitted requests of a lane."""

@@ -211,7 +211,7 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
     metrics = Metrics()
     return RequestMiddleware(
         Ingress(metrics),
-        admission=AdmissionLimiter(settings, metrics, num_tenants=lambda: keys.num_tenants),
+        admission=AdmissionLimiter(settings, keys, metrics),
         keys=keys,
         settings=settings,
         hosts=hosts,

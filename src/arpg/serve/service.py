@@ -40,12 +40,12 @@ class ImageService:
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"two models are named {twice!r}; rename the folder of one, requests choose by the name")
         self.settings = settings or ServeSettings()
-        self.limits, self.keys = self.settings.limits, keys or ApiKeys()
+        self.keys = keys or ApiKeys()
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
         self.tracer = tracer_from_environment()
         self.pools = WorkerPools()
-        self.admission = AdmissionLimiter(self.settings, self.metrics, num_tenants=lambda: self.keys.num_tenants)
+        self.admission = AdmissionLimiter(self.settings, self.keys, self.metrics)
         self.stopping = False  # not ready any more, although requests are still accepted
         self._closed = False
         for name, meaning, count in (
