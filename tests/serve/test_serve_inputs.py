@@ -18,6 +18,7 @@ from arpg.image import MAX_INTERMEDIATE_PIXELS, to_rgb
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.request_body import MAX_DEPTH, MAX_KEYS, parse_json
+from arpg.serve.server_config import Limits
 from support.http import ask, b64, error, image_of, pixels, post, until
 from support.small import controlled_model, noise, small_tokenizer
 
@@ -179,6 +180,15 @@ def test_a_class_that_looks_like_a_number_is_no_500(client, name):
     found = error(client.post("/v1/images/generations", json={"prompt": name}), 400)
     assert found["param"] == "prompt"
     assert len(found["message"]) < 300
+
+
+def test_an_image_of_too_many_tokens_is_not_encoded(served, monkeypatch):
+    """A small file can stand for a large grid: its shorter side is scaled to that of the model."""
+    service = served(limits=Limits(side=64))
+    monkeypatch.setattr(service.loaded.tokenizer.large, "_tokenizer", None)
+    wide = {"image": b64(noise(300, 1)), "right": 8, "class": 1}
+    found = error(client_of(service).post("/v1/arpg/outpaint", json=wide), 400)
+    assert "the result would have 4928 tokens; at most 1024" in found["message"]
 
 
 # Forms

@@ -68,7 +68,8 @@ class TaskBuilder:
         if task == "generate":
             arguments["classes"] = arguments.pop("class_")
         built: ImageTask = getattr(self.pipeline, f"{task}_task")(**arguments)
-        self._check_tokens(built)
+        tokens = max(math.prod(stage.grid) for stage in built.stages)
+        self.limits.check_tokens(tokens, stride=self.pipeline.tokenizer.config.stride)
         shown = {"prompt": None, **label} if self.takes_text else {"class": label.get("class_")}
         for name, value in own.items():
             if name not in ("image", "mask", "feather"):
@@ -207,11 +208,6 @@ class TaskBuilder:
             param="size",
             code="too_large",
         )
-
-    def _check_tokens(self, task: ImageTask) -> None:
-        tokens = max(math.prod(stage.grid) for stage in task.stages)
-        most = (self.limits.side // self.pipeline.tokenizer.config.stride) ** 2
-        check(tokens <= most, f"the result would have {tokens} tokens; at most {most}, request a smaller size")
 
     def _control_input(self, control: ControlImage, size: tuple[int, int], *, param: str = "control") -> ControlInput:
         """Read a condition image, or extract it at `size` from an image."""

@@ -87,6 +87,7 @@ class ServedModel:
         tokens, stride = math.prod(loaded.model.config.grid), loaded.tokenizer.config.stride
         tokenizer = TokenizerLanes(
             loaded.graphed_tokenizer,
+            settings.limits,
             max_pixels=tokens * stride**2,
             max_batch=min(size, MAX_PIXEL_BATCH),
             threads=threads,

@@ -30,6 +30,14 @@ class Limits:
         for name, value in vars(self).items():
             require(value >= 1, f"limit {name} is {value}; expected 1 or more")
 
+    def check_tokens(self, num_tokens: int, *, stride: int) -> None:
+        """Raise an `InputError` where a result would have more tokens than a square of `side` pixels."""
+        most = (self.side // stride) ** 2
+        require(
+            num_tokens <= most,
+            f"the result would have {num_tokens} tokens; at most {most}, request a smaller size",
+        )
+
 
 def _option(default: Any, help: str) -> Any:
     """Declare a field that `arpg serve` has an option for."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arpg.serve.server_config import Limits
 from arpg.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class TokenizerLanes:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        limits: Limits,
         *,
         max_pixels: int,
         max_batch: int,
@@ -142,7 +144,7 @@ class TokenizerLanes:
         self.small = TokenizerThread(tokenizer, max_batch=max_batch if share_finished else 1, threads=threads)
         self.large = TokenizerThread(tokenizer, threads=threads)
         self.preview = TokenizerThread(tokenizer, max_batch=max_batch, threads=1)
-        self._max_pixels = max_pixels
+        self._limits, self._max_pixels = limits, max_pixels
 
     @property
     def alive(self) -> bool:
@@ -155,8 +157,10 @@ class TokenizerLanes:
         return lane.run(TokenizerCall(ids_BN, grid, known_BN))
 
     def encode(self, image_B3HW: Tensor) -> Tensor:
-        """Return the code ids of images."""
-        return self._lane(image_B3HW.shape[-2] * image_B3HW.shape[-1]).run(TokenizerCall(image_B3HW))
+        """Return the code ids of images; too large ones are refused first, since they take much time and memory."""
+        pixels, stride = image_B3HW.shape[-2] * image_B3HW.shape[-1], self.config.stride
+        self._limits.check_tokens(pixels // stride**2, stride=stride)
+        return self._lane(pixels).run(TokenizerCall(image_B3HW))
 
     def close(self) -> None:
         """Stop the threads after the calls that are waiting."""
