@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import contextlib
 import functools
 import io
@@ -41,7 +40,7 @@ from PIL import Image
 
 from arpg.config import DEFAULT_MODEL
 from arpg.device import cpu_name
-from arpg.serve.responses import to_png
+from arpg.serve.responses import base64_png, to_png
 from benchmarks.null_server import photo_like
 
 MIX = {"generate": 60, "stream": 15, "inpaint": 10, "outpaint": 5, "openai": 5, "expand": 5}  # percent
@@ -87,12 +86,12 @@ def make_call(kind: str, number: int, size: tuple[int, int]) -> tuple[str, dict[
     if kind == "expand":
         return "/v1/arpg/expand", {**body, "size": [2 * width, 2 * height]}
     pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
-    body["image"] = _base64(Image.fromarray(pixels))
+    body["image"] = base64_png(Image.fromarray(pixels)).decode()
     if kind == "outpaint":
         return "/v1/arpg/outpaint", {**body, "right": width // 4}
     mask = Image.new("L", size)
     mask.paste(255, (width // 4, height // 4, 3 * width // 4, 3 * height // 4))
-    return "/v1/arpg/inpaint", {**body, "mask": _base64(mask)}
+    return "/v1/arpg/inpaint", {**body, "mask": base64_png(mask).decode()}
 
 
 async def request_image(
@@ -296,12 +295,6 @@ def resident_mb(process: int) -> float | None:
     if not status.exists():
         return None
     return round(int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
-
-
-def _base64(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def measure_model(options: argparse.Namespace) -> dict[str, Any]:
