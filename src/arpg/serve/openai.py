@@ -248,7 +248,8 @@ def openai_routes(service: ImageService) -> APIRouter:
         def build(builder: TaskBuilder) -> BuiltTask:
             params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
             image = builder.read_image(files["image"], param="image", alpha=True)
-            mask = transparent_part(builder.read_image(files.get("mask", files["image"]), param="mask", alpha=True))
+            sent = builder.read_image(files["mask"], param="mask", alpha=True) if "mask" in files else image
+            mask = transparent_part(sent)
             if mask.getextrema() == (0, 0):
                 check(
                     "mask" not in files, "mask has no transparent pixel; the transparent ones are edited", param="mask"
