@@ -58,7 +58,7 @@ class TaskRun:
         self.pool = service.pools.large if self.large else service.pools.finish
         self._states: list[StepState] = []  # to report, in order
         self._decoded: Step | None = None  # the result of the current request, where previews come before it
-        self._reporting = False  # a worker is at it
+        self._reporting = False  # whether a worker runs `_report`
         self._lock = threading.Lock()
         self._num_due = self._num_made = 0  # previews
 
