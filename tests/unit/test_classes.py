@@ -42,7 +42,7 @@ def test_suggestions():
         NAMES.find("retriever")
     with pytest.raises(InputError, match="expected one of the 1000 class names"):
         NAMES.find("xqzw")
-    for bad in ("1000", "-1", 1000):
+    for bad in ("1000", "-1", 1000, "--5", "²"):
         with pytest.raises(InputError, match="id from 0 to 999"):
             NAMES.find(bad)
 
