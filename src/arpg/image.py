@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import struct
@@ -245,9 +246,17 @@ def check_output(path: Path, *, folder: bool) -> None:
     require(folder or not path.is_dir(), f"{path} is a folder; expected the name of an image file, like {path}/out.png")
     require(not folder or not path.exists() or path.is_dir(), f"{path} is a file; expected a folder for the images")
     if not folder:
-        known = sorted(Image.registered_extensions())
-        require(path.suffix.lower() in known, f"{path} has no known image ending; use .png, .jpg or .webp")
+        require(_can_write(path.suffix.lower()), f"{path} has no known image ending; use .png, .jpg or .webp")
     check_writable(path, folder=folder)
+
+
+def _can_write(ending: str) -> bool:
+    """Return whether Pillow writes RGB images in the format of a file's ending; some it only reads."""
+    try:
+        Image.new("RGB", (1, 1)).save(io.BytesIO(), format=Image.registered_extensions()[ending])
+    except (KeyError, OSError, ValueError):
+        return False
+    return True
 
 
 def check_writable(path: AnyPath, *, folder: bool = False) -> None:

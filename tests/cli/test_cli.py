@@ -186,7 +186,8 @@ def test_bad_input(run, folder, tmp_path, arguments, parts):
 def test_bad_places_to_write(run, folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     check_error(generate(run, folder, "-c", 0, "-o", tmp_path / "file" / "a.png"), "cannot be written", "is a file")
-    check_error(generate(run, folder, "-c", 0, "-o", tmp_path / "a.xyz"), "a.xyz", "known image ending")
+    for name in ("a.xyz", "a.psd", "a.xbm", "a.h5", "a.blp"):  # unknown to Pillow, or not for writing RGB
+        check_error(generate(run, folder, "-c", 0, "-o", tmp_path / name), name, "known image ending")
     monkeypatch.setattr(os, "access", lambda *_: False)
     check_error(generate(run, folder, "-c", 0, "-o", tmp_path / "out"), "cannot be written", "no permission")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
