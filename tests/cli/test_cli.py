@@ -193,6 +193,11 @@ def test_bad_places_to_write(run, folder, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
 
 
+@pytest.mark.parametrize("name", ["im[final].png", "a:cat:b.png", "[", "[x]"])
+def test_names_are_printed_as_they_are(run, folder, tmp_path, name):
+    assert generate(run, folder, "-c", 0, "-n", 1, "-o", tmp_path / name)[1].rstrip("/\n").endswith(f"/{name}")
+
+
 def test_a_disk_that_fills_up_leaves_nothing_half_written(run, folder, tmp_path, monkeypatch):
     def full(self, path, **_):
         path.write_bytes(b"half")

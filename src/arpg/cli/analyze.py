@@ -87,7 +87,7 @@ def classify(
     with err.status(f"comparing {len(pipe.classes)} classes"):
         bits = pipe.classify(source, orders=orders, seed=seed)
     for class_id in bits.argsort()[:top].tolist():
-        out.print(f"{bits[class_id]:8.3f} bits per token  {class_id:5d}  {pipe.classes.name(class_id)}", markup=False)
+        out.print(f"{bits[class_id]:8.3f} bits per token  {class_id:5d}  {pipe.classes.name(class_id)}")
 
 
 @with_sampling_options
@@ -145,7 +145,7 @@ def attention(
         (f"Pass {s.kind[-1]}, layer {s.layer + 1}", f"{s.on_prefix:.1%}", f"{s.evenness:.2f}", f"{s.reach:.2f}")
         for s in summarize(maps)
     ]
-    out.print(text_table(["layer", "on the class", "evenness", "reach"], rows), markup=False)
+    out.print(text_table(["layer", "on the class", "evenness", "reach"], rows))
     out.print("evenness: 1 is uniform attention; reach: mean distance over that of uniform attention")
     out.print(f"wrote {output}{'/' if folder else ''}")
 

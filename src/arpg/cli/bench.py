@@ -125,14 +125,14 @@ def bench(
                     start = measure_cold_start(name, **fresh, engine=each)
                 starts.append({"model": label, "dtype": precision, "engine": each, **start})
         record.write_record(output, about, rows, scaling=series, cold=starts)
-    out.print(record.render_rows(rows), markup=False)
+    out.print(record.render_rows(rows))
     for text in (record.render_kernels(rows), record.render_top_kernels(rows), record.render_scaling(series)):
         if text:
-            out.print(text, markup=False)
+            out.print(text)
     for start in starts:
-        out.print("cold: " + ", ".join(f"{name} {value}" for name, value in start.items()), markup=False)
+        out.print("cold: " + ", ".join(f"{name} {value}" for name, value in start.items()))
     plotted = plot is not None and record.plot_rows(rows, plot)
-    out.print(f"{len(rows)} rows in {output}" + (f", plot in {plot}" if plotted else ""), markup=False)
+    out.print(f"{len(rows)} rows in {output}" + (f", plot in {plot}" if plotted else ""))
 
 
 @app.command(cls=Verb)
@@ -146,7 +146,7 @@ def compare(
     from arpg.bench import record
 
     found = record.compare(record.read_record(before), record.read_record(after), tolerance=tolerance)
-    out.print(record.render_comparison(found), markup=False)
+    out.print(record.render_comparison(found))
     if fail and found["slower"]:
         raise typer.Exit(1)
 

@@ -45,7 +45,7 @@ def demo(
     with progress_bar("sampling") as progress:
         images = task.run(lambda _: progress(next(done), task.spec.settings.steps))
     save(sheet(images), output)
-    out.print(f"Look at {output}: {DEMO_IMAGES} classes of {DEFAULT_MODEL}, the bundled model.", markup=False)
+    out.print(f"Look at {output}: {DEMO_IMAGES} classes of {DEFAULT_MODEL}, the bundled model.")
 
 
 def selftest(device: DeviceOption = "auto") -> None:
@@ -67,7 +67,7 @@ def selftest(device: DeviceOption = "auto") -> None:
         "extras": ", ".join(extras),
     }
     for name, text in lines.items():
-        out.print(f"{name:<8} {text}", markup=False)
+        out.print(f"{name:<8} {text}")
     steps: list[list[int]] = []
     task = pipe.generate_task(SELFTEST_CLASS, **SELFTEST)
     image = task.run(lambda step: steps.append(step.ids_BN[0].tolist()))[0]
@@ -77,4 +77,4 @@ def selftest(device: DeviceOption = "auto") -> None:
         f"{equal} of {len(SELFTEST_IDS)} tokens are as recorded, so something computes wrong numbers here; please "
         "report it with the lines above",
     )
-    out.print(f"tokens   {equal} of {len(SELFTEST_IDS)} as recorded: this installation works", markup=False)
+    out.print(f"tokens   {equal} of {len(SELFTEST_IDS)} as recorded: this installation works")

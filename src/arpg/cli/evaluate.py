@@ -140,7 +140,7 @@ def evaluate(
     theirs, ours = read(as_path(reference), keep=True), read(as_path(samples), keep=False)
     with err.status("comparing"):
         report = run(ours, theirs, metrics=names, device=chosen, seed=seed)
-    out.print(table(report), markup=False)
+    out.print(table(report))
     about = {"samples": str(samples), "reference": str(reference), "seed": seed, "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
     _write_json(output, about | {"metrics": report})
@@ -197,7 +197,7 @@ def evaluate_tokenizer(
     }
     for key, line in lines.items():
         if key in report:
-            out.print(line(report[key]), markup=False)
+            out.print(line(report[key]))
     about = {"model": model, "images": str(images), "size": size}
     about |= {} if network is None else {"inception": network.source, "inception identity": network.identity}
     _write_json(output, about | report)
@@ -281,7 +281,7 @@ def sweep(
     text = table(lines)
     write_text(output / "table.md", text)
     draw_curves(lines, output)
-    out.print(text, markup=False)
+    out.print(text)
     out.print(f"{len(lines)} combinations of {num} images in {output}/")
 
 

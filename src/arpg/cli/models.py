@@ -49,7 +49,7 @@ def info(
         size = f"{_parameters(local) / 1e6:.2f} M parameters, {local.stat().st_size / 1e6:.1f} MB"
         lines.append((file.name, size))
     for name, text in lines:
-        out.print(f"{name:<22} {text}", markup=False)
+        out.print(f"{name:<22} {text}")
 
 
 def classes(
@@ -64,7 +64,7 @@ def classes(
     found = names.search(search)
     require(bool(found), f"no class of {model} has {search!r} in its name; leave it out to list all")
     for class_id in found:
-        out.print(f"{class_id:5d}  {names.lines[class_id]}", markup=False)
+        out.print(f"{class_id:5d}  {names.lines[class_id]}")
 
 
 def pull(
@@ -210,13 +210,13 @@ def _info_all() -> None:
     for name, installed in installed_models().items():
         described = None if installed.folder is None else read_folder(installed.folder).model
         if described is None:
-            out.print(f"{name:<15} cannot be used: {installed.problem or 'it has no network'}", markup=False)
+            out.print(f"{name:<15} cannot be used: {installed.problem or 'it has no network'}")
         else:
-            out.print(_line(name, described, f"installed with {installed.distribution}"), markup=False)
+            out.print(_line(name, described, f"installed with {installed.distribution}"))
     for name, published in PUBLISHED.items():
         here = home() / "models" / name
         found = str(here) if (here / "config.json").is_file() else f"no (arpg pull {name})"
-        out.print(_line(name, published.model, found), markup=False)
+        out.print(_line(name, published.model, found))
 
 
 def _line(name: str, c: configs.ModelConfig, here: str) -> str:

@@ -27,8 +27,9 @@ Command = Callable[..., None]
 ALL_SETTINGS = {**SETTINGS, **TASK_SETTINGS}
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in ALL_SETTINGS.items()}
 
-out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+# What is printed is plain text: file names may hold brackets and colons.
+out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 # Former names of options, which still work and are not shown.
 FORMER_NAMES = {

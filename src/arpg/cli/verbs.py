@@ -112,7 +112,7 @@ def run() -> int:
 
 def _fail(message: str, code: int) -> int:
     if message:  # none where help was printed instead
-        err.print("arpg: " + " ".join(message.split()), markup=False)
+        err.print("arpg: " + " ".join(message.split()))
     return code
 
 
