@@ -51,8 +51,8 @@ def _upright_8_bit(image: Image.Image) -> Image.Image:
     return image
 
 
-def open_image(path: Path, *, what: str = "image") -> Image.Image:
-    """Open an image file as RGB; its size is checked before any pixel is decoded."""
+def open_image(path: Path, *, what: str = "image", alpha: bool = False) -> Image.Image:
+    """Open an image file as RGB, or RGBA with `alpha`; its size is checked before any pixel is decoded."""
     require_file(path, "an image file", what=what)
     try:
         with (
@@ -61,7 +61,7 @@ def open_image(path: Path, *, what: str = "image") -> Image.Image:
         ):
             width, height = image.size
             require(width * height <= MAX_PIXELS, f"{what} {path} is {width}x{height} pixels; {_TOO_LARGE}")
-            return to_rgb(image)
+            return to_rgba(image) if alpha else to_rgb(image)
     except Image.DecompressionBombError:
         raise InputError(f"{what} {path} is very large; {_TOO_LARGE}") from None
     except UnidentifiedImageError as error:
@@ -72,8 +72,9 @@ def open_image(path: Path, *, what: str = "image") -> Image.Image:
         raise InputError(f"{what} {path} is cut short or damaged ({first_line(error)}); save it again") from None
 
 
-def to_image(image: ImageInput, *, what: str = "image") -> Image.Image:
-    """Return a PIL image as it is, open a path as RGB, and convert an array `[H, W, C]` or a tensor `[C, H, W]`.
+def to_image(image: ImageInput, *, what: str = "image", alpha: bool = False) -> Image.Image:
+    """Return a PIL image as it is, open a path (see `open_image`), and convert an array `[H, W, C]` or a tensor
+    `[C, H, W]`.
 
     Pixels are uint8, or floating point from 0 to 1. One channel may be left out (`[H, W]`), and a batch of one image is
     that image.
@@ -81,7 +82,7 @@ def to_image(image: ImageInput, *, what: str = "image") -> Image.Image:
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, str | Path):
-        return open_image(Path(image), what=what)
+        return open_image(Path(image), what=what, alpha=alpha)
     is_tensor = isinstance(image, Tensor)
     array = image.detach().cpu().float().numpy() if isinstance(image, Tensor) and image.is_floating_point() else image
     array = np.asarray(array)
@@ -104,7 +105,7 @@ def to_image(image: ImageInput, *, what: str = "image") -> Image.Image:
 
 def to_mask(mask: ImageInput) -> NDArray[np.bool_]:
     """Return which pixels `[H, W]` a mask sets: white ones, those that are True, or numbers from 0.5."""
-    grey = np.asarray(to_image(mask, what="mask").convert("L"))
+    grey = np.asarray(_upright_8_bit(to_image(mask, what="mask")).convert("L"))
     require(
         isinstance(mask, Image.Image | str | Path) or not 0 < int(grey.max()) < 128,
         f"mask has numbers from 0 to {int(grey.max())} of 255, so nothing is to be filled; expected 255, 1.0 or True "

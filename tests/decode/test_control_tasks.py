@@ -242,6 +242,19 @@ def test_the_command(run, pipe, tmp_path, extractor):
         assert steps.n_frames >= 3
 
 
+def test_transparent_parts_of_a_file_are_black(run, tmp_path):
+    lines = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    lines.paste((255, 255, 255, 255), (3, 0, 4, 8))
+    path, made = tmp_path / "lines.png", tmp_path / "made.png"
+    lines.save(path)
+    expected = lines.getchannel("A")
+    assert same([ControlInput(path).fit((8, 8))], [expected])
+    for given in (("control", path), ("control", "--condition", path), ("generate", "--condition", path)):
+        assert run(*given, "--class", 2, "-n", 1, "--beside", "-o", made)[0] == 0
+        with Image.open(made) as image:
+            assert same([image.crop((0, 0, 8, 8)).convert("L")], [expected]), given
+
+
 def test_other_verbs_take_a_condition(run, pipe, tmp_path):
     edges, picture, made = (tmp_path / name for name in ("edges.png", "picture.png", "made.png"))
     grey().save(edges)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from arpg import ControlInput, InputError, Pipeline
+from arpg.image import to_mask
 from arpg.settings import ALIASES, SETTINGS, TASK_SETTINGS
 from arpg.tasks import options as task_options
 from arpg.text_encoder import PromptCache
@@ -186,6 +187,23 @@ def test_images_of_any_form(pipeline, tmp_path):
     grey = ControlInput(np.eye(8) > 0)
     assert np.array_equal(np.asarray(grey.image) > 0, np.eye(8) > 0)
     assert np.array_equal(pipeline.score(pixels, 1), pipeline.score(image, 1))
+
+
+def test_images_and_masks_are_turned_upright(pipeline, tmp_path):
+    exif = Image.Exif()
+    exif[0x112] = 6  # a quarter turn to the right
+    sideways = {"image.png": noise(16, 8), "mask.png": MASK.resize((16, 8))}
+    for name, image in sideways.items():
+        image.save(tmp_path / name, exif=exif)
+    paths = [tmp_path / name for name in sideways]
+    image, mask = opened = [Image.open(path) for path in paths]
+    assert same(pipeline.inpaint(*opened, 2, **OURS), pipeline.inpaint(*paths, 2, **OURS))
+    assert pipeline(2, image=image, width=16, **STEPS).images[0].size == (16, 32)
+
+
+def test_a_mask_of_16_bits_is_scaled():
+    levels = np.array([[0, 300, 32000], [33500, 40000, 65535]], np.uint16)
+    assert to_mask(Image.fromarray(levels)).tolist() == [[False] * 3, [True] * 3]
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _read_output(
     best_of: Annotated[int, setting_option("best_of")] = DEFAULTS["best_of"],
     batch_size: BatchSizeOption = DEFAULTS["batch_size"],
 ) -> OutputOptions:
-    from arpg.image import check_output, open_image
+    from arpg.image import check_output
 
     folder = output.is_dir() or not output.suffix
     check_output(output, folder=folder)
@@ -164,7 +164,7 @@ def _read_output(
     if condition is not None:
         from arpg.tasks.control_input import ControlInput
 
-        task["control"] = ControlInput(open_image(condition, what="condition image"), kind, strength)
+        task["control"] = ControlInput(condition, kind, strength)
     return OutputOptions(output, folder, gif, beside, kind, strength, task)
 
 
@@ -337,13 +337,13 @@ def control(
     require(
         image is not None or not from_image, "--from-image needs an image; give it instead of --condition, before it"
     )
-    source = None if image is None else open_image(image)
+    source = open_image(image) if image is not None and from_image else None
+    if image is not None and source is None:
+        condition = ControlInput(image, output.kind, output.strength)
     sampling = sampling.with_default_model(prompts=label["prompt"] is not None, control=True)
     pipe = sampling.load()
-    if source is not None and from_image:
+    if source is not None:
         condition = pipe.extract_control(source, output.kind, output.strength, depth=depth_model)
-    elif source is not None:
-        condition = ControlInput(source, output.kind, output.strength)
     classes = label.pop("class_")
     task = pipe.generate_task(
         classes, control=condition, seed=sampling.seed, **label, **output.task, **sampling.settings

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from arpg.errors import require
-from arpg.image import to_image
+from arpg.image import to_image, to_rgb
 from arpg.tasks.control_input import ControlInput
 from arpg.tasks.options import Classes
 from arpg.tasks.task import ImageTask, OnStep
@@ -44,7 +44,7 @@ def choose_task(pipe: Pipeline, prompt: Classes, given: dict[str, Any]) -> Image
         parts = {name: given.pop(name) for name in ("kind", "strength") if name in given}
         given["control"] = ControlInput(given.pop("control_image"), **parts)
     label: dict[str, Any] = {"class_" if pipe.prompts is None else "prompt": prompt}
-    source = None if image is None else to_image(image)
+    source = None if image is None else to_rgb(to_image(image))
     width, height = pipe.image_size if source is None else source.size
     size = (wide or round(width * (high or height) / height), high or round(height * (wide or width) / width))
     ways = {"mask_image": mask, "box": box, "/".join(sides): sides or None, "height or width": wide or high}

@@ -38,7 +38,7 @@ class ControlInput:
     def __post_init__(self) -> None:
         TASK_SETTINGS["kind"].check(self.kind)
         TASK_SETTINGS["strength"].check(self.strength)
-        object.__setattr__(self, "image", to_image(self.image, what="condition image"))
+        object.__setattr__(self, "image", to_image(self.image, what="condition image", alpha=True))
 
     @classmethod
     def from_image(
