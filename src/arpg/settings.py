@@ -53,11 +53,13 @@ class Setting:
         low = self.minimum
         if low is None:
             return
-        good = math.isfinite(value) and (value > low if self.above_minimum else value >= low)
+        shown = repr(value) if isinstance(value, str) else value
+        fits = hasattr(value, "__index__" if self.kind is int else "__float__")
+        good = fits and math.isfinite(value) and (value > low if self.above_minimum else value >= low)
         if self.name == "top_p":
-            require(good and value <= 1, f"top_p is {value}; expected 0 < top_p <= 1 (1 turns it off)")
-        number = "a finite number of " if self.kind is float else ""
-        require(good, f"{self.name} is {value}; expected {number}{low:g} or more{self.hint}")
+            require(good and value <= 1, f"top_p is {shown}; expected 0 < top_p <= 1 (1 turns it off)")
+        number = "a finite number of " if self.kind is float else "" if fits else "a whole number of "
+        require(good, f"{self.name} is {shown}; expected {number}{low:g} or more{self.hint}")
 
 
 def _table(*settings: Setting) -> Mapping[str, Setting]:
@@ -374,6 +376,9 @@ class SamplingDefaults:
         for name in given:
             if name not in SETTINGS:  # a suggestion takes longer than the rest of the call
                 raise InputError(f"unknown sampling setting {name}; {suggest(name, SETTINGS)}")
+        for name in ("decode", "steps"):  # others follow from them
+            if name in given:
+                SETTINGS[name].check(given[name])
         schedule = given.get("schedule", self.schedule)
         if not isinstance(schedule, str):
             given["schedule"] = schedule = tuple(schedule)

@@ -84,6 +84,9 @@ def test_a_call_with_prompts(text_pipe):
         ({"prompt": 1, "output_type": "tensor"}, "output_type is 'tensor'; expected one of pil, np, pt, latent"),
         ({"prompt": 1, "height": 12, "width": 16}, "keeps its shape"),
         ({"prompt": 1, "control_image": noise(8, 8)}, "takes no condition images"),
+        ({"prompt": 1, "kind": "depth", "strength": 1.0}, "kind and strength is given without control_image"),
+        ({"prompt": 1, "num_images": 2.0}, "num_images is 2.0; expected a whole number of 1 or more"),
+        ({"prompt": 1, "best_of": "2"}, "best_of is '2'; expected a whole number of 1 or more"),
     ],
 )
 def test_a_call_that_describes_no_task(pipeline, arguments, says):

@@ -38,3 +38,19 @@ def test_aliases():
     assert (settings.steps, settings.guidance) == (8, 2.0)
     with pytest.raises(InputError, match="num_inference_steps is another name of steps"):
         SamplingDefaults().settings(steps=4, num_inference_steps=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"steps": 8.5}, "steps is 8.5; expected a whole number of 1 or more"),
+        ({"steps": "8"}, "steps is '8'; expected a whole number of 1 or more"),
+        ({"top_k": 2.5}, "top_k is 2.5; expected a whole number of 1 or more"),
+        ({"guidance": "3"}, "guidance is '3'; expected a finite number of 0 or more"),
+        ({"top_p": "1"}, "top_p is '1'; expected 0 < top_p <= 1"),
+        ({"decode": "greedy", "steps": 8}, "decode is 'greedy'; expected one of steps, exact, speculative"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(given, says):
+    with pytest.raises(InputError, match=says):
+        SamplingDefaults().settings(**given)

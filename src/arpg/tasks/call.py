@@ -40,9 +40,11 @@ def choose_task(pipe: Pipeline, prompt: Classes, given: dict[str, Any]) -> Image
         require(not {name, canonical} <= set(given), f"{name} and {canonical} are both given; leave one of them out")
     if "negative_prompt" in given:
         given["negative"] = given.pop("negative_prompt")
+    parts = {name: given.pop(name) for name in ("kind", "strength") if name in given}
     if "control_image" in given:
-        parts = {name: given.pop(name) for name in ("kind", "strength") if name in given}
         given["control"] = ControlInput(given.pop("control_image"), **parts)
+    else:
+        require(not parts, f"{' and '.join(parts)} is given without control_image; give it, too")
     label: dict[str, Any] = {"class_" if pipe.prompts is None else "prompt": prompt}
     source = None if image is None else to_rgb(to_image(image))
     width, height = pipe.image_size if source is None else source.size
