@@ -177,6 +177,16 @@ def test_generate_from_a_file(run, pipe, text_folder, tmp_path):
     ]
 
 
+def test_candidates_of_a_prompt_with_a_seed_are_all_different(run, text_folder, tmp_path):
+    file, target = tmp_path / "prompts.jsonl", tmp_path / "out"
+    file.write_text('{"prompt": "apple", "seed": 90}\n{"prompt": "pear"}\n')
+    options = ("-n", 2, "--best-of", 3, "--steps", 1, "-o", target)
+    assert run("generate", "--model", text_folder, "--prompts", file, *options)[0] == 0
+    seeds = [about(f)["seed"] for f in sorted(target.iterdir())]
+    for seed, first in zip(seeds, (90, 93, 6, 9), strict=True):
+        assert first <= seed < first + 3
+
+
 def test_prompt_files(tmp_path):
     plain = tmp_path / "p.txt"
     plain.write_text("\ufeffa red apple\n\n# a comment\n  two pears \n", encoding="utf-8")

@@ -160,6 +160,8 @@ def _read_output(
     if gif is not None:
         require(gif.suffix.lower() == ".gif", f"{gif} does not end in .gif; expected the name of a GIF file")
         check_output(gif, folder=False)
+    TASK_SETTINGS["kind"].check(kind)
+    TASK_SETTINGS["strength"].check(strength)
     task: dict[str, Any] = {"best_of": best_of, "batch_size": batch_size}
     if condition is not None:
         from arpg.tasks.control_input import ControlInput
@@ -214,13 +216,13 @@ def generate(
     pipe = sampling.load()
     seed: Any = sampling.seed
     if any(line.seed is not None for line in lines):
-        own = [sampling.seed + i * num if line.seed is None else line.seed for i, line in enumerate(lines)]
-        seed = [first + k for first in own for k in range(num)]
+        best_of = output.task["best_of"]  # candidates of an image have consecutive seeds
+        own = [sampling.seed + i * num * best_of if line.seed is None else line.seed for i, line in enumerate(lines)]
+        seed = [first + k * best_of for first in own for k in range(num)]
     labels = {"classes": class_} if class_ else {"prompt": [line.prompt for line in lines]}
-    negatives = [line.negative for line in lines]
     task = pipe.generate_task(
         **labels,
-        negative=negatives if any(text is not None for text in negatives) else None,
+        negative=[line.negative for line in lines] or negative,
         num_images=num,
         seed=seed,
         **output.task,
