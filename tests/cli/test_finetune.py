@@ -47,7 +47,9 @@ def test_an_adapter_brings_its_base_and_its_classes(run, base, tmp_path):
     whole = target.read_bytes()
     assert run("generate", "--lora", f"{path}:0.5", *common)[0] == 0
     assert target.read_bytes() != whole
-    assert run("classify", target, "--model", base, "--lora", path, "--device", "cpu")[0] == 0
+    named, unnamed = (run("classify", target, *m, "--lora", path, "--device", "cpu") for m in (("-m", base), ()))
+    assert named[0] == 0
+    assert unnamed == named
     check_error(run("generate", "--lora", tmp_path / "no.safetensors", *common), "no.safetensors does not exist")
     check_error(run("generate", "--model", DEFAULT_MODEL, "--lora", path, *common), "was trained for", "--model")
 
@@ -61,6 +63,15 @@ def test_workers_of_a_cluster_load_the_adapters_and_the_cache_type(base, tmp_pat
     here, there = sampling.load(), load()
     assert fingerprint(there) == fingerprint(here)
     assert there.classes.lines == here.classes.lines
+
+
+def test_workers_load_the_model_as_this_process_does(run, base, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("arpg.evaluation.sample.sample_images", lambda *_, load, **__: given.extend(load.args))
+    options = ("-n", 4, "-m", base, "-o", tmp_path / "s.npz", "--ray", "--kv-cache-dtype", "fp8", "--precision", "int8")
+    assert run("sample", *options)[0] == 0
+    loading = {"device": "auto", "dtype": "int8", "engine": "auto", "kv_cache_dtype": "fp8"}
+    assert given == [str(base), loading, []]
 
 
 def test_a_server_merges_adapters_into_their_base(base, tmp_path):

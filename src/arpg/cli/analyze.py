@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from arpg.cli.options import (
+    AdaptedModelOption,
     DeviceOption,
     LoraOption,
-    ModelOption,
     SamplingOptions,
     err,
     load_pipeline,
@@ -59,7 +59,7 @@ def score(
         check_output(output, folder=False)
     source = open_image(image)
     default = DEFAULT_MODEL if prompt is None else DEFAULT_TEXT_MODEL
-    pipe = load_pipeline(model or default, lora=lora, named=model is not None, device=device)
+    pipe = load_pipeline(model, default=default, lora=lora, device=device)
     bits = pipe.score(source, class_, prompt=prompt, orders=orders, order=parse_order(order), seed=seed)
     means = bits.mean((1, 2))
     spread = f" +- {means.std(ddof=1):.3f} between orders" if orders > 1 else ""
@@ -73,7 +73,7 @@ def classify(
     image: ImageArgument,
     top: Annotated[int, typer.Option(help="How many classes to show.")] = 5,
     orders: OrdersOption = 1,
-    model: ModelOption = DEFAULT_MODEL,
+    model: AdaptedModelOption = None,
     lora: LoraOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",

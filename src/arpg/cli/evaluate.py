@@ -15,6 +15,7 @@ import typer
 
 from arpg import config as configs
 from arpg.cli.options import (
+    AdaptedModelOption,
     DeviceOption,
     EngineOption,
     KvCacheOption,
@@ -214,9 +215,7 @@ def sweep(
     like: LikeOption = None,
     classifier: Annotated[Path | None, typer.Option(help="Folder of a classifier: adds class accuracy.")] = None,
     inception: InceptionOption = None,
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="An installed or published name, a folder, or a hub id.")
-    ] = configs.DEFAULT_MODEL,
+    model: AdaptedModelOption = None,
     lora: LoraOption = None,
     batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 32,
     seed: Annotated[int, typer.Option(help="Image i has seed SEED + i.")] = 0,
@@ -295,11 +294,9 @@ def _remote_pipeline(sampling: SamplingOptions) -> tuple[Any, Callable[[], Any]]
     adapters, model = [parse_lora(text) for text in sampling.lora], sampling.model
     if adapters and not sampling.named:
         model = read_adapter(adapters[0][0]).config.base or model
-    where = {"device": sampling.device, "dtype": sampling.dtype, "engine": sampling.engine}
-    where |= {"kv_cache_dtype": sampling.kv_cache_dtype}
     # An adapter may add classes.
     found = load_pipeline(model, {"device": "cpu"}, adapters) if adapters else read_folder(resolve(model))
-    return found.classes, partial(load_pipeline, model, where, adapters)
+    return found.classes, partial(load_pipeline, model, sampling.loading, adapters)
 
 
 def _labels(classes: Any, num: int, like: list[str] | None) -> Any:

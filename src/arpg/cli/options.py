@@ -108,6 +108,14 @@ def output_option(help: str) -> Any:
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="An installed name, a folder, a published name or a hub id.")
 ]
+AdaptedModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"An installed name, a folder, a published name or a hub id; none: that of --lora, or {DEFAULT_MODEL}.",
+    ),
+]
 SeedOption = Annotated[int, setting_option("seed")]
 BatchSizeOption = Annotated[int, setting_option("batch_size")]
 GridOption = Annotated[str, typer.Option(metavar="HxW", help="Token grid, like 16x16.")]
@@ -163,14 +171,20 @@ class SamplingOptions:
 
     def load(self) -> Any:
         """Load the pipeline; an adapter brings its base model, unless the user named a model."""
-        options = {"device": self.device, "dtype": self.dtype, "engine": self.engine}
-        return load_pipeline(
-            self.model, lora=self.lora, named=self.named, kv_cache_dtype=self.kv_cache_dtype, **options
-        )
+        model = self.model if self.named else None
+        return load_pipeline(model, default=self.model, lora=self.lora, **self.loading)
+
+    @property
+    def loading(self) -> dict[str, str]:
+        """The options of `Pipeline.from_pretrained`."""
+        names = ("device", "dtype", "engine", "kv_cache_dtype")
+        return {name: getattr(self, name) for name in names}
 
 
-def load_pipeline(model: str, *, lora: Sequence[str] | None = None, named: bool = True, **options: Any) -> Any:
-    """Load a pipeline and its adapters, with a spinner meanwhile; not `named`: the first adapter's base, if any."""
+def load_pipeline(
+    model: str | None, *, default: str = DEFAULT_MODEL, lora: Sequence[str] | None = None, **options: Any
+) -> Any:
+    """Load a pipeline and its adapters, with a spinner meanwhile; none named: an adapter's base, or `default`."""
     with err.status("loading"):
         from arpg.device import set_threads
         from arpg.lora import parse_lora, read_adapter
@@ -178,9 +192,8 @@ def load_pipeline(model: str, *, lora: Sequence[str] | None = None, named: bool 
 
         set_threads()
         adapters = [parse_lora(text) for text in lora or ()]
-        if adapters and not named:
-            model = read_adapter(adapters[0][0]).config.base or model
-        pipe = Pipeline.from_pretrained(model, **options)
+        base = read_adapter(adapters[0][0]).config.base if adapters and model is None else None
+        pipe = Pipeline.from_pretrained(model or base or default, **options)
         for path, scale in adapters:
             pipe.load_lora(path, scale)
         return pipe
