@@ -267,6 +267,7 @@ def check_writable(path: AnyPath, *, folder: bool = False) -> None:
     """
     if not isinstance(path, Path):
         return
+    require(folder or not path.is_dir(), f"{path} is a folder; expected the name of a file")
     target = path if folder else path.parent
     existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
     require(existing.is_dir(), f"{path} cannot be written: {existing} is a file; choose another place")

@@ -254,6 +254,7 @@ def test_storing_small(run, folder, tmp_path):
     assert generate(run, tmp_path / "small", "-c", 0, "-o", tmp_path / "a.png")[0] == 0
     check_error(run("convert", "store", folder, tmp_path / "x", "--as", "int3"), "'int3'", "float16")
     assert not (tmp_path / "x").exists()
+    check_error(run("convert", "store", folder, tmp_path / "a.png"), "a.png is a file; choose another place")
 
 
 def test_convert_errors(run, tmp_path):

@@ -128,6 +128,8 @@ def test_former_names_are_accepted(run, folder, tmp_path):
     check_error(run("bench", "--most", 0), "max-seconds is 0")
     check_error(run("serve", "--queue", "x"), "--max-pending-requests")
     check_error(run("evaluate", folder, "--reference", folder, "--json", tmp_path), "is a folder")
+    inside = folder / "config.json" / "out.json"
+    check_error(run("evaluate", folder, "--reference", folder, "--json", inside), "config.json is a file")
     check_error(run("score", "x.png", "--map", tmp_path), "is a folder")
 
 

@@ -78,7 +78,6 @@ def bench(
 
     for path in (output, *([plot] if plot else [])):
         check_writable(path)
-        require(not path.is_dir(), f"{path} is a folder; expected the name of a file")
     formats = ", ".join(PLOT_FORMATS)
     require(plot is None or plot.suffix in PLOT_FORMATS, f"{plot} does not end in one of {formats}")
     with err.status("loading"):

@@ -116,12 +116,14 @@ def evaluate(
     from arpg.evaluation.inception import Inception
     from arpg.evaluation.metric_report import METRICS, table
     from arpg.evaluation.metric_report import evaluate as run
+    from arpg.image import check_writable
     from arpg.pipeline import choose_device
 
     names = None if metrics is None else metrics.split(",")
     for metric in names or ():
         one_of("--metrics", metric, METRICS)
-    _check_json(output)
+    if output is not None:
+        check_writable(output)
     require(batch_size >= 1, f"--batch-size is {batch_size}; expected 1 or more")
     cluster = ray_options(ray, workers)
     chosen = choose_device(device)
@@ -167,10 +169,12 @@ def evaluate_tokenizer(
     from arpg.evaluation.inception import Inception
     from arpg.evaluation.reconstruction import reconstruction_report
     from arpg.hub import resolve
+    from arpg.image import check_writable
     from arpg.pipeline import choose_device
     from arpg.tokenizer.losses import LPIPS
 
-    _check_json(output)
+    if output is not None:
+        check_writable(output)
     require(lpips is not None or heads is None, "--heads belongs to --lpips; give both or neither")
     chosen = choose_device(device)
     source = open_source(images, size=size)
@@ -331,10 +335,6 @@ def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Ca
             finished += total
 
     return on_progress
-
-
-def _check_json(path: Path | None) -> None:
-    require(path is None or not path.is_dir(), f"{path} is a folder; expected the name of a JSON file")
 
 
 def _write_json(path: Path | None, data: dict[str, Any]) -> None:

@@ -97,14 +97,15 @@ def convert_model(
     from arpg import checkpoint
     from arpg import convert as converting
     from arpg.classes import imagenet_classes, parse_classes
+    from arpg.image import check_writable
 
     with err.status(f"converting {source}"):
         if source.is_dir():
-            _check_published_target(target)
+            check_writable(target)
             loaded = checkpoint.load_model(source)
             converting.write_published(target, converting.model_to_published(loaded.config, loaded.state_dict()))
         else:
-            _check_folder_target(target)
+            check_writable(target, folder=True)
             published = converting.read_published(source, ema=ema)
             found, state = converting.model_from_published(
                 published, where=str(source), num_heads=heads, grid=parse_grid(grid)
@@ -131,13 +132,14 @@ def convert_tokenizer(
     """Convert tokenizer weights from a published checkpoint to a model folder, or a model folder back."""
     from arpg import checkpoint
     from arpg import convert as converting
+    from arpg.image import check_writable
 
     with err.status(f"converting {source}"):
         if source.is_dir():
-            _check_published_target(target)
+            check_writable(target)
             converting.write_published(target, checkpoint.load_tokenizer(source).state_dict())
         else:
-            _check_folder_target(target)
+            check_writable(target, folder=True)
             published = converting.read_published(source, ema=ema)
             found, state = converting.tokenizer_from_published(published, where=str(source))
             checkpoint.write_folder(target, checkpoint.FolderConfig(tokenizer=found), tokenizer=state)
@@ -156,9 +158,10 @@ def convert_store(
     """Write a model folder in another storage format, such as int8, a quarter of the size."""
     from arpg import checkpoint
     from arpg.hub import resolve
+    from arpg.image import check_writable
 
     one_of("--as", form, configs.STORAGE_FORMATS)
-    _check_folder_target(target)
+    check_writable(target, folder=True)
     with err.status(f"packing {source}"):
         folder = resolve(source)
         if base is not None:
@@ -181,16 +184,6 @@ def convert_inception(
     with err.status("packing"):
         write_half(source, target)
     out.print(f"wrote {target}")
-
-
-def _check_folder_target(target: Path) -> None:
-    from arpg.image import check_output
-
-    check_output(target, folder=True)
-
-
-def _check_published_target(target: Path) -> None:
-    require(not target.is_dir(), f"{target} is a folder; expected the name of a file, like {target}/published.pt")
 
 
 def _info_all() -> None:
