@@ -65,27 +65,15 @@ def ramp(share_N: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
-class Frames:
-    """The previews of every candidate, in the order of the steps."""
-
-    def __init__(self) -> None:
-        self._previews: dict[int, list[Image.Image]] = {}
-
-    def add(self, rows: Sequence[int], previews: Sequence[Image.Image]) -> None:
-        """Add the previews of the candidates `rows` after a step."""
-        for row, image in zip(rows, previews, strict=True):
-            self._previews.setdefault(row, []).append(image)
-
-    def sheets(self, kept: Sequence[int], *, columns: int | None = None) -> list[Image.Image]:
-        """Return one sheet per step with the kept candidates, all at the size of the last preview."""
-        shown = [self._previews[row] for row in kept]
-        size = shown[0][-1].size
-        frames = []
-        for k in range(max(map(len, shown))):
-            images = [previews[min(k, len(previews) - 1)] for previews in shown]
-            images = [image if image.size == size else image.resize(size) for image in images]
-            frames.append(images[0] if len(images) == 1 else sheet(images, columns=columns))
-        return frames
+def frame_sheets(previews: Sequence[Sequence[Image.Image]], *, columns: int | None = None) -> list[Image.Image]:
+    """Return one sheet per step from the previews of each image after every step, all at the size of the last one."""
+    size = previews[0][-1].size
+    frames = []
+    for k in range(max(map(len, previews))):
+        images = [own[min(k, len(own) - 1)] for own in previews]
+        images = [image if image.size == size else image.resize(size) for image in images]
+        frames.append(images[0] if len(images) == 1 else sheet(images, columns=columns))
+    return frames
 
 
 def new_plot(size: tuple[float, float], *, file: str | Path) -> Any:

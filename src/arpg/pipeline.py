@@ -339,13 +339,13 @@ class Pipeline:
         decode_with_bar(task, on_step, self._progress_bar)
         return task.images()
 
+    def _task(self, spec: TaskSpec, *in_order: stages.Stage, images: Sequence[Image.Image] = ()) -> ImageTask:
+        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=in_order, images=images)
+
     @show_options
     def generate_task(self, classes: Classes = None, **options: Unpack[GenerateOptions]) -> ImageTask:
         """Sample images of classes or prompts from empty grids, see `generate`."""
-        spec = self._generate_spec(classes, **options)
-        return ImageTask(
-            self.engine, self.graphed_tokenizer, spec, stages=[stages.generate_stage(self.model.config.grid)]
-        )
+        return self._task(self._generate_spec(classes, **options), stages.generate_stage(self.model.config.grid))
 
     @show_options
     def inpaint_task(
@@ -360,8 +360,7 @@ class Pipeline:
         """Sample the white part of a mask, see `inpaint`."""
         spec, rgb = self._spec(class_, **options), to_rgb(to_image(image))
         canvas = Canvas.fit(rgb, to_mask(mask), grid=self.model.config.grid, stride=self.tokenizer.config.stride)
-        stage = stages.inpaint_stage(canvas, feather=feather)
-        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[stage], images=[rgb])
+        return self._task(spec, stages.inpaint_stage(canvas, feather=feather), images=[rgb])
 
     @show_options
     def edit_task(
@@ -387,8 +386,8 @@ class Pipeline:
         """Continue an image beyond its sides, see `outpaint`."""
         spec, rgb = self._spec(class_, **options), to_rgb(to_image(image))
         grid, stride = self.model.config.grid, self.tokenizer.config.stride
-        stage = stages.outpaint_stage(Canvas.extend(rgb, (left, top, right, bottom), grid=grid, stride=stride), grid)
-        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[stage], images=[rgb])
+        canvas = Canvas.extend(rgb, (left, top, right, bottom), grid=grid, stride=stride)
+        return self._task(spec, stages.outpaint_stage(canvas, grid), images=[rgb])
 
     @show_options
     def expand_task(
@@ -409,7 +408,7 @@ class Pipeline:
         image_size = images[0].size if images else self.image_size
         stage = stages.expand_stage(image_size, size, window=grid, stride=stride, method=method)
         first = [] if images else [stages.generate_stage(grid)]
-        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[*first, stage], images=images)
+        return self._task(spec, *first, stage, images=images)
 
     @show_options
     def generate(
@@ -519,8 +518,7 @@ class Pipeline:
         """
         spec = self._generate_spec(classes, **options)
         spec = dataclasses.replace(spec, batch_size=len(spec.labels))
-        stage = stages.generate_stage(self.model.config.grid)
-        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=[stage]).stream()
+        return self._task(spec, stages.generate_stage(self.model.config.grid)).stream()
 
     @property
     def image_size(self) -> tuple[int, int]:

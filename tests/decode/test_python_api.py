@@ -199,9 +199,9 @@ def test_images_and_masks_are_turned_upright(pipeline, tmp_path):
     for name, image in sideways.items():
         image.save(tmp_path / name, exif=exif)
     paths = [tmp_path / name for name in sideways]
-    image, mask = opened = [Image.open(path) for path in paths]
+    opened = [Image.open(path) for path in paths]
     assert same(pipeline.inpaint(*opened, 2, **OURS), pipeline.inpaint(*paths, 2, **OURS))
-    assert pipeline(2, image=image, width=16, **STEPS).images[0].size == (16, 32)
+    assert pipeline(2, image=opened[0], width=16, **STEPS).images[0].size == (16, 32)
 
 
 def test_a_mask_of_16_bits_is_scaled():

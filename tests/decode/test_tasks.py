@@ -11,7 +11,7 @@ from PIL import Image
 
 from arpg import InputError, Request, cli, make_plan
 from arpg.decode.likelihood import fill_bits, make_orders, token_bits
-from arpg.figures import FRAME_MS, LAST_FRAME_MS, Frames, save_gif
+from arpg.figures import FRAME_MS, LAST_FRAME_MS, frame_sheets, save_gif
 from arpg.image import to_images, to_pil
 from arpg.model import Condition, class_condition
 from arpg.model.rope import grid_positions
@@ -275,10 +275,7 @@ def test_bad_calls(pipeline):
 
 def test_a_gif_loops_and_holds_its_last_frame(pipeline, tmp_path):
     task = begin(pipeline, "generate", steps=4)
-    frames = Frames()
-    for step in task.steps():
-        frames.add(task.rows, task.preview(step))
-    sheets = frames.sheets(task.kept)
+    sheets = frame_sheets(list(zip(*(task.preview(step) for step in task.steps()), strict=True)))
     assert len(sheets) == 4
     assert np.array_equal(np.asarray(sheets[-1])[:8, :8], np.asarray(task.images()[0]))
     save_gif(sheets, tmp_path / "a.gif")

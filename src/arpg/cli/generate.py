@@ -105,15 +105,16 @@ class OutputOptions:
 
     def _write_gif(self, path: Path, task: Any, taken: Sequence[Any], *, columns: int) -> None:
         """Render the candidates that were kept, after every step that was taken; the others are never decoded."""
-        from arpg.figures import Frames, save_gif
+        from arpg.figures import frame_sheets, save_gif
 
-        frames, kept = Frames(), set(task.kept)
+        previews: dict[int, list[Image.Image]] = {row: [] for row in task.kept}
         with progress_bar("rendering") as progress:
             for i, tokens in enumerate(taken):
-                if rows := [row for row in tokens.rows if row in kept]:
-                    frames.add(rows, self._shown(task, rows, task.render(tokens, rows)))
+                if rows := [row for row in tokens.rows if row in previews]:
+                    for row, image in zip(rows, self._shown(task, rows, task.render(tokens, rows)), strict=True):
+                        previews[row].append(image)
                 progress(i + 1, len(taken))
-        save_gif(frames.sheets(task.kept, columns=columns or None), path)
+        save_gif(frame_sheets(list(previews.values()), columns=columns or None), path)
         out.print(f"the steps are in {path}")
 
     def _write(
@@ -389,13 +390,8 @@ def _run(
     """
     sampling = sampling.with_default_model(prompts=label["prompt"] is not None, control="control" in output.task)
     pipe = sampling.load()
-    build = {
-        "inpaint": pipe.inpaint_task,
-        "edit": pipe.edit_task,
-        "outpaint": pipe.outpaint_task,
-        "expand": pipe.expand_task,
-    }
-    task = build[verb](*images, seed=sampling.seed, **details, **label, **output.task, **sampling.settings)
+    build = getattr(pipe, f"{verb}_task")
+    task = build(*images, seed=sampling.seed, **details, **label, **output.task, **sampling.settings)
     about = {"task": verb, **({"image": source.name} if source else {}), **details, **(about or {})}
     first = task.spec.labels[0]
     name = source.stem if source else pipe.classes.name(first) if isinstance(first, int) else first.text
