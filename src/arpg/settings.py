@@ -315,8 +315,9 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            if name == "schedule":
-                self._check_schedule()
+            if name == "schedule" and not isinstance(value, str):
+                good = len(value) >= 1 and min(value) >= 1
+                require(good, f"schedule is {list(value)}; every step must fill at least one token")
             elif name == "order":
                 object.__setattr__(self, name, read_order(value))
             elif value is not None or setting.default is not None:
@@ -325,15 +326,6 @@ class SamplingSettings:
             self.decode == "steps" or self.attention == "causal",
             f"attention is {self.attention!r}, but {self.decode} decoding is causal; set attention to causal",
         )
-
-    def _check_schedule(self) -> None:
-        if isinstance(self.schedule, str):
-            SETTINGS["schedule"].check(self.schedule)
-        else:
-            require(
-                len(self.schedule) >= 1 and min(self.schedule) >= 1,
-                f"schedule is {list(self.schedule)}; every step must fill at least one token",
-            )
 
 
 @dataclass(frozen=True)
