@@ -30,7 +30,7 @@ test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --numprocesses $(WORKERS) --dist worksteal
 
 # Without what only Linux has, as on macOS and Windows.
 test-portable: .venv/.dev

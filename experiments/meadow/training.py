@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from arpg.checkpoint import load_tokenizer, store_folder, write_difference
+from arpg.checkpoint import load_tokenizer, require_tokenizer_of, store_folder, write_difference
 from arpg.data.tokenize import tokenize as tokenize_images
 from arpg.data.tokens import open_tokens
 from arpg.device import choose_device
@@ -132,6 +132,8 @@ def train(arguments: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + 60 * options.minutes
     is_tokenizer = options.recipe.is_file() and "tokenizer" in _sections(options.recipe)
     recipe = read_recipe(options.recipe, TokenizerRecipe if is_tokenizer else ModelRecipe, options.set)
+    if options.base is not None and isinstance(recipe, ModelRecipe) and recipe.tokenizer is not None:  # before training
+        require_tokenizer_of(options.base, resolve(recipe.tokenizer))
     options.out.mkdir(parents=True, exist_ok=True)
 
     def store(folder: Path, target: Path) -> None:

@@ -1,6 +1,6 @@
 r"""The orders that a model is surest of for images it is given, as training orders (arXiv 2504.17069).
 
-    python -m experiments.paper surest-orders --model runs/meadow/model --tokens runs/tokens/meadow-train \
+    python -m experiments.paper surest-orders --model meadow --tokens runs/tokens/meadow-train \
         --out runs/orders.npy
     arpg train recipes/meadow-orders.toml -o runs/meadow-orders
 

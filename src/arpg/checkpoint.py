@@ -185,13 +185,19 @@ def store_folder(folder: AnyPath, target: AnyPath, *, form: str) -> None:
     write_folder(target, described, **parts)
 
 
+def require_tokenizer_of(base: str, folder: AnyPath) -> None:
+    """Raise an `InputError` unless the tokenizer of `folder` is that of the installed model `base`."""
+    ours = load_tokenizer(folder).state_dict()
+    theirs = load_tokenizer(installed_folder(base, what="base")).state_dict()
+    same = ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t)) for key, t in ours.items())
+    require(same, f"the tokenizer of {folder} is not that of {base}; take that of {base}, or store the model whole")
+
+
 def write_difference(folder: AnyPath, target: AnyPath, *, base: str, form: str) -> None:
     """Write a model folder as differences from the installed model `base`, whose tokenizer it must share."""
     described, other = read_folder(folder), installed_folder(base, what="base")
     if described.tokenizer is not None:
-        ours, theirs = load_tokenizer(folder, config=described).state_dict(), load_tokenizer(other).state_dict()
-        same = ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key].to(t)) for key, t in ours.items())
-        require(same, f"the tokenizer of {folder} is not that of {base}; store the model whole")
+        require_tokenizer_of(base, folder)
     states = [load_model(each, dtype=torch.float32).state_dict() for each in (folder, other)]
     config = replace(described, tokenizer=None, tokenizer_of=base, base=base)
     write_folder(target, config, model=pack_difference(states[0], states[1], form))

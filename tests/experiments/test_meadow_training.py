@@ -135,5 +135,10 @@ def test_from_photographs_to_weights_that_come_back(data, tmp_path, capsys, monk
     )
     for key, tensor in trained.items():
         assert (weights[key] - tensor).abs().max() <= 0.02 * tensor.abs().max() + 1e-6, key
+    capsys.readouterr()
+    folders = ["--work", str(tmp_path / "w4"), "--out", str(tmp_path / "r4")]
+    assert main([*run, *folders, "--base", "first"]) == 2  # before anything is trained
+    assert "is not that of first; take that of first" in capsys.readouterr().err
+    assert not (tmp_path / "w4").exists()
     assert main(["tokenize", "--set", "orchard", "--tokenizer", "x"]) == 2
     assert "photo set is 'orchard'; expected one of garden, meadow" in capsys.readouterr().err
