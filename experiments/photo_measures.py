@@ -205,7 +205,10 @@ def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argpar
     parser.add_argument("--features", type=Path, help="Folder that keeps the features of the real splits.")
     parser.add_argument("--precision", default="float32", help="Of the model; auto: bfloat16 on a GPU.")
     parser.add_argument(
-        "--classifier", type=Path, required=True, help="Its folder; trained on the train split if there is none."
+        "--classifier",
+        type=Path,
+        default=Path("results/classifier"),
+        help="Its folder; trained on the train split if there is none.",
     )
     parser.add_argument("--classifier-steps", type=int, default=4000)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))

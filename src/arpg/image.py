@@ -46,6 +46,7 @@ def to_rgba(image: Image.Image) -> Image.Image:
 
 def _upright_8_bit(image: Image.Image) -> Image.Image:
     image = ImageOps.exif_transpose(image)
+    require(image.mode != "F", "the image has floating-point pixels; expected 8 or 16 bits, convert it")
     if image.mode.startswith("I"):  # 16-bit greyscale, which Pillow would clip rather than scale
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
     return image

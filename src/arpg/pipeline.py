@@ -150,7 +150,7 @@ class Pipeline:
         precision = given[0] if given else precision
         model = to_precision(load_model(folder, config=config), precision, on, kv_cache_dtype=kv_cache_dtype)
         tokenizer = load_tokenizer(folder, config=config, device=on, dtype=torch.float32)
-        prepare(model, tokenizer)
+        prepare(model, tokenizer, engine=engine)
         text = model.config.text
         prompts = None if text is None else PromptCache(text, folder=home() / "text", device=on)
         made = cls(
@@ -248,7 +248,7 @@ class Pipeline:
             kv_cache_dtype = kv_cache_dtype_of(self.model)
             to_precision(unpack_linears(self.model), precision, on, kv_cache_dtype=kv_cache_dtype)
             if isinstance(self.tokenizer, VQTokenizer):
-                prepare(self.model, self.tokenizer.to(on))
+                prepare(self.model, self.tokenizer.to(on), engine=self.engine.mode)
         there = self.tokenizer.device  # not `on`, which may be cuda for cuda:0
         require(there == self.device, f"the tokenizer is on {there}; move it to {self.device}, too")
         if self.prompts is not None:

@@ -132,6 +132,14 @@ def test_a_loaded_pipeline_is_packed_and_can_be_saved(folder, tmp_path):
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+def test_a_pipeline_that_is_compiled_has_plain_weights(folder):
+    """The compiler cannot read packed weights."""
+    pipe = Pipeline.from_pretrained(folder, device="cpu", engine="compiled")
+    assert not any(isinstance(layer, PackedLinear) for layer in pipe.model.modules())
+    pipe.to(torch.bfloat16)
+    assert not any(isinstance(layer, PackedLinear) for layer in pipe.model.modules())
+
+
 def test_pixels_in_bfloat16_are_close_and_tokens_do_not_change():
     plain, other = small_tokenizer(), small_tokenizer().decode_in(torch.bfloat16)
     ids = torch.arange(16)[None] % 24

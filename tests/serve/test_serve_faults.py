@@ -258,6 +258,7 @@ def test_readiness_ends_before_requests_are_refused(served):
         (["--drain-delay", "-1"], "drain_delay_s is -1"),
         (["--url-seconds", "0"], "url_seconds is 0.0; expected more than 0 seconds"),
         (["--url-seconds", "nan"], "url_seconds is nan; expected more than 0 seconds"),
+        (["--public-url", "images.example.org"], "public_url is 'images.example.org'; expected an address such as"),
         (["--ssl-certfile", "short.txt"], "give both or neither"),
         (["--ssl-certfile", "nowhere.pem", "--ssl-keyfile", "short.txt"], "cannot be used (No such file"),
         (["--ssl-certfile", "short.txt", "--ssl-keyfile", "short.txt"], "expected a PEM certificate and its key"),

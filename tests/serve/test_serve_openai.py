@@ -161,6 +161,16 @@ def test_a_url_is_valid_for_url_seconds(live):
     assert httpx.get(answer.json()["data"][0]["url"]).status_code == 404
 
 
+def test_urls_have_the_address_that_clients_see(live):
+    """Behind a proxy that speaks TLS, the address of the request is that of the proxy's own connection."""
+    address, _ = live(public_url="https://images.example.org/arpg/")
+    body = {"prompt": "1", "response_format": "url", "steps": 1}
+    url = httpx.post(f"{address}/v1/images/generations", json=body, timeout=60).json()["data"][0]["url"]
+    start, _, name = url.rpartition("/")
+    assert start == "https://images.example.org/arpg/images"
+    assert httpx.get(f"{address}/images/{name}").status_code == 200
+
+
 def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("arpg.serve.openai.time.monotonic", lambda: now[0])

@@ -12,7 +12,7 @@ from PIL import Image
 from arpg import InputError
 from arpg.data import CropStream, center_crops, concatenate, open_images
 from arpg.data.crops import crop_windows
-from arpg.image import MAX_INTERMEDIATE_PIXELS, adm_crop, resize, ten_crop
+from arpg.image import MAX_INTERMEDIATE_PIXELS, adm_crop, resize, ten_crop, to_rgb
 from support.small import noise, write_zip
 
 # Crops
@@ -151,6 +151,8 @@ def test_every_mode_becomes_rgb(tmp_path):
         assert (read.mode, read.size) == ("RGB", image.size)
         assert np.abs(np.array(read).astype(int) - colour).max() <= 1, images.names[i]
     assert np.abs(np.array(images.read(9)).astype(int) - (255, 0, 0)).max() <= 3
+    with pytest.raises(InputError, match="floating-point pixels; expected 8 or 16 bits"):
+        to_rgb(Image.fromarray(np.full((4, 4), 0.5, np.float32)))
 
 
 def test_exif_rotation_is_applied(tmp_path):

@@ -99,7 +99,7 @@ def open_pipeline(
     torch.nn.init.normal_(model.head.weight, std=0.02, generator=torch.Generator().manual_seed(1))  # otherwise zero
     tokenizer = VQTokenizer(tokenizer_config).eval().to(on)
     model = to_precision(model, dtype, on, kv_cache_dtype=kv_cache_dtype).eval()
-    prepare(model, tokenizer)
+    prepare(model, tokenizer, engine=engine)
     return Pipeline(model, tokenizer, sampling=sampling, license="none: random weights", engine=engine)
 
 

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 def with_serve_settings(command: Command) -> Command:
     """Give a command the options of a server; its parameter `settings` receives `ServeSettings`."""
-    kinds, numbers = get_type_hints(ServeSettings), []
+    kinds, more = get_type_hints(ServeSettings), []
     for field in dataclasses.fields(ServeSettings):
         if "help" in field.metadata:
             name = f"--{field.name.removesuffix('_s').replace('_', '-')}"
             option = typer.Option(name, help=field.metadata["help"])
-            numbers.append(make_parameter(field.name, Annotated[kinds[field.name], option], field.default))
-    return add_options(command, _read_settings, "settings", more=numbers)
+            more.append(make_parameter(field.name, Annotated[kinds[field.name], option], field.default))
+    return add_options(command, _read_settings, "settings", more=more)
 
 
 def _read_settings(
@@ -44,7 +44,7 @@ def _read_settings(
     dtype: PrecisionOption = "auto",
     kv_cache_dtype: KvCacheOption = "auto",
     engine: EngineOption = "auto",
-    **numbers: Any,
+    **more: Any,
 ) -> ServeSettings:
     return ServeSettings(
         device=device,
@@ -52,7 +52,7 @@ def _read_settings(
         kv_cache_dtype=kv_cache_dtype,
         engine=engine,
         lora=tuple(lora or ()),
-        **numbers,
+        **more,
     )
 
 

@@ -205,7 +205,8 @@ def openai_routes(service: ImageService) -> APIRouter:
         )
 
         def to_url(data: bytes, media_type: str) -> str:
-            return f"{call.base_url}images/{store.add(data, media_type)}"
+            address = (service.settings.public_url or str(call.base_url)).rstrip("/")
+            return f"{address}/images/{store.add(data, media_type)}"
 
         form = ResponseFormat(params, kind, to_url)
         model = service.find_for(params.model, params.prompt)

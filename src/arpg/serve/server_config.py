@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from arpg.config import ENGINES, KV_CACHE_DTYPES
 from arpg.errors import one_of, require
@@ -75,6 +76,9 @@ class ServeSettings:
     max_body_bytes: int = _option(1 << 28, "Bytes of all request bodies in memory; more get a 503.")
     url_bytes: int = 1 << 26  # of images that were requested as URLs; 0: there are none
     url_seconds: float = _option(600.0, "Seconds that an image returned as a URL is kept; not on Ray.")
+    public_url: str = _option(
+        "", "Address of the server behind a reverse proxy, for URLs of images; by default that of the request."
+    )
     threads: int | None = _option(None, "CPU threads of a step; by default one per core.")
     limits: Limits = field(default_factory=Limits)
 
@@ -99,6 +103,10 @@ class ServeSettings:
         require(
             self.threads is None or self.threads >= 1,
             f"threads is {self.threads}; expected 1 or more, or leave it out for one per core",
+        )
+        require(
+            not self.public_url or urlsplit(self.public_url).scheme in ("http", "https"),
+            f"public_url is {self.public_url!r}; expected an address such as https://images.example.org",
         )
         require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
         require(self.drain_delay_s >= 0, f"drain_delay_s is {self.drain_delay_s}; expected 0 or more seconds")
