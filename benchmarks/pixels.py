@@ -411,6 +411,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = choose_device(options.device)
+    if options.tiles and device.type != "cuda":
+        parser.error("--tiles needs an NVIDIA GPU; leave it out to time the decoder on this device")
     torch.backends.cudnn.benchmark = True
     tokenizer = open_tokenizer(options.tokenizer, device)
     generator = torch.Generator().manual_seed(0)
