@@ -164,8 +164,9 @@ def load_tokenizer(
 
 def prepare(model: ARPG, tokenizer: VQTokenizer, *, engine: str = "auto") -> None:
     """Make inference with this kind of engine faster on the device the model is on; the weights do not change."""
-    if model.device.type == "cpu" and engine != "compiled":  # the compiler cannot read packed weights
-        pack_linears(model)
+    if model.device.type == "cpu":
+        if engine != "compiled":  # the compiler cannot read packed weights
+            pack_linears(model)
     elif current_policy().folded_norms:
         fold_norms(model)
     if model.dtype == torch.bfloat16:
