@@ -179,6 +179,29 @@ def test_the_ingress_refuses_before_it_forwards(monkeypatch):
     assert forwarded == [("/v1/nowhere", b""), ("/v1/arpg/generate", long)]  # the replica answers what it does not know
 
 
+def test_a_response_whose_replica_died_is_that_of_another(monkeypatch):
+    """Headers are held back until there is a body: those of the dead replica belong to another body."""
+    from arpg.serve import ray_serve
+    from arpg.serve.auth import ApiKeys
+    from arpg.serve.server_config import ServeSettings
+
+    tries = []
+
+    async def replica(self, scope, body, disconnected):
+        tries.append(body)
+        yield {"type": "http.response.start", "status": 200 if len(tries) == 1 else 400, "headers": []}
+        if len(tries) == 1:
+            raise ray.exceptions.RayActorError
+        yield {"type": "http.response.body", "body": b"no", "more_body": False}
+
+    monkeypatch.setattr(ray_serve.Ingress, "_call_replica", replica)
+    monkeypatch.setattr(ray_serve, "configure_logging", lambda: None)
+    app = ray_serve.ingress_app(ServeSettings(), ApiKeys([f"alice {KEY}"]), None)
+    headers = ((b"host", b"x"), (b"authorization", f"Bearer {KEY}".encode()))
+    assert ask(app, *headers, method="POST", path="/v1/arpg/generate", body=b"{}") == (400, b"no")
+    assert tries == [b"{}", b"{}"]
+
+
 def test_ray_serve_needs_keys(monkeypatch):
     from arpg import InputError
     from arpg.serve import ray_serve

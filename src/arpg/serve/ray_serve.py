@@ -158,14 +158,18 @@ class Ingress:
         started = False
         try:
             for number in range(MAX_TRIES):
+                start = None
                 try:
                     async for message in self._call_replica(forwarded, body, disconnected):
                         if message["type"] == OUTCOME:
                             scope["state"]["outcome"] = message["status"]
                             continue
-                        if message["type"] == "http.response.start" and started:
-                            continue  # the second try goes on in the response that the first one started
-                        started = True
+                        if message["type"] == "http.response.start":
+                            start = message  # sent with its body: until then another replica can answer
+                            continue
+                        if start is not None and not started:  # a second try goes on in a stream that has begun
+                            await send(start)
+                            started = True
                         await send(message)
                     return
                 except RayActorError:
