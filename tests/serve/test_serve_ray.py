@@ -150,6 +150,25 @@ def test_replicas_are_added_by_queue_time():
     assert policy(SimpleNamespace(aggregated_metrics=None, total_num_requests=0, current_num_replicas=1))[0] == 0
 
 
+@pytest.mark.parametrize(("gpus", "given", "batch"), [(0, None, 16), (1, None, 128), (1, 32, 32)])
+def test_replicas_are_counted_by_the_batches_they_hold(gpus, given, batch, monkeypatch):
+    from arpg.serve import ray_serve
+    from arpg.serve.auth import ApiKeys
+    from arpg.serve.server_config import ServeSettings
+
+    made = {}
+    deploy = ray_serve.serve.deployment
+
+    def record(**about):
+        made[about["name"]] = about
+        return deploy(**about)
+
+    monkeypatch.setattr(ray_serve.serve, "deployment", record)
+    settings, keys = ServeSettings(max_batch=given), ApiKeys([f"alice {KEY}"])
+    ray_serve.application(["m"], keys=keys, settings=settings, max_replicas=2, gpus=gpus)
+    assert made[ray_serve.REPLICA]["autoscaling_config"]["policy"]["policy_kwargs"]["max_batch"] == batch
+
+
 def test_the_ingress_refuses_before_it_forwards(monkeypatch):
     from arpg.serve import ray_serve
     from arpg.serve.auth import ApiKeys

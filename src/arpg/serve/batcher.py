@@ -30,7 +30,7 @@ from arpg.settings import SamplingSettings
 log = logging.getLogger(__name__)
 MAX_BYPASS_S = 2.0  # after this time no row is admitted before one that waits for more room
 _MAX_IDLE = 4  # batches without rows that are kept for their captured steps
-_CPU_BATCH, _GPU_BATCH = 16, 128  # images decoded together at most, where the user gives no number
+CPU_BATCH, GPU_BATCH = 16, 128  # images decoded together at most, where the user gives no number
 _CACHE_SHARE = 0.25  # of the free memory of a GPU, for the caches of one full batch
 
 
@@ -420,13 +420,13 @@ class Batcher:
 def choose_max_batch(model: ARPG) -> int:
     """Return how many images to decode together: as many as a quarter of a GPU's free memory holds the caches of."""
     if model.device.type != "cuda":
-        return _CPU_BATCH
+        return CPU_BATCH
     config, copies = model.config, 1 if model.takes_guidance else 2
     prefix = 1 if config.text is None else config.text.max_tokens
     cache = model.allocate_cache(copies, prefix + math.prod(config.grid) + BUCKET)
     each = cache.key_LBTHK.nbytes + cache.value_LBTHK.nbytes
     free, _ = torch.cuda.mem_get_info(model.device)
-    chosen = max(1, min(_GPU_BATCH, int(_CACHE_SHARE * free / each)))
+    chosen = max(1, min(GPU_BATCH, int(_CACHE_SHARE * free / each)))
     log.info("max_batch chosen", extra={"max_batch": chosen, "cache_bytes": chosen * each, "free_bytes": free})
     return chosen
 

@@ -29,6 +29,7 @@ from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, check_exposure, read_keys
+from arpg.serve.batcher import CPU_BATCH, GPU_BATCH
 from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, replay, wait_for_disconnect
 from arpg.serve.observability import Metrics, configure_logging, tracer_from_environment
 from arpg.serve.responses import json_response
@@ -239,6 +240,7 @@ def application(
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
     most = replicas if max_replicas is None else max_replicas
     require(most >= replicas, f"max_replicas is {most}; expected at least replicas ({replicas})")
+    batch = settings.max_batch or (GPU_BATCH if gpus else CPU_BATCH)  # replicas on a GPU choose up to that many
     scale = {
         "min_replicas": replicas,
         "max_replicas": most,
@@ -248,7 +250,7 @@ def application(
         "downscale_delay_s": DOWNSCALE_DELAY_S,
         "policy": {
             "policy_function": f"{__name__}:{QueueTimePolicy.__name__}",
-            "policy_kwargs": {"target_s": target_queue_s, "max_batch": settings.max_batch or 16},
+            "policy_kwargs": {"target_s": target_queue_s, "max_batch": batch},
         },
     }
     replica = serve.deployment(
