@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -413,7 +414,7 @@ class Lease:
     def _require_dead(self, found: dict[str, Any]) -> None:
         host, pid, age = found.get("host"), found.get("pid"), time.time() - float(found.get("time", 0))
         dead = age > STALE_SECONDS
-        if host == socket.gethostname() and isinstance(pid, int):
+        if host == socket.gethostname() and isinstance(pid, int) and sys.platform != "win32":  # there, 0 is Ctrl-C
             try:
                 os.kill(pid, 0)
             except ProcessLookupError:

@@ -214,6 +214,20 @@ def test_the_lease_of_a_dead_job_is_free(folder, monkeypatch):
         pass
 
 
+def test_no_process_is_probed_on_windows(tmp_path, monkeypatch):
+    """Signal 0 is Ctrl-C there. The lease of a dead job is free once it is old."""
+    killed = []
+    monkeypatch.setattr(storage.sys, "platform", "win32")
+    monkeypatch.setattr(storage.os, "kill", lambda *signal: killed.append(signal))
+    lease = {"owner": "x", "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+    write_json(tmp_path / storage.LEASE, lease)
+    with pytest.raises(InputError, match="is being written by process"):
+        Lease(tmp_path).__enter__()
+    write_json(tmp_path / storage.LEASE, lease | {"time": time.time() - 2 * storage.STALE_SECONDS})
+    with Lease(tmp_path):
+        assert not killed
+
+
 def test_a_lease_is_renewed_and_its_loss_is_noticed(folder, monkeypatch):
     monkeypatch.setattr(storage, "HEARTBEAT_SECONDS", 0.01)
     with Lease(folder) as lease:
