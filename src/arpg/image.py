@@ -105,8 +105,8 @@ def to_image(image: ImageInput, *, what: str = "image", alpha: bool = False) -> 
 
 
 def to_mask(mask: ImageInput) -> NDArray[np.bool_]:
-    """Return which pixels `[H, W]` a mask sets: white ones, those that are True, or numbers from 0.5."""
-    grey = np.asarray(_upright_8_bit(to_image(mask, what="mask")).convert("L"))
+    """Return which pixels `[H, W]` a mask sets: white or transparent ones, those that are True, or numbers from 0.5."""
+    grey = np.asarray(to_rgb(to_image(mask, what="mask")).convert("L"))
     require(
         isinstance(mask, Image.Image | str | Path) or not 0 < int(grey.max()) < 128,
         f"mask has numbers from 0 to {int(grey.max())} of 255, so nothing is to be filled; expected 255, 1.0 or True "

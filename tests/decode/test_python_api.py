@@ -209,6 +209,15 @@ def test_a_mask_of_16_bits_is_scaled():
     assert to_mask(Image.fromarray(levels)).tolist() == [[False] * 3, [True] * 3]
 
 
+def test_transparent_parts_of_a_mask_are_filled(tmp_path):
+    """As in a file, whose transparent parts are read as white."""
+    mask = Image.new("RGBA", (2, 1), (0, 0, 0, 255))
+    mask.putpixel((1, 0), (0, 0, 0, 0))
+    mask.save(tmp_path / "mask.png")
+    for given in (mask, np.asarray(mask), tmp_path / "mask.png"):
+        assert to_mask(given).tolist() == [[False, True]]
+
+
 @pytest.mark.parametrize(
     ("image", "says"),
     [
