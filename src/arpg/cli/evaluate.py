@@ -26,6 +26,7 @@ from arpg.cli.options import (
     WorkersOption,
     err,
     load_pipeline,
+    model_and_adapters,
     out,
     output_option,
     progress_bar,
@@ -293,11 +294,9 @@ def _remote_pipeline(sampling: SamplingOptions) -> tuple[Any, Callable[[], Any]]
     from arpg.checkpoint import read_folder
     from arpg.evaluation.sample import load_pipeline
     from arpg.hub import resolve
-    from arpg.lora import parse_lora, read_adapter
 
-    adapters, model = [parse_lora(text) for text in sampling.lora], sampling.model
-    if adapters and not sampling.named:
-        model = read_adapter(adapters[0][0]).config.base or model
+    named = sampling.model if sampling.named else None
+    model, adapters = model_and_adapters(named, sampling.lora, default=sampling.model)
     # An adapter may add classes.
     found = load_pipeline(model, {"device": "cpu"}, adapters) if adapters else read_folder(resolve(model))
     return found.classes, partial(load_pipeline, model, sampling.loading, adapters)

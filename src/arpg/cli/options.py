@@ -187,16 +187,25 @@ def load_pipeline(
     """Load a pipeline and its adapters, with a spinner meanwhile; none named: an adapter's base, or `default`."""
     with err.status("loading"):
         from arpg.device import set_threads
-        from arpg.lora import parse_lora, read_adapter
         from arpg.pipeline import Pipeline
 
         set_threads()
-        adapters = [parse_lora(text) for text in lora or ()]
-        base = read_adapter(adapters[0][0]).config.base if adapters and model is None else None
-        pipe = Pipeline.from_pretrained(model or base or default, **options)
+        name, adapters = model_and_adapters(model, lora, default=default)
+        pipe = Pipeline.from_pretrained(name, **options)
         for path, scale in adapters:
             pipe.load_lora(path, scale)
         return pipe
+
+
+def model_and_adapters(
+    model: str | None, lora: Sequence[str] | None, *, default: str
+) -> tuple[str, list[tuple[str, float]]]:
+    """Return the model to load and its adapters with their scales; none named: an adapter's base, or `default`."""
+    from arpg.lora import parse_lora, read_adapter
+
+    adapters = [parse_lora(text) for text in lora or ()]
+    base = read_adapter(adapters[0][0]).config.base if adapters and model is None else None
+    return model or base or default, adapters
 
 
 def ray_options(ray: bool, workers: int) -> Any:
