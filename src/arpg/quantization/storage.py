@@ -44,10 +44,28 @@ def to_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(tensor: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Levels in the tensor's shape and a scale for each row, which reaches its largest number; 4 bits may clip it."""
+    rows_RC = tensor.detach().float().flatten(1)
+    scale_R = rows_RC.abs().amax(1).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
+    if bits == 4:
+        scale_R = _closest_scale(rows_RC, scale_R, bits)
+    return _to_levels(rows_RC, scale_R, bits).to(torch.int8).reshape(tensor.shape), scale_R
+
+
+def _to_levels(rows_RC: Tensor, scale_R: Tensor, bits: int) -> Tensor:
     most = 2 ** (bits - 1) - 1
-    rows = tensor.detach().float().flatten(1)
-    scale = rows.abs().amax(1).clamp_min(1e-12) / most
-    return (rows / scale[:, None]).round().clamp(-most, most).to(torch.int8).reshape(tensor.shape), scale
+    return (rows_RC / scale_R[:, None]).round().clamp(-most, most)
+
+
+def _closest_scale(rows_RC: Tensor, scale_R: Tensor, bits: int) -> Tensor:
+    """Of scales down to half of those given, the ones with the least squared error of each row."""
+    best_R, least_R = scale_R, torch.full_like(scale_R, torch.inf)
+    for part in torch.linspace(1.0, 0.5, 11).tolist():
+        tried_R = part * scale_R
+        error_R = (_to_levels(rows_RC, tried_R, bits) * tried_R[:, None] - rows_RC).square().sum(1)
+        best_R = torch.where(error_R < least_R, tried_R, best_R)
+        least_R = torch.minimum(error_R, least_R)
+    return best_R
 
 
 def pack_difference(state: State, base: State, form: str) -> State:
