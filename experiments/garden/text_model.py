@@ -194,7 +194,7 @@ class TextRun(StagedRun):
         return True
 
     def score(self) -> bool:
-        """Score the model in half precision, as it is bundled, at several guidance scales, and the ceiling."""
+        """Score the model in half precision, as it is distributed, at several guidance scales, and the ceiling."""
         if (self.results / "uncurated.png").exists():
             return True
         if self.too_late("score"):
@@ -203,7 +203,7 @@ class TextRun(StagedRun):
         made = self.work / "train" / "model"
         described = read_folder(made)
         weights = pack_weights(read_tensors(made / "model.safetensors"), "float16")
-        # The tokenizer of a bundled model is shared; load_tokenizer then finds it.
+        # The tokenizer of an installed model is shared; load_tokenizer then finds it.
         shared = self.recipe.tokenizer if self.recipe.tokenizer in installed_models() else None
         config = FolderConfig(
             model=described.model, sampling=described.sampling, license=described.license, tokenizer_of=shared

@@ -1,4 +1,4 @@
-"""The bundled model that follows condition images: it does, and no condition image breaks it."""
+"""Images of garden-control follow condition images, and no condition image breaks it."""
 
 import dataclasses
 import json

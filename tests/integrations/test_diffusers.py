@@ -77,6 +77,6 @@ def test_the_class_loads_by_name(folder, pipeline):
 
 
 @pytest.mark.parametrize("name", [DEFAULT_MODEL, DEFAULT_TEXT_MODEL, DEFAULT_CONTROL_MODEL])
-def test_bundled_folders_have_an_index(name):
+def test_installed_folders_have_an_index(name):
     require_model(name)
     assert json.loads((installed_folder(name) / "model_index.json").read_text()) == DIFFUSERS_INDEX

@@ -3,7 +3,6 @@
 import importlib
 import shutil
 import tomllib
-from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -110,21 +109,16 @@ def test_a_missing_model_of_this_project_names_its_distribution(monkeypatch):
 
 
 def test_the_distributions_of_this_repository_provide_what_they_should():
-    """Each model is in one wheel: that of its distribution takes it in, that of this package leaves it out."""
-    left_out = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["exclude"]
+    """Each model is in the folder of one distribution: that of this package has the default model alone."""
     for distribution in set(DISTRIBUTIONS.values()):
         folder = ROOT / "packages" / distribution
         described = tomllib.loads((folder / "pyproject.toml").read_text())
         provided = described["project"]["entry-points"]["arpg.models"]
         assert described["project"]["name"] == distribution
         assert set(provided) == {name for name, where in DISTRIBUTIONS.items() if where == distribution}
-        taken = described["tool"]["hatch"]["build"]["targets"]["wheel"].get("force-include", {})
-        for name, package in provided.items():
-            assert (folder / "src" / package / "__init__.py").is_file()
-            if (folder / "src" / package / name / "config.json").is_file():
-                continue
-            (source,) = [source for source, target in taken.items() if target == f"{package}/{name}"]
-            path = (folder / source).resolve()
-            assert (path / "config.json").is_file()
-            assert any(fnmatch(path.relative_to(ROOT).as_posix(), pattern) for pattern in left_out)
-    assert not any(fnmatch(f"src/arpg/assets/{DEFAULT_MODEL}", pattern) for pattern in left_out)
+        packages = described["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+        assert packages == [f"src/{package}" for package in set(provided.values())]
+        (package,) = (folder / path for path in packages)
+        assert (package / "__init__.py").is_file()
+        assert {path.parent.name for path in package.glob("*/config.json")} == set(provided)
+    assert [path.parent.name for path in ROOT.glob("src/arpg/assets/*/config.json")] == [DEFAULT_MODEL]

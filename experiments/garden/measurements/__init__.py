@@ -1,1 +1,1 @@
-"""Measurements of the bundled models: ablations, exact decoding, metrics."""
+"""Measurements of the garden models: ablations, exact decoding, metrics."""
