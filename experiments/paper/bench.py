@@ -325,11 +325,11 @@ class Bench:
         line = self.fid_line(*self.features(engine, settings, num, seed=seed))
         return {**line, "settings": sampler_settings(engine, settings)}
 
-    def search(self, row: str, samplers: Sequence[Sampler], **where: Any) -> list[Sampler]:
+    def search(self, row: str, samplers: Sequence[Sampler], *, share: float = 1 / 10, **where: Any) -> list[Sampler]:
         """Search by halves, with other seeds than those of the measurements; return the best first.
 
         Every measurement is a line of its own, of the row `row` and with the values `where`, so that a search goes on
-        in the next call. The first of two rounds has a tenth of `--num` samples: 1,000 are two batches of 500, the
+        in the next call. The first of two rounds has `share` of `--num` samples: 1,000 are two batches of 500, the
         one shape that graphs are captured for.
         """
 
@@ -344,11 +344,11 @@ class Bench:
             log.info("%-24s %d samples  FID %.2f  %.1f s", row, num, line["fid"], line["seconds"])
             return float(line["fid"])
 
-        first = max(2, self.options.num // 10)
+        first = max(2, round(share * self.options.num))
         return [each for each, _, _ in halving(samplers, measure, first=first, last=2 * first)]
 
     def best_guidance(self, row: str, engine: RowEngine, settings: SamplingSettings, **where: Any) -> SamplingSettings:
-        """Search the guidance scale."""
+        """Search the guidance scale; `where`: as in `search`."""
         options = [(engine, dataclasses.replace(settings, guidance=scale)) for scale in SCALES]
         return self.search(row, options, steps=settings.steps, **where)[0][1]
 

@@ -269,7 +269,8 @@ EXPECTED: dict[str, list[str]] = {
 SEARCHES = ("guidance", "search")  # measures that are not shown: what settings were chosen by
 COLUMNS = (
     *("row", "steps", "seed", "training seed", "order", "attention", "batch", "pixels"),
-    *("fid", "fid block", "fid causal", "difference", "accuracy", "bits per token", "parameters"),
+    *("fid", "fid block", "fid causal", "guidance block", "guidance causal", "difference"),
+    *("accuracy", "bits per token", "parameters"),
     *("training samples", "loss", "validation loss", "settings"),
     *("images/s", "seconds per batch", "GiB", "GiB reserved", "engine", "device"),
     *("pass1: evenness", "pass2: evenness", "masks: evenness", "tokens: evenness"),
@@ -305,6 +306,32 @@ def searched_table(lines: list[Line]) -> str:
     rows = [[*name, *(f"{fids[s]:.1f}" if s in fids else None for s in steps)] for name, fids in found.items()]
     about = f"FID of {fewest} samples by order, schedule and number of steps, linear guidance 3:\n\n"
     return about + markdown_table(["order", "schedule", *map(str, steps)], rows) if rows else ""
+
+
+def paired_table(lines: list[Line]) -> str:
+    """Return the mean difference of block-wise and causal attention by steps, as Markdown."""
+    steps = sorted({line["steps"] for line in matching(lines, table="block-causal", row=SUBJECT, measure="paired")})
+    if not steps:
+        return ""
+    about = "FID block-wise less causal, each at its own best guidance: the mean over all seeds, 95% interval.\n\n"
+    return about + markdown_table(["steps", "difference"], [[str(each), str(paired(lines, each))] for each in steps])
+
+
+def scales_table(lines: list[Line]) -> str:
+    """Return FID of both attentions at the same guidance scales, from the searches of `block-causal`, as Markdown."""
+    lines = matching(lines, table="block-causal", row=SUBJECT, measure="search", **{"training seed": 0})
+    fewest = min((line["samples"] for line in lines), default=0)
+    found: dict[tuple[int, str], dict[float, float]] = {}
+    for line in matching(lines, samples=fewest):
+        settings = line["settings"]
+        found.setdefault((line["steps"], settings["attention"]), {})[settings["guidance"]] = line["fid"]
+    scales = sorted({scale for fids in found.values() for scale in fids})
+    rows = [
+        [str(steps), attention, *(f"{fids[s]:.1f}" if s in fids else None for s in scales)]
+        for (steps, attention), fids in sorted(found.items())
+    ]
+    about = f"FID of {fewest} samples by guidance scale (the search; few samples have a higher FID):\n\n"
+    return about + markdown_table(["steps", "attention", *map(str, scales)], rows) if rows else ""
 
 
 def _shown(line: Line) -> Line:
@@ -355,6 +382,7 @@ SECTIONS = (
     ("Guidance as an input", "guidance", None),
     ("Attention (Figures 3 and 11)", "attention", None),
 )
+SUMMARIES = {"block-causal": (paired_table, scales_table), "few-steps": (searched_table,)}
 INTRODUCTION = """\
 A comparison on equal terms: all models share the same layers, training data (`meadow`: photographs of 225 classes, 128
 x 128 pixels, 256 tokens), optimizer, seed and number of steps. FID is against the training split, with weights in 8
@@ -377,8 +405,7 @@ def page(lines: list[Line]) -> str:
         text += ["", f"Final loss falls with the number of parameters to the power {fitted:.3f}.", ""]
     for title, table, quoted in SECTIONS:
         text += [f"## {title}", "", measured_table(lines, table)]
-        if table == "few-steps" and (searched := searched_table(lines)):
-            text += [searched]
+        text += [made for make in SUMMARIES.get(table, ()) if (made := make(lines))]
         if quoted is not None:
             text += ["The paper's:", "", quoted_table(quoted)]
         if table == "peers":

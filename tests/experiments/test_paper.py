@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from arpg import InputError, SamplingSettings
 from arpg.checkpoint import FolderConfig, write_folder
@@ -30,7 +31,7 @@ from experiments.paper.report import AGREES, CONTRADICTS, MISSING, NARROWLY, UNS
 from experiments.paper.rows import designs, peers, sizes
 from experiments.token_bits import pack_tokens
 from support.features import Eye
-from support.small import noise, small_tokenizer
+from support.small import noise, small_model, small_tokenizer
 
 
 def test_a_cut_off_line_is_measured_again(tmp_path):
@@ -191,6 +192,53 @@ def test_every_table_runs_and_continues(world, tmp_path, table):
     assert files(out) == before
     assert main(["report", "--lines", str(out / "lines"), "--out", str(tmp_path / "page.md")]) == 0
     assert "Not measured yet" in (tmp_path / "page.md").read_text()
+
+
+def test_each_attention_is_measured_at_its_own_best_guidance(world, tmp_path, monkeypatch):
+    best, seen = {"block": 1.5, "causal": 3.0}, []
+
+    def features(self, engine, settings, num, *, seed):
+        seen.append((settings.steps, settings.attention, settings.guidance, num, seed))
+        return SimpleNamespace(pool=SimpleNamespace(to=lambda device: settings)), {}
+
+    def distance(settings, reference):
+        return 10 + abs(settings.guidance - best[settings.attention]) + (settings.attention == "block")
+
+    def fid(self, found):
+        return distance(found.pool.to("cpu"), None), np.linspace(-1, 1, 16)
+
+    monkeypatch.setattr(bench.Bench, "features", features)
+    monkeypatch.setattr(bench.Bench, "fid", fid)
+    monkeypatch.setattr(bench, "frechet_distance", distance)
+    monkeypatch.setattr(queue, "BLOCK_CAUSAL_STEPS", (8, 16))
+    assert main(["block-causal", *world, "--num", "100", "--seeds", "2"]) == 0
+    lines = {(line["steps"], line["seed"]): line for line in read_lines(tmp_path / "out" / "lines") if "seed" in line}
+    for seed in range(2):
+        found = lines[8, seed]
+        assert (found["guidance block"], found["guidance causal"]) == (1.5, 3.0)
+        assert (found["fid block"], found["fid causal"], found["difference"]) == (11.0, 10.0, 1.0)
+    searched = [each for each in seen if each[4] == 10**6]
+    assert {each[3] for each in searched} == {5, 10}
+    # Together as many samples as one search of a row: two scales, then the better one.
+    assert sum(each[3] for each in searched if each[0] == 8) == 2 * 10 + 20
+    # With as many steps as tokens both are one computation, which is sampled once.
+    assert {each[1] for each in seen if each[0] == 16} == {"block"}
+    assert lines[16, 0]["difference"] == 0.0
+    assert lines[16, 0]["difference interval"] == [0.0, 0.0]
+    page = report.page([{**line, "row": "12+12"} for line in read_lines(tmp_path / "out" / "lines")])
+    assert "| steps | difference |" in page
+    assert "| steps | attention | 1.5 | 3.0 |\n|---|---:|---:|---:|\n| 8 | block | 11.0 | 12.5 |\n" in page
+
+
+def test_block_wise_and_causal_attention_agree_with_one_token_per_step():
+    engine = RowEngine(small_model())
+    made = [
+        engine.generate([1, 3], [0, 1], SamplingSettings(steps=steps, attention=attention, guidance=2.0))
+        for steps in (16, 4)
+        for attention in ("block", "causal")
+    ]
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[2], made[3])
 
 
 def test_surest_orders_are_training_orders(world, tmp_path):
