@@ -161,11 +161,22 @@ def run_block_causal(bench: Bench) -> None:
     With as many steps as tokens the two are one computation, which is sampled once. All trainings of one number of
     steps come before the next number: those of the paper's claims are the first.
     """
-    tokens = math.prod(bench.base.grid)
-    for steps in (s for s in BLOCK_CAUSAL_STEPS if s <= tokens):
+    tokens, trainings = math.prod(bench.base.grid), 1 if bench.options.model else bench.options.training_seeds
+    numbers = [steps for steps in BLOCK_CAUSAL_STEPS if steps <= tokens]
+
+    def paired_key(steps: int, training_seed: int, seed: int) -> dict[str, Any]:
+        where = {"steps": steps, "training seed": training_seed, "seed": seed}
+        return bench.key(bench.subject_name, **where, measure="paired")
+
+    if bench.options.train_only:
+        for training_seed in range(0 if bench.options.model else trainings):
+            keys = [paired_key(steps, training_seed, seed) for steps in numbers for seed in range(bench.options.seeds)]
+            if not all(map(bench.queue.has, keys)):
+                bench.weights(designs(bench.base)[0], seed=training_seed)
+        return
+    for steps in numbers:
         attentions = ("block", "causal") if steps < tokens else ("block",)
-        for training_seed in range(1 if bench.options.model else bench.options.training_seeds):
-            where = {"steps": steps, "training seed": training_seed}
+        for training_seed in range(trainings):
 
             def search(
                 steps: int = steps, attentions: Any = attentions, training_seed: int = training_seed
@@ -179,6 +190,7 @@ def run_block_causal(bench: Bench) -> None:
                     found[attention] = best.guidance
                 return {"guidance": found}
 
+            where = {"steps": steps, "training seed": training_seed}
             key = bench.key(bench.subject_name, **where, measure="guidance")
             scales = bench.queue.line(key, search)["guidance"]
             for seed in range(bench.options.seeds):
@@ -194,8 +206,7 @@ def run_block_causal(bench: Bench) -> None:
                         values[attention], influences[attention] = bench.fid(features)
                     return _paired_line(values, influences, scales)
 
-                key = bench.key(bench.subject_name, **where, seed=seed, measure="paired")
-                line = bench.queue.line(key, measure)
+                line = bench.queue.line(paired_key(steps, training_seed, seed), measure)
                 log.info("%d steps, seed %d: block - causal %.3f", steps, seed, line["difference"])
 
 

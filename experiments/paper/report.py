@@ -31,17 +31,20 @@ from experiments.paper.rows import designs, peers, sizes
 
 QUOTED = json.loads((Path(__file__).parent / "quoted.json").read_text(encoding="utf-8"))
 AGREES, CONTRADICTS, UNSURE, MISSING = "agrees", "contradicts", "cannot tell", "not measured"
-NARROWLY = ", narrowly"
+NARROWLY, ONE_TRAINING = ", narrowly", ", one training"
+# 97.5 % quantiles of Student's t by degrees of freedom, from 1 on; more than 10 use the last.
+STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 SUBJECT = designs()[0].name  # the row that `block-causal` and `few-steps` sample, where no `--model` is given
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its 95 % interval."""
+    """A number and its 95 % interval. `trainings`: of each model; with one, the interval is that of these models."""
 
     value: float
     low: float
     high: float
+    trainings: int | None = None  # None: the number does not depend on a training
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
@@ -59,12 +62,26 @@ def verdict(found: Estimate | None, *, at_least: float | None = None, at_most: f
 
 
 def mean_of(lines: list[Line], name: str) -> Estimate | None:
-    """Return the mean of a measured number over lines with other seeds; the interval is that of the mean."""
+    """Return the mean of a measured number over sampling seeds, then over trainings; the interval is that of the mean.
+
+    With two trainings or more it is Student's, from the variance between trainings, but no narrower than the noise of
+    sampling.
+    """
     if not lines:
         return None
-    value = float(np.mean([line[name] for line in lines]))
-    half = math.hypot(*((line[f"{name} interval"][1] - line[f"{name} interval"][0]) / 2 for line in lines)) / len(lines)
-    return Estimate(value, value - half, value + half)
+    by_training: dict[int, list[Line]] = {}
+    for line in lines:
+        by_training.setdefault(line.get("training seed", 0), []).append(line)
+    means = [float(np.mean([line[name] for line in some])) for some in by_training.values()]
+    noises = [
+        math.hypot(*((line[f"{name} interval"][1] - line[f"{name} interval"][0]) / 2 for line in some)) / len(some)
+        for some in by_training.values()
+    ]
+    value, half, count = float(np.mean(means)), math.hypot(*noises) / len(means), len(means)
+    if count > 1:
+        student = STUDENT_95[min(count - 1, len(STUDENT_95)) - 1]
+        half = max(half, student * float(np.std(means, ddof=1)) / math.sqrt(count))
+    return Estimate(value, value - half, value + half, count)
 
 
 def less(a: Estimate | None, b: Estimate | None) -> Estimate | None:
@@ -72,7 +89,8 @@ def less(a: Estimate | None, b: Estimate | None) -> Estimate | None:
     if a is None or b is None:
         return None
     half, value = math.hypot(*((x.high - x.low) / 2 for x in (a, b))), a.value - b.value
-    return Estimate(value, value - half, value + half)
+    trainings = min((x.trainings for x in (a, b) if x.trainings is not None), default=None)
+    return Estimate(value, value - half, value + half, trainings)
 
 
 def fid_difference(lines: list[Line], a: str, b: str) -> Estimate | None:
@@ -104,6 +122,8 @@ class Claim:
         bound = self.at_least if self.at_most is None else self.at_most
         if found is not None and answer != UNSURE and abs(found.value - (bound or 0.0)) < found.high - found.low:
             answer += NARROWLY
+        if found is not None and found.trainings == 1:
+            answer += ONE_TRAINING
         return [self.text, self.paper, "" if found is None else str(found), answer]
 
 
@@ -139,7 +159,7 @@ def _speedup(other: str, other_steps: int | None) -> Callable[[list[Line]], Esti
 
 
 def paired(lines: list[Line], steps: int) -> Estimate | None:
-    """Return the mean over sampling seeds of FID block-wise less causal; the interval is that of the mean.
+    """Return the mean over sampling seeds and trainings of FID block-wise less causal, with the interval of `mean_of`.
 
     Of the trained row alone: a model of `--model` has lines of its own.
     """
@@ -156,12 +176,12 @@ def larger_is_better(lines: list[Line]) -> Estimate | None:
     for small, large in itertools.pairwise(curves):
         common = sorted(set(small) & set(large))
         shares.append(float(np.mean([large[step] < small[step] for step in common])))
-    return Estimate(min(shares), min(shares), min(shares))
+    return Estimate(min(shares), min(shares), min(shares), trainings=1)
 
 
 def _attention(lines: list[Line], row: str, name: str) -> Estimate | None:
     line = one(lines, table="attention", row=row)
-    return None if line is None else Estimate(line[name], *line[f"{name} interval"])
+    return None if line is None else Estimate(line[name], *line[f"{name} interval"], trainings=1)
 
 
 def _tuned(lines: list[Line], **key: Any) -> Estimate | None:
@@ -313,8 +333,10 @@ def paired_table(lines: list[Line]) -> str:
     steps = sorted({line["steps"] for line in matching(lines, table="block-causal", row=SUBJECT, measure="paired")})
     if not steps:
         return ""
-    about = "FID block-wise less causal, each at its own best guidance: the mean over all seeds, 95% interval.\n\n"
-    return about + markdown_table(["steps", "difference"], [[str(each), str(paired(lines, each))] for each in steps])
+    about = "FID block-wise less causal, each at its own best guidance, mean of seeds and trainings, 95% interval:\n\n"
+    found = [(each, paired(lines, each)) for each in steps]
+    rows = [[str(each), str(mean), str(mean.trainings)] for each, mean in found if mean is not None]
+    return about + markdown_table(["steps", "difference", "trainings"], rows)
 
 
 def scales_table(lines: list[Line]) -> str:
@@ -389,7 +411,10 @@ x 128 pixels, 256 tokens), optimizer, seed and number of steps. FID is against t
 bits, at the best guidance of a search with other seeds; speed and memory are measured with random weights at the size
 of ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" if the whole 95% interval is on one
 side of the claim, else "cannot tell"; "narrowly" means closer to the bound than two half intervals, so that three seeds
-are needed. `python -m experiments.paper report` writes this page; `experiments/paper/README.md` describes the runs."""
+are needed. "One training" means that each model was trained once: the interval covers the noise of sampling (or of
+images), not the differences between trainings with other seeds, so the verdict is about these models. With more
+trainings the interval is Student's, from the variance between trainings. `python -m experiments.paper report` writes
+this page; `experiments/paper/README.md` describes the runs."""
 
 
 def page(lines: list[Line]) -> str:

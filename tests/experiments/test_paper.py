@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from arpg import InputError, SamplingSettings
@@ -27,7 +28,16 @@ from experiments.paper import bench, queue, report
 from experiments.paper.__main__ import main
 from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, Queue, read_lines
-from experiments.paper.report import AGREES, CONTRADICTS, MISSING, NARROWLY, UNSURE, Estimate, verdict
+from experiments.paper.report import (
+    AGREES,
+    CONTRADICTS,
+    MISSING,
+    NARROWLY,
+    ONE_TRAINING,
+    UNSURE,
+    Estimate,
+    verdict,
+)
 from experiments.paper.rows import designs, peers, sizes
 from experiments.token_bits import pack_tokens
 from support.features import Eye
@@ -226,8 +236,26 @@ def test_each_attention_is_measured_at_its_own_best_guidance(world, tmp_path, mo
     assert lines[16, 0]["difference"] == 0.0
     assert lines[16, 0]["difference interval"] == [0.0, 0.0]
     page = report.page([{**line, "row": "12+12"} for line in read_lines(tmp_path / "out" / "lines")])
-    assert "| steps | difference |" in page
+    assert "| steps | difference | trainings |" in page
     assert "| steps | attention | 1.5 | 3.0 |\n|---|---:|---:|---:|\n| 8 | block | 11.0 | 12.5 |\n" in page
+
+
+def test_block_causal_samples_several_trainings(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(queue, "BLOCK_CAUSAL_STEPS", (8, 4))
+    weights, pieces = tmp_path / "out" / "weights", tmp_path / "pieces"
+    training = ["block-causal", *world, "--training-seeds", "2"]
+    for number in (1, 2):  # one training per call
+        shutil.rmtree(pieces, ignore_errors=True)
+        assert main([*training, "--train-only", "--pieces", str(pieces)]) == 0
+        assert len(list(weights.iterdir())) == number
+    assert main(training) == 0
+    paired = [line for line in read_lines(tmp_path / "out" / "lines") if line["measure"] == "paired"]
+    # All trainings of one number of steps before the next: what is cut off is what matters least.
+    assert [(line["steps"], line["training seed"]) for line in paired] == [(8, 0), (8, 1), (4, 0), (4, 1)]
+    shutil.rmtree(weights)
+    shutil.rmtree(tmp_path / "work")
+    assert main([*training, "--train-only"]) == 0  # is measured already
+    assert not weights.exists()
 
 
 def test_block_wise_and_causal_attention_agree_with_one_token_per_step():
@@ -396,18 +424,43 @@ def made_up():
     return lines
 
 
+def test_the_interval_of_several_trainings_has_the_variance_between_them():
+    def paired(training_seed, seed, difference):
+        (line,) = [line for line in made_up() if line["measure"] == "paired" and line["seed"] == seed]
+        ends = [difference - 0.3, difference + 0.3]
+        return {**line, "training seed": training_seed, "difference": difference, "difference interval": ends}
+
+    claim = next(claim for claim in report.CLAIMS if claim.text == "block-wise attention is better at 16 steps")
+    differences = {0: [-0.5, -0.4, -0.45], 1: [-0.9, -1.0, -1.1], 2: [-0.1, -0.2, -0.3]}
+    lines = [paired(t, s, value) for t, values in differences.items() for s, value in enumerate(values)]
+    found = report.paired(lines, 16)
+    interval = scipy.stats.t.interval(0.95, 2, np.mean([-0.45, -1.0, -0.2]), scipy.stats.sem([-0.45, -1.0, -0.2]))
+    assert found.trainings == 3
+    assert (found.low, found.high) == pytest.approx(interval, abs=1e-3)
+    assert claim.row(lines)[3] == UNSURE  # of sampling noise alone it would agree
+    one, two = ([line for line in lines if line["training seed"] < number] for number in (1, 2))
+    assert claim.row(one)[3] == AGREES + ONE_TRAINING
+    two = report.paired(two, 16)
+    assert two.high - two.value == pytest.approx(12.706 * 0.275, abs=1e-3)
+    # Trainings that happen to agree do not make the interval narrower than the noise of sampling.
+    alike = report.paired([paired(t, 0, -0.5) for t in range(2)], 16)
+    assert alike.high - alike.value == pytest.approx(0.3 / np.sqrt(2))
+    for count, quantile in enumerate(report.STUDENT_95, start=1):
+        assert quantile == pytest.approx(scipy.stats.t.ppf(0.975, count), abs=1e-3)
+
+
 def test_the_page_of_made_up_lines(tmp_path):
     rows = {claim.text: claim.row(made_up()) for claim in report.CLAIMS}
-    assert rows["no Pass 1 (0+24) is worse than 12+12"][3] == AGREES
-    assert rows["fewer Pass-2 layers (18+6) are worse than 12+12"][3] == UNSURE
+    assert rows["no Pass 1 (0+24) is worse than 12+12"][3] == AGREES + ONE_TRAINING
+    assert rows["fewer Pass-2 layers (18+6) are worse than 12+12"][3] == UNSURE + ONE_TRAINING
     assert rows["without Pass 2, random orders fail"][3] == MISSING
     assert rows["30 times as fast as raster AR"][2:] == ["40 (32.7 to 48.9)", AGREES + NARROWLY]
     assert rows["3 times as fast as parallel peers"][3] == CONTRADICTS
-    assert rows["block-wise attention is better at 16 steps"][2:] == ["-0.45 (-0.623 to -0.277)", AGREES]
+    assert rows["block-wise attention is better at 16 steps"][2:] == ["-0.45 (-0.623 to -0.277)", AGREES + ONE_TRAINING]
     other = [{**line, "row": "weights/other", "difference": 9.0} for line in made_up() if line["measure"] == "paired"]
     assert report.paired([*made_up(), *other], 16) == report.paired(made_up(), 16)
     assert rows["block-wise attention is better at 32 steps"][3] == MISSING
-    assert rows["a larger model has a lower loss at every step"][2:] == ["0.5 (0.5 to 0.5)", CONTRADICTS]
+    assert rows["a larger model has a lower loss at every step"][2:] == ["0.5 (0.5 to 0.5)", CONTRADICTS + ONE_TRAINING]
     assert report.exponent(made_up()) == pytest.approx(np.log(0.9) / np.log(10))
     path = tmp_path / "lines"
     path.mkdir()
