@@ -24,9 +24,17 @@ class OutOfTimeError(Exception):
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Read the lines of all files of a folder, each once; a last line that was cut off is left out."""
-    found = [line for path in sorted(folder.glob("*.jsonl")) for line in _read_file(path)]
-    return list({json.dumps(line, sort_keys=True): line for line in found}.values())
+    """Read the lines of all files of a folder, each measurement once; a last line that was cut off is left out.
+
+    Of a measurement that was made twice, on machines that did not know of each other, the first counts: both have the
+    same seeds, so their mean would be no better than one of them.
+    """
+    found: dict[str, Line] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in _read_file(path):
+            what = {name: line[name] for name in line.get("key", line)}
+            found.setdefault(json.dumps(what, sort_keys=True), line)
+    return list(found.values())
 
 
 def _read_file(path: Path) -> list[Line]:
@@ -84,12 +92,13 @@ class Queue:
         if found := matching(self.lines, **wanted):
             return found[0]
         if same is not None and (found := matching(self.lines, **same)):
-            return self._append({**found[0], **wanted})
+            return self._append({**found[0], **wanted, "key": list(wanted)})
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
         began = time.monotonic()
         made = measure()
-        return self._append({**wanted, **made, "seconds": round(time.monotonic() - began, 2), "options": self.shared})
+        more = {"seconds": round(time.monotonic() - began, 2), "options": self.shared, "key": list(wanted)}
+        return self._append({**wanted, **made, **more})
 
     def _append(self, line: Line) -> Line:
         self.path.parent.mkdir(parents=True, exist_ok=True)

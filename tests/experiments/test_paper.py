@@ -80,6 +80,25 @@ def test_a_cut_off_line_is_measured_again(tmp_path):
         read_lines(tmp_path)
 
 
+def test_a_measurement_that_was_made_twice_counts_once(tmp_path):
+    for name, fid in (("first", 20.0), ("second", 20.5)):  # on two machines that did not know of each other
+        made = {"fid": fid, "fid interval": [fid - 1, fid + 1], "settings": {"guidance": fid}}
+        lines = Queue(tmp_path / name, {}, deadline=time.monotonic() + 100)
+        for seed in range(2):
+            lines.line({"row": "a", "seed": seed}, lambda made=made: made)
+        lines.line({"row": "b", "seed": 0}, lambda: {}, same={"row": "a", "seed": 0})
+        (path,) = (tmp_path / name).iterdir()
+        shutil.copy(path, tmp_path / f"{name}.jsonl")
+    found = read_lines(tmp_path)
+    assert [(line["row"], line["seed"], line["fid"]) for line in found] == [
+        ("a", 0, 20.0),
+        ("a", 1, 20.0),
+        ("b", 0, 20.0),
+    ]
+    mean = report.mean_of([line for line in found if line["row"] == "a"], "fid")
+    assert mean.high - mean.value == pytest.approx(1 / np.sqrt(2))
+
+
 def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
     assert main(["steps", *world]) == 0
     (path,) = (tmp_path / "out" / "lines").iterdir()
