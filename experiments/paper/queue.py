@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -391,8 +392,11 @@ def collect(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     lines, pieces = (list(options.folder.glob(kind)) for kind in ("*.jsonl", "*.zip.*"))
     require(bool(lines or pieces), f"{options.folder} has neither lines (*.jsonl) nor pieces (*.zip.*) of a call")
-    for path in lines:
-        write_text(options.out / LINES / path.name, path.read_text(encoding="utf-8"))
+    known = read_lines(options.out / LINES)
+    if new := [line for line in read_lines(options.folder) if line not in known]:  # calls return all lines they know
+        path = options.out / LINES / max(path.name for path in lines)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        write_text(path, text + "".join(json.dumps(line) + "\n" for line in new))
     if pieces:
         join_pieces(options.folder, options.out)
     weights = sorted(path.name for path in (options.out / WEIGHTS).glob("*"))

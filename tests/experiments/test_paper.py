@@ -99,6 +99,19 @@ def test_a_measurement_that_was_made_twice_counts_once(tmp_path):
     assert mean.high - mean.value == pytest.approx(1 / np.sqrt(2))
 
 
+def test_collected_lines_are_stored_once(tmp_path):
+    """Every call returns all lines it knows: their files would grow with the square of the number of calls."""
+    machine, home = tmp_path / "machine", tmp_path / "home"
+    for call in range(3):
+        lines = Queue(machine, {}, deadline=time.monotonic() + 100, copy_to=tmp_path / f"call{call}")
+        lines.path = machine / f"{call}.jsonl"
+        for seed in range(2):
+            lines.line({"row": call, "seed": seed}, lambda: {"fid": 1.0})
+            assert main(["collect", str(tmp_path / f"call{call}"), "--out", str(home)]) == 0  # in the middle, too
+    assert read_lines(home / "lines") == read_lines(machine)
+    assert sum(len(path.read_text().splitlines()) for path in (home / "lines").iterdir()) == 6
+
+
 def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
     assert main(["steps", *world]) == 0
     (path,) = (tmp_path / "out" / "lines").iterdir()
