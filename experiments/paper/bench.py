@@ -31,6 +31,7 @@ from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence, wilson
 from arpg.evaluation.sample import json_settings, labels_like
 from arpg.evaluation.sweep import collect_classified
+from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import to_uint8
 from arpg.model import TokenDecoder, class_condition
@@ -50,10 +51,12 @@ log = logging.getLogger("experiments")
 LINES, WEIGHTS, TRAIN = "lines", "weights", "train"  # folders of the results
 PIECES = "pieces"  # of the working folder
 METRICS = "metrics.jsonl"
+TRAINING = "training.json"  # the options that a row was trained with
 SCALES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the guidance that is searched
 GUIDANCE_RANGE = (1.0, 8.0)  # of the guidance that is distilled
+TRAINED_WITH = ("steps", "batch_size", "lr")  # options that all rows share; width and layers are in their names
 # Options that all lines of a folder share: rows of other trainings and numbers of samples do not compare.
-SHARED = ("width", "layers", "steps", "batch_size", "lr", "num", "limit", "large")
+SHARED = ("width", "layers", *TRAINED_WITH, "num", "limit", "large")
 SENT = 60_000_000  # bytes that come back with a call
 SENT_BACK = "sent-back"  # the file that marks a training whose weights came back
 
@@ -173,6 +176,8 @@ class Bench:
         """
         o, name = self.options, f"{row.trained_as}-seed{seed}"
         target, work = o.out / WEIGHTS / name, o.work / name
+        for folder in (target, work, *([] if o.weights is None else [o.weights / name])):
+            self._check_training(folder)
         if target.exists():
             if (work / FINISHED).exists() and not (work / SENT_BACK).exists() and not self.sends_back:
                 self.send_back(target, mark=work / SENT_BACK)  # the call that trained it was killed
@@ -185,6 +190,8 @@ class Bench:
         if self.sends_back:  # what a fine-tune starts from
             raise OutOfTimeError
 
+        write_json(work / TRAINING, {name: getattr(o, name) for name in TRAINED_WITH})
+
         def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
             return train_row(row, recipe, folder, resume=resume, device=device)
 
@@ -192,10 +199,21 @@ class Bench:
             raise OutOfTimeError
         part = target.with_name(f".{name}")
         store_row(row, work / "model", part)
-        shutil.copyfile(work / METRICS, part / METRICS)
+        for file in (METRICS, TRAINING):
+            shutil.copyfile(work / file, part / file)
         part.rename(target)
         self.send_back(target, mark=work / SENT_BACK)
         return target
+
+    def _check_training(self, folder: Path) -> None:
+        """Raise an `InputError` where a row was trained, or its training begun, with other options."""
+        if not folder.exists():
+            return
+        path = folder / TRAINING
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        wanted = {name: getattr(self.options, name) for name in TRAINED_WITH}
+        other = [f"{name} {found.get(name)}, not {value}" for name, value in wanted.items() if found.get(name) != value]
+        require(not other, f"{folder} was trained with other options ({'; '.join(other)}); use those, or delete it")
 
     def trained(self, row: Row, *, seed: int = 0) -> RowEngine:
         """Return the engine of a trained row; raise `OutOfTimeError` where the call ends before its training."""

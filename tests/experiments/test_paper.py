@@ -122,6 +122,20 @@ def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
     assert main(["steps", *world]) == 0
 
 
+def test_weights_of_another_training_are_refused(world, tmp_path, capsys):
+    """Rows that were only trained have no lines yet, which would name their options."""
+    train = ["designs", *world, "--rows", "2+2", "--train-only"]
+    assert main(train) == 0
+    assert main([*train, "--steps", "3"]) == 2
+    assert "2-2-32-rope-seed0 was trained with other options (steps 2, not 3)" in capsys.readouterr().err
+    weights = (tmp_path / "out" / "weights").rename(tmp_path / "weights")
+    assert main([*train, "--weights", str(weights), "--lr", "1e-3"]) == 2
+    shutil.rmtree(weights)
+    assert main([*train, "--batch-size", "2"]) == 2  # nor is a run resumed
+    shutil.rmtree(tmp_path / "work")
+    assert main([*train, "--batch-size", "2"]) == 0
+
+
 def test_the_reference_of_a_trial_run_is_not_that_of_a_run(world, tmp_path, monkeypatch):
     def images(*more):
         assert main(["reference", *world, *more]) == 0
