@@ -52,8 +52,8 @@ LINES, WEIGHTS, TRAIN = "lines", "weights", "train"  # folders of the results
 PIECES = "pieces"  # of the working folder
 METRICS = "metrics.jsonl"
 TRAINING = "training.json"  # the options that a row was trained with
-SCALES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the guidance that is searched
-GUIDANCE_RANGE = (1.0, 8.0)  # of the guidance that is distilled
+SCALES = (1.5, 2.0, 3.0, 4.5, 6.5, 9.5)  # of the guidance that is searched; the paper's are 4.3 to 9.3
+GUIDANCE_RANGE = (1.0, 10.0)  # of the guidance that is distilled
 TRAINED_WITH = ("steps", "batch_size", "lr")  # options that all rows share; width and layers are in their names
 # Options that all lines of a folder share: rows of other trainings and numbers of samples do not compare.
 SHARED = ("width", "layers", *TRAINED_WITH, "num", "limit", "large")

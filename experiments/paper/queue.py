@@ -228,6 +228,7 @@ def _paired_line(values: dict[str, float], influences: dict[str, Any], scales: d
 
 ORDERS = ("random", "halton", "local", "raster", "alternate", "spiral-in", "spiral-out", "z-curve")
 CONFIDENCES = (0.5, 2.0)  # noise of the order that the model's own confidence gives
+SCHEDULES = ("arccos", "cosine")  # the paper's, and the best of few steps for `meadow`
 SHAPES = ("linear", "constant", "cutoff")
 
 
@@ -244,7 +245,7 @@ def run_few_steps(bench: Bench) -> None:
             start = SamplingSettings(steps=steps, guidance=3.0)
             orders = [(engine, dataclasses.replace(start, order=order)) for order in ORDERS]
             orders += [(each, start) for each in confident]
-            options = [(e, dataclasses.replace(s, schedule=kind)) for e, s in orders for kind in ("arccos", "linear")]
+            options = [(e, dataclasses.replace(s, schedule=kind)) for e, s in orders for kind in SCHEDULES]
             search = partial(bench.search, bench.subject_name, steps=steps)
             kept = search(options)[:2]
             guided = [

@@ -26,6 +26,7 @@ from arpg.figures import new_plot, save_plot
 from arpg.files import write_text
 from arpg.settings import SamplingSettings
 from arpg.tables import markdown_table
+from experiments.paper.bench import SCALES
 from experiments.paper.lines import Line, matching, read_lines
 from experiments.paper.rows import designs, peers, sizes
 
@@ -366,17 +367,24 @@ def _shown(line: Line) -> Line:
         return {**line, **losses}
     plain = json_settings(SamplingSettings())
     chosen = [
-        f"{name.replace('_', ' ')} {value}"
+        f"{name.replace('_', ' ')} {_scale(value) if name == 'guidance' else value}"
         for name, value in settings.items()
         if name != "steps" and value != plain[name]
     ]
     return {**line, **losses, "settings": ", ".join(chosen)}
 
 
+def _scale(value: float) -> str:
+    """Return a guidance scale as text, marked where it is the largest that is searched: the best may be larger."""
+    return f"{value} (largest searched)" if value == SCALES[-1] else str(value)
+
+
 def _cell(line: Line, name: str) -> str | None:
     if name not in line:
         return None
     value = line[name]
+    if name.startswith("guidance"):
+        return _scale(value)
     text = (
         f"{value:.4g}" if isinstance(value, float) else f"{value / 1e6:.1f} M" if name == "parameters" else str(value)
     )

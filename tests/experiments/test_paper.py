@@ -16,12 +16,13 @@ import scipy.stats
 import torch
 
 from arpg import InputError, SamplingSettings
-from arpg.checkpoint import FolderConfig, write_folder
+from arpg.checkpoint import FolderConfig, read_folder, write_folder
 from arpg.config import ModelConfig
 from arpg.data.dataset import read_orders
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.evaluation.features import Features
 from arpg.evaluation.sample import json_settings
+from arpg.installed import installed_folder
 from arpg.train import report as training_report
 from experiments import photos, staged_run
 from experiments.paper import bench, queue, report
@@ -134,6 +135,22 @@ def test_weights_of_another_training_are_refused(world, tmp_path, capsys):
     assert main([*train, "--batch-size", "2"]) == 2  # nor is a run resumed
     shutil.rmtree(tmp_path / "work")
     assert main([*train, "--batch-size", "2"]) == 0
+
+
+def test_the_guidance_that_is_searched_covers_the_papers():
+    papers = [row["guidance"] for row in report.QUOTED["table 8: parallel decoding"]]
+    assert bench.SCALES[0] < min(papers)
+    assert max(papers) < bench.SCALES[-1] <= bench.GUIDANCE_RANGE[1]
+    pair = {"table": "block-causal", "row": "12+12", "measure": "paired", "steps": 8, "guidance block": 9.5}
+    page = report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
+    assert "| 9.5 (largest searched) | 4.5 |" in page
+
+
+def test_few_steps_search_the_settings_that_are_best_for_meadow():
+    best = read_folder(installed_folder("meadow")).sampling
+    assert best.order in queue.ORDERS
+    assert best.schedule in queue.SCHEDULES
+    assert best.guidance_schedule in queue.SHAPES
 
 
 def test_the_reference_of_a_trial_run_is_not_that_of_a_run(world, tmp_path, monkeypatch):
