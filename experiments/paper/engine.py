@@ -79,7 +79,8 @@ class RemainingSteps(PlannedSteps):
 
 
 @lru_cache(maxsize=64)
-def _plan_from_nothing(grid: tuple[int, int], seeds: tuple[int, ...], settings: SamplingSettings) -> Plan:
+def plan_from_nothing(grid: tuple[int, int], seeds: tuple[int, ...], settings: SamplingSettings) -> Plan:
+    """Plan samples that start from nothing."""
     return make_plan(grid, torch.zeros(len(seeds), math.prod(grid), dtype=torch.bool), seeds, settings)
 
 
@@ -103,7 +104,7 @@ class RowEngine(Engine):
         if request.known_BN.any():
             return make_plan(request.grid, request.known_BN, request.seeds, settings)
         orders = SamplingSettings(steps=settings.steps, order=settings.order, schedule=settings.schedule)
-        plan = _plan_from_nothing(request.grid, tuple(request.seeds), orders)
+        plan = plan_from_nothing(request.grid, tuple(request.seeds), orders)
         sizes = tuple(plan.count_BK[0].tolist())
         scales = guidance_scales(settings.guidance_schedule, settings.guidance, sizes)
         return Plan.from_arrays(plan.order_T, plan.count_BK, np.tile(scales, (len(plan.count_BK), 1)))

@@ -25,7 +25,7 @@ from arpg.evaluation.sample import json_settings
 from arpg.installed import installed_folder
 from arpg.train import report as training_report
 from experiments import photos, staged_run
-from experiments.paper import bench, queue, report
+from experiments.paper import bench, engine, queue, report
 from experiments.paper.__main__ import main
 from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, Queue, read_lines
@@ -182,6 +182,18 @@ def test_peak_memory_includes_what_only_graphs_can_use(world, tmp_path, monkeypa
     assert {line["GiB"] for line in read_lines(tmp_path / "out" / "lines")} == {2.5}
 
 
+def test_every_timed_batch_is_planned(world, monkeypatch):
+    """Also where an earlier row had the same seeds, steps and order."""
+    planned, clock = [], time.perf_counter
+    make_plan = engine.make_plan
+    monkeypatch.setattr(engine, "make_plan", lambda *args: (planned.append(args), make_plan(*args))[1])
+    counts = []
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: (counts.append(len(planned)), clock())[1])
+    assert main(["steps", *world, "--repeats", "3"]) == 0
+    assert len(counts) > 12
+    assert {after - before for before, after in zip(counts[::2], counts[1::2], strict=True)} == {1}
+
+
 def test_rows_are_those_of_the_paper():
     found = {row.name: row for row in designs()}
     assert list(found) == [
@@ -322,9 +334,9 @@ def test_block_causal_samples_several_trainings(world, tmp_path, monkeypatch):
 
 
 def test_block_wise_and_causal_attention_agree_with_one_token_per_step():
-    engine = RowEngine(small_model())
+    decoder = RowEngine(small_model())
     made = [
-        engine.generate([1, 3], [0, 1], SamplingSettings(steps=steps, attention=attention, guidance=2.0))
+        decoder.generate([1, 3], [0, 1], SamplingSettings(steps=steps, attention=attention, guidance=2.0))
         for steps in (16, 4)
         for attention in ("block", "causal")
     ]
