@@ -110,6 +110,7 @@ class Bench:
         path = o.out / f"reference-{o.set if o.limit is None else f'{o.set}-{o.limit}'}.npz"
         if path.exists() and (kept := Features.load(path)).network == self.inception.identity:
             return kept
+        self.reserve_return()
         found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit)
         found = dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None)
         found.save(path)
@@ -184,11 +185,9 @@ class Bench:
             return target
         if o.weights is not None and (o.weights / name).exists():
             return Path(o.weights / name)
-        if self.sends_back:
-            raise OutOfTimeError
+        self.reserve_return()
         recipe = self.recipe(row, seed=seed)
-        if self.sends_back:  # what a fine-tune starts from
-            raise OutOfTimeError
+        self.reserve_return()  # what a fine-tune starts from may have been trained
 
         write_json(work / TRAINING, {name: getattr(o, name) for name in TRAINED_WITH})
 
@@ -257,6 +256,11 @@ class Bench:
     def sends_back(self) -> bool:
         """Whether this call sends something back already, perhaps by another verb: nothing else may take its place."""
         return self.options.pieces is not None and any(self.options.pieces.glob("*.zip.*"))
+
+    def reserve_return(self) -> None:
+        """Raise `OutOfTimeError` where something is sent back already: what is made next would be lost."""
+        if self.sends_back:
+            raise OutOfTimeError
 
     def send_back(self, made: Path, *, mark: Path | None = None) -> None:
         """Write a file or folder of the results where it comes back with this call; then touch `mark`.

@@ -320,6 +320,7 @@ def run_attention(bench: Bench) -> None:
 
         def measure(row: Row = row) -> dict[str, Any]:
             network = load_row(row, bench.weights(row), device=bench.device, dtype=torch.float32)
+            bench.reserve_return()
             figure = bench.options.out / f"attention-{row.trained_as}.png"
             if draw_last_layer(network, next(bench.test_images(8, 8)), figure):
                 bench.send_back(figure)

@@ -427,6 +427,23 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
 
 
+def test_what_cannot_be_sent_back_with_this_call_is_made_by_the_next(world, tmp_path):
+    pieces, home = tmp_path / "pieces", tmp_path / "home"
+
+    def call(*verbs):
+        shutil.rmtree(pieces, ignore_errors=True)
+        for verb in verbs:
+            assert main([*verb, *world, "--pieces", str(pieces)]) == 0
+        assert main(["collect", str(pieces), "--out", str(home)]) == 0
+        return {path.name for path in home.iterdir()}
+
+    train, attention = ["designs", "--rows", "2+2", "--train-only"], ["attention", "--rows", "ARPG"]
+    assert call(train, ["reference"], attention) == {"weights"}
+    figure = {"attention-arpg-2-2-32-rope.png"}
+    assert call(attention, ["reference"]) - {"lines"} == {"weights"} | figure
+    assert call(["reference"]) - {"lines"} == {"weights", "reference-meadow.npz"} | figure
+
+
 def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
     """With a python3 that writes down the arguments of verbs."""
     stub = tmp_path / "bin" / "python3"
