@@ -55,8 +55,9 @@ TRAINING = "training.json"  # the options that a row was trained with
 SCALES = (1.5, 2.0, 3.0, 4.5, 6.5, 9.5)  # of the guidance that is searched; the paper's are 4.3 to 9.3
 GUIDANCE_RANGE = (1.0, 10.0)  # of the guidance that is distilled
 TRAINED_WITH = ("steps", "batch_size", "lr")  # options that all rows share; width and layers are in their names
-# Options that all lines of a folder share: rows of other trainings and numbers of samples do not compare.
-SHARED = ("width", "layers", *TRAINED_WITH, "num", "limit", "large")
+# Options that all lines of a folder share, as the precision is: rows of other photographs, trainings and numbers of
+# samples do not compare.
+SHARED = ("set", "width", "layers", *TRAINED_WITH, "num", "limit", "large")
 SENT = 60_000_000  # bytes that come back with a call
 SENT_BACK = "sent-back"  # the file that marks a training whose weights came back
 
@@ -71,7 +72,8 @@ class Bench:
         self.device = choose_device(options.device)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.deadline = time.monotonic() + 60 * options.minutes
-        shared = {name: getattr(options, name) for name in SHARED}
+        precision = str(self.dtype).removeprefix("torch.")
+        shared = {name: getattr(options, name) for name in SHARED} | {"precision": precision}
         self.queue = Queue(options.out / LINES, shared, deadline=self.deadline, copy_to=options.pieces)
         self._engine: tuple[Any, RowEngine] | None = None  # that was loaded last
 

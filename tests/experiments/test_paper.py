@@ -117,10 +117,14 @@ def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
     assert main(["steps", *world]) == 0
     (path,) = (tmp_path / "out" / "lines").iterdir()
     path.rename(path.with_name("sent-back.jsonl"))  # lines know their options on another machine, too
-    for option, value in (("--steps", "3"), ("--num", "32"), ("--limit", "4")):
+    for option, value in (("--steps", "3"), ("--num", "32"), ("--limit", "4"), ("--set", "garden")):
         assert main(["steps", *world, option, value]) == 2
         assert f"lines of other options ({option[2:]} " in capsys.readouterr().err
     assert main(["steps", *world]) == 0
+    path = path.with_name("sent-back.jsonl")
+    path.write_text(path.read_text().replace('"precision": "float32"', '"precision": "bfloat16"'))
+    assert main(["steps", *world]) == 2
+    assert "lines of other options (precision bfloat16, not float32)" in capsys.readouterr().err
 
 
 def test_weights_of_another_training_are_refused(world, tmp_path, capsys):
