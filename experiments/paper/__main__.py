@@ -15,7 +15,10 @@ VERBS = {
     "steps": ("queue:measure_table steps", "Table 8: speed and memory of L, XL, XXL by steps and attention"),
     "block-causal": ("queue:measure_table block-causal", "block-wise against causal attention, paired"),
     "few-steps": ("queue:measure_table few-steps", "the best settings for 8 to 24 steps"),
-    "orders": ("queue:measure_table orders", "a fine-tune on the orders that the model is surest of, before and after"),
+    "orders": (
+        "queue:measure_table orders",
+        "a fine-tune on the orders that the model is surest of, against random orders",
+    ),
     "guidance": ("queue:measure_table guidance", "guidance as an input against guidance by a second pass"),
     "attention": ("queue:measure_table attention", "Figures 3 and 11: attention maps, evenness over 1,000 images"),
     "surest-orders": ("orders:main", "the order that a model is surest of, for every image, as training orders"),

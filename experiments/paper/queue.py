@@ -36,7 +36,7 @@ from experiments.paper.attention import attention_line, draw_last_layer
 from experiments.paper.bench import LINES, PIECES, SCALES, WEIGHTS, Bench, row_settings, send_pieces
 from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, matching, read_lines
-from experiments.paper.rows import BASE, Row, designs, distilled, load_row, own_orders, peers, sizes
+from experiments.paper.rows import BASE, Row, designs, distilled, fine_tuned_orders, load_row, peers, sizes
 from experiments.photos import PHOTO_SETS
 from experiments.staged_run import join_pieces
 
@@ -261,16 +261,15 @@ def run_few_steps(bench: Bench) -> None:
 
 
 def run_orders(bench: Bench) -> None:
-    """A light fine-tune on the orders that the model is surest of: before and after, in random and confident order.
+    """A light fine-tune on the orders that the model is surest of, against one of the same length on random orders.
 
-    Whether it can still be decoded in any order: inpainting in random order, and the bits of random orders.
+    Sampled in random and confident order. Whether it can still be decoded in any order: inpainting in random order, and
+    the bits of random orders.
     """
-    tuned = own_orders(bench.base)
-    rows = [dataclasses.replace(tuned.untuned(), name="before"), dataclasses.replace(tuned, name="after")]
-    if bench.options.train_only:
-        bench.weights(tuned)
-        return
-    for row in rows:
+    for row in bench.chosen(fine_tuned_orders(bench.base)):
+        if bench.options.train_only:
+            bench.weights(row)
+            continue
         for steps in (s for s in (8, 12) if s <= math.prod(bench.base.grid)):
             for order, noises in (("random", (None,)), ("confident", CONFIDENCES)):
 
@@ -294,7 +293,8 @@ def run_orders(bench: Bench) -> None:
             settings = SamplingSettings(steps=12, guidance=2.0)
             found = bench.fid_line(*bench.features_of(bench.inpainted(engine, labels, settings), labels))
             bits = bench.random_order_bits(engine, 1000)
-            return {**found, "bits per token": round(bits, 4), "settings": json_settings(settings)}
+            more = {"bits per token": round(bits, 4), "samples": len(labels), "settings": json_settings(settings)}
+            return {**found, **more}
 
         line = bench.queue.line(bench.key(row.name, steps=12, measure="inpainting"), inpaint)
         log.info("%s: inpainting FID %.2f, %.3f bits per token", row.name, line["fid"], line["bits per token"])

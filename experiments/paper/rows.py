@@ -32,7 +32,8 @@ class Row:
     order: str = "random"
     confidence: float | None = None  # tokens are accepted by their probability, see `RemainingSteps`
     steps: tuple[int, ...] = (64,)
-    tuned: str | None = None  # fine-tuned from the row without it: on its own "orders", or to distill "guidance"
+    # Fine-tuned from the row without it: on its own "orders", as long on "random" ones, or to distill "guidance".
+    tuned: str | None = None
 
     @property
     def trained_as(self) -> str:
@@ -104,9 +105,10 @@ def sizes(base: ModelConfig = BASE) -> list[Row]:
     return found
 
 
-def own_orders(base: ModelConfig = BASE) -> Row:
-    """Return the row that is fine-tuned on the orders it is surest of."""
-    return replace(designs(base)[0], name="own orders", tuned="orders")
+def fine_tuned_orders(base: ModelConfig = BASE) -> list[Row]:
+    """Return the row that is fine-tuned on the orders it is surest of, and before it one as long on random orders."""
+    first = designs(base)[0]
+    return [replace(first, name="random orders", tuned="random"), replace(first, name="own orders", tuned="orders")]
 
 
 def distilled(base: ModelConfig = BASE) -> Row:

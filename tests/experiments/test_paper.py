@@ -1,5 +1,6 @@
 """The paper's tables: lines that survive a cut, rows that train and decode, verdicts and pages from made-up lines."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -366,6 +367,27 @@ def test_surest_orders_are_training_orders(world, tmp_path):
     ]
     assert main(["surest-orders", *map(str, arguments)]) == 0
     assert read_orders(path, open_tokens(tmp_path / "tokens")).shape == (8, 1, 16)
+
+
+def test_the_fine_tune_on_own_orders_is_compared_with_as_much_training(world, tmp_path, monkeypatch):
+    assert main(["designs", *world, "--rows", "2+2", "--train-only"]) == 0
+    recipes, train_until = [], bench.train_until
+
+    def record(deadline, recipe, *args, **options):
+        recipes.append(recipe)
+        return train_until(deadline, recipe, *args, **options)
+
+    monkeypatch.setattr(bench, "train_until", record)
+    assert main(["orders", *world, "--train-only"]) == 0
+    random, own = recipes
+    assert (random.data.orders, own.data.orders is None) == (None, False)
+    assert dataclasses.replace(own, data=random.data) == random
+    lines = [
+        {"table": "orders", "row": row, "measure": "inpainting", "fid": fid, "fid interval": [fid - 0.1, fid + 0.1]}
+        for row, fid in (("random orders", 20.0), ("own orders", 20.5))
+    ]
+    inpaints = next(claim for claim in report.QUESTIONS if "inpaints" in claim.text)
+    assert inpaints.row(lines)[2:] == ["0.5 (0.359 to 0.641)", AGREES + ONE_TRAINING]
 
 
 def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, tmp_path, monkeypatch, capsys):
