@@ -572,14 +572,16 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert rows["no Pass 1 (0+24) is worse than 12+12"][3] == AGREES + ONE_TRAINING
     assert rows["fewer Pass-2 layers (18+6) are worse than 12+12"][3] == UNSURE + ONE_TRAINING
     assert rows["without Pass 2, random orders fail"][3] == MISSING
-    assert rows["30 times as fast as raster AR"][2:] == ["40 (32.7 to 48.9)", AGREES + NARROWLY]
-    assert rows["3 times as fast as parallel peers"][3] == CONTRADICTS
+    assert rows["30 times as fast as raster AR (32 steps against 256)"][2:] == ["40 (32.7 to 48.9)", AGREES + NARROWLY]
+    assert next(row for text, row in rows.items() if "parallel peers" in text)[3] == CONTRADICTS
     assert rows["block-wise attention is better at 16 steps"][2:] == ["-0.45 (-0.623 to -0.277)", AGREES + ONE_TRAINING]
     other = [{**line, "row": "weights/other", "difference": 9.0} for line in made_up() if line["measure"] == "paired"]
     assert report.paired([*made_up(), *other], 16) == report.paired(made_up(), 16)
     assert rows["block-wise attention is better at 32 steps"][3] == MISSING
     assert rows["a larger model has a lower loss at every step"][2:] == ["0.5 (0.5 to 0.5)", CONTRADICTS + ONE_TRAINING]
     assert report.exponent(made_up()) == pytest.approx(np.log(0.9) / np.log(10))
+    assert report.larger_is_better(made_up()[:-1]) is None  # two of three sizes
+    assert report.exponent(made_up()[:-1]) is None
     path = tmp_path / "lines"
     path.mkdir()
     (path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made_up()))
