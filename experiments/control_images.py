@@ -1,6 +1,6 @@
-"""Images for scoring control: edge agreement, test images, generation into folders, nearest training images.
+"""Images for scoring control: edge agreement, depth errors, choice of test images, generation, nearest images.
 
-Shapes: n m images, B batch, H W pixels.
+Depth is 0 (near) to 1 (the background). Shapes: n m images, B batch, H W pixels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arpg import ControlInput, Pipeline
-from arpg.data.crops import center_crops
-from arpg.data.images import ImageSet
 from arpg.errors import require
-from arpg.evaluation.features import CHUNK, from_images
 from arpg.extractors import canny
 from arpg.image import Pixels, check_pixels, save
 
@@ -32,6 +29,9 @@ NEAREST, CEILING = "nearest in training", "tokenizer"
 TOLERANCE = 2  # pixels (Euclidean) between two edges that count as one
 
 Edges = NDArray[np.bool_]
+Grey = NDArray[np.uint8]
+Depth = NDArray[np.float32]
+Labels = NDArray[np.int64]
 
 log = logging.getLogger("experiments")
 
@@ -114,10 +114,23 @@ def _shares(found_hits: Tensor, wanted_hits: Tensor, wanted: Tensor, found: Tens
     return precision, recall
 
 
-NO_CLASS = -1
+def to_depth(near_nHW: Grey) -> Depth:
+    """Return the depth of condition images: 0 near, 1 the background."""
+    return 1 - near_nHW.astype(np.float32) / np.float32(255)
 
-Labels = NDArray[np.int64]
-Grey = NDArray[np.uint8]
+
+def rmse(depth_nHW: Depth, other_nHW: Depth) -> NDArray[np.float64]:
+    """Return the root of the mean squared difference over the pixels of each image."""
+    require(
+        depth_nHW.shape == other_nHW.shape and depth_nHW.ndim == 3,
+        f"depths are {list(depth_nHW.shape)} and {list(other_nHW.shape)}; expected two alike, [n, H, W]",
+    )
+    squares = (depth_nHW.astype(np.float64) - other_nHW.astype(np.float64)) ** 2
+    errors: NDArray[np.float64] = np.sqrt(squares.mean((1, 2)))
+    return errors
+
+
+NO_CLASS = -1
 
 
 class Generate(Protocol):
@@ -186,26 +199,35 @@ def generate_missing(
     generate: Generate,
     conditions_nHW: Grey,
     labels_n: Labels,
-    folder: Path,
+    folder: Path | None,
     *,
     kind: str,
     strength: float = 1.0,
     seed: int = 0,
     batch_size: int = 64,
 ) -> Pixels:
-    """Generate image i from condition i, label i and seed `seed + i`, unless the folder has it; return all images."""
+    """Generate image i from condition i, label i and seed `seed + i`, unless the folder has it; return all images.
+
+    Without a folder, none is kept.
+    """
     require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-    paths = [folder / f"{i:04d}.png" for i in range(len(conditions_nHW))]
-    missing = [i for i, path in enumerate(paths) if not path.exists()]
+    made_nHW3 = np.empty((*conditions_nHW.shape, 3), np.uint8)
+    paths = [] if folder is None else [folder / f"{i:04d}.png" for i in range(len(made_nHW3))]
+    kept = [i for i, path in enumerate(paths) if path.exists()]
+    for i in kept:
+        with Image.open(paths[i]) as image:
+            made_nHW3[i] = np.asarray(image.convert("RGB"))
+    missing = sorted(set(range(len(made_nHW3))).difference(kept))
     for start in range(0, len(missing), batch_size):
         part = missing[start : start + batch_size]
         seeds = [seed + i for i in part]
-        pixels = generate(conditions_nHW[part], labels_n[part], kind=kind, seeds=seeds, strength=strength)
-        for i, array in zip(part, pixels, strict=True):
-            save(Image.fromarray(array), paths[i])
-        done = len(paths) - len(missing) + start + len(part)
-        log.info("%s, %s: %d of %d", folder.parent.name, folder.name, done, len(paths))
-    return read_files(paths)
+        made_nHW3[part] = generate(conditions_nHW[part], labels_n[part], kind=kind, seeds=seeds, strength=strength)
+        if folder is not None:
+            for i in part:
+                save(Image.fromarray(made_nHW3[i]), paths[i])
+            done = len(kept) + start + len(part)
+            log.info("%s, %s: %d of %d", folder.parent.name, folder.name, done, len(made_nHW3))
+    return made_nHW3
 
 
 def nearest_by_depth(near_nHW: Grey, others_mHW: Grey) -> NDArray[np.int64]:
@@ -213,33 +235,3 @@ def nearest_by_depth(near_nHW: Grey, others_mHW: Grey) -> NDArray[np.int64]:
     a, b = (torch.from_numpy(x).flatten(1).float() / 255 for x in (near_nHW, others_mHW))
     index_n: NDArray[np.int64] = torch.cdist(a, b).argmin(1).numpy()
     return index_n
-
-
-def nearest_by_edges(
-    wanted_nHW: Edges, training: ImageSet, folder: Path, *, device: torch.device | str = "cpu"
-) -> Pixels:
-    """Return the training images whose edges agree best, of all classes, and keep them in the folder."""
-    paths = [folder / f"{i:04d}.png" for i in range(len(wanted_nHW))]
-    if not all(path.exists() for path in paths):
-        size = wanted_nHW.shape[1]
-        index, _ = nearest(wanted_nHW, from_images(training, size=size).batches(CHUNK), device=device)
-        for path, array in zip(paths, center_crops(training.only(index.tolist()), size), strict=True):
-            save(Image.fromarray(array), path)
-    return read_files(paths)
-
-
-def save_missing(images_nHW: Grey, folder: Path) -> None:
-    """Write images to files that do not exist yet."""
-    for i, image in enumerate(images_nHW):
-        path = folder / f"{i:04d}.png"
-        if not path.exists():
-            save(Image.fromarray(image), path)
-
-
-def read_files(paths: Sequence[Path]) -> Pixels:
-    """Read RGB images."""
-    arrays = []
-    for path in paths:
-        with Image.open(path) as image:
-            arrays.append(np.asarray(image.convert("RGB")))
-    return np.stack(arrays)

@@ -49,6 +49,13 @@ Row = dict[str, Any]
 log = logging.getLogger("experiments")
 
 
+def image_side(pipe: Pipeline) -> int:
+    """Return the side in pixels of the square images of a model."""
+    height, width = (tokens * pipe.tokenizer.config.stride for tokens in pipe.model.config.grid)
+    require(height == width, f"the model generates {width}x{height} pixels; test images are cropped to squares only")
+    return height
+
+
 @dataclass(eq=False)
 class PhotoMeasures:
     """A model, a set of photographs and the scorers; images and networks are read when a part needs them."""
@@ -63,7 +70,7 @@ class PhotoMeasures:
         """Load the model of `--model`."""
         pipe = Pipeline.from_pretrained(options.model, device=options.device, precision=options.precision)
         photos = photo_set(options.set)
-        side = pipe.model.config.grid[0] * pipe.tokenizer.config.stride
+        side = image_side(pipe)
         require(side == photos.size, f"{options.model} generates {side} pixels, {photos.name} has {photos.size}")
         return cls(pipe, photos, options.data, options)
 

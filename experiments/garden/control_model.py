@@ -28,15 +28,15 @@ from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
 from arpg.device import usable_cpus
-from arpg.evaluation.classifier import Classifier
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
-from experiments.garden.control_score import SCENE_SEED, EdgeScorers, control_report, image_side
-from experiments.garden.depth_net import DepthNet, compose_depth_scenes, train_and_save
-from experiments.garden.scene_sets import Sets, compose_tokens
+from experiments.garden.control_score import main as evaluate_control
+from experiments.garden.control_score import scene_sources
+from experiments.garden.depth_net import train_and_save
+from experiments.garden.scene_sets import compose_tokens
 from experiments.photos import GARDEN, class_ids, load_or_train_classifier
 from experiments.staged_run import StagedRun, add_run_options
 
@@ -81,10 +81,6 @@ class ControlRun(StagedRun):
         self.recipe = read_recipe(options.recipe, ModelRecipe, [*own, *options.set])
         self.test = folders["test"]
 
-    def sets(self, split: str) -> Sets:
-        """Return the sets that scenes are composed of."""
-        return f"{self.options.data}/fruits.zip/fruits/{split}", f"{self.options.data}/emoji.zip/emoji"
-
     def _tokenizer(self) -> Any:
         return load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
 
@@ -114,7 +110,7 @@ class ControlRun(StagedRun):
             processes = self.processes if count > 2000 else 0
             compose_tokens(
                 tokenizer,
-                self.sets(split),
+                scene_sources(self.options.data, split),
                 self.work / "depth" / split,
                 num=count,
                 seed=seed,
@@ -131,7 +127,7 @@ class ControlRun(StagedRun):
             if self.too_late("depth-net"):
                 return False
             train_and_save(
-                self.sets("train"),
+                scene_sources(self.options.data, "train"),
                 folder,
                 num=options.depth_scenes,
                 steps=options.depth_steps,
@@ -167,31 +163,16 @@ class ControlRun(StagedRun):
     def score(self) -> bool:
         """Score edges, depth and classes against all baselines; FID needs Inception, and the images are kept for it."""
         path, num = self.results / "control-score.json", self.options.num
-        if path.exists():
+        if path.exists() and {"canny", "depth"} <= json.loads(path.read_text(encoding="utf-8")).keys():
             return True
         if self.too_late("score"):
             return False
-        pipe, base = (
-            Pipeline.from_pretrained(model, device=self.device, dtype="float32")
-            for model in (self.results / "garden-control", "garden")
-        )
-        size, others = image_side(pipe), TRAINING_SCENES if num >= 500 else 10 * num
-        processes = self.processes if others > 1000 else 0
-        report = control_report(
-            pipe,
-            self.work / "score",
-            settings={},
-            num=num,
-            images=GARDEN.open(self.options.data, "test"),
-            training=GARDEN.open(self.options.data, "train"),
-            scorers=EdgeScorers(Classifier.load(self.results / "classifier", device=self.device)),
-            base=base,
-            net=DepthNet.load(self.results / "depth-net", device=self.device),
-            scenes=compose_depth_scenes(self.sets("test"), num=num, seed=SCENE_SEED, size=size),
-            training_scenes=compose_depth_scenes(self.sets("train"), num=others, size=size, processes=processes),
-            batch_size=self.batch_size(250),
-        )
-        write_json(path, {"images": num} | report)
+        folders = {"model": "garden-control", "classifier": "classifier", "depth-net": "depth-net"}
+        options = {name: self.results / folder for name, folder in folders.items()}
+        options |= {"out": self.results, "images": self.work / "score", "base": "garden", "data": self.options.data}
+        options |= {"num": num, "train-scenes": TRAINING_SCENES if num >= 500 else 10 * num}
+        options |= {"batch-size": self.batch_size(250), "device": self.options.device}
+        evaluate_control(["--no-fid", *(f"--{name}={value}" for name, value in options.items())])
         return True
 
     def finish(self) -> bool:

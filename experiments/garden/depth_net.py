@@ -24,6 +24,7 @@ from arpg.errors import InputError, require
 from arpg.evaluation.classifier import Block, load_scorer, save_scorer
 from arpg.files import write_json
 from arpg.image import Pixels, check_pixels, to_images
+from experiments.control_images import Depth, rmse, to_depth
 from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import degrade
 from experiments.garden.scene_sets import (
@@ -37,8 +38,6 @@ from experiments.garden.scene_sets import (
 )
 from experiments.photo_measures import mean
 from experiments.scorer_training import Progress, autocast_bf16, fit, log_loss, seeded
-
-Depth = NDArray[np.float32]
 
 log = logging.getLogger("garden")
 
@@ -111,17 +110,6 @@ class DepthNet(nn.Module):
         return load_scorer(DepthNet, folder, name="depth", config=DepthNetConfig, device=device, hint=hint)
 
 
-def rmse(depth_nHW: Depth, other_nHW: Depth) -> NDArray[np.float64]:
-    """Return the root of the mean squared difference over the pixels of each image."""
-    require(
-        depth_nHW.shape == other_nHW.shape and depth_nHW.ndim == 3,
-        f"depths are {list(depth_nHW.shape)} and {list(other_nHW.shape)}; expected two alike, [n, H, W]",
-    )
-    squares = (depth_nHW.astype(np.float64) - other_nHW.astype(np.float64)) ** 2
-    errors: NDArray[np.float64] = np.sqrt(squares.mean((1, 2)))
-    return errors
-
-
 @dataclass(frozen=True, eq=False)
 class DepthScenes:
     """Scenes with their depth as a condition image has it: 255 is nearest, 0 the background."""
@@ -134,11 +122,6 @@ class DepthScenes:
 
     def depth(self) -> Depth:
         return to_depth(self.near_nHW)
-
-
-def to_depth(near_nHW: NDArray[np.uint8]) -> Depth:
-    """Return the depth of condition images: 0 near, 1 the background."""
-    return 1 - near_nHW.astype(np.float32) / np.float32(255)
 
 
 def compose_depth_scenes(sets: Sets, *, num: int, seed: int = 0, size: int = SIZE, processes: int = 0) -> DepthScenes:

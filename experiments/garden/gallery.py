@@ -16,9 +16,10 @@ from arpg.data.images import ImageSet, open_images
 from arpg.image import adm_crop, sheet
 from experiments.control_images import choose_evenly
 from experiments.garden.composer import Composer
-from experiments.garden.control_score import SCENE_SEED, image_side
+from experiments.garden.control_score import SCENE_SEED
 from experiments.garden.depth_net import compose_depth_scenes
 from experiments.garden.geneval import held_out_prompts
+from experiments.photo_measures import image_side
 from experiments.photos import reconstruct
 from experiments.zero_shot_gallery import Captioned, captioned
 

@@ -1,7 +1,10 @@
 """The score of control on photographs: what its numbers mean, its rows, and that kinds are kept."""
 
+import argparse
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ from arpg.evaluation.classifier import Classifier, ClassifierConfig
 from experiments import control_images, control_photos
 from experiments.control_photos import CEILING, CONTROL, NEAREST, PLAIN, REAL, follow
 from experiments.meadow.__main__ import main
+from support.features import Eye
 from support.shapes import shapes
+from support.small import small_model
 
 
 def test_conditions_follow_themselves():
@@ -85,6 +90,23 @@ def test_kinds_are_scored_and_kept(world, tmp_path, monkeypatch, capsys):
     assert main([*command, "--parts", "soft"]) == 2
     assert "takes canny, depth; choose one of them" in capsys.readouterr().err
     assert pipe.model.config.control is not None
+
+
+def test_classes_by_a_real_classifier_and_fid_of_all_images():
+    """Against features of the very images, FID is zero; a part of them has none."""
+    pixels, labels = shapes(6, size=64), np.zeros(6, np.int64)
+    options = argparse.Namespace(fid=True)
+    bench = control_photos.ControlScore(SimpleNamespace(model=small_model()), None, None, options)
+    bench.classifier, bench.inception = Classifier(ClassifierConfig(3, 8)).eval(), Eye()
+    bench.fid_references = {"train": control_photos.collect(Eye(), [pixels])}
+    tests = control_photos.Conditions("canny", None, pixels, labels, lambda made, index: {"n": len(made)}, None)
+    row = bench.measure(pixels, tests, np.arange(6))
+    assert row["n"] == 6
+    assert row["FID, train"] == pytest.approx(0, abs=1e-6)
+    assert row["recognised"] in [i / 6 for i in range(7)]
+    assert bench.measure(pixels[:3], tests, np.arange(3)).keys() == {"n", "recognised", "recognised interval"}
+    without = dataclasses.replace(tests, labels_n=None)
+    assert bench.measure(pixels, without, np.arange(6)) == {"n": 6}
 
 
 def fake_extract(kind, image, *, depth=None):

@@ -1,10 +1,9 @@
-"""The score of control: its rows, the depth network, what is generated and resumed."""
+"""The score of control of garden: what is generated and resumed, the depth network, the rows of edges and depth."""
 
+import argparse
 import dataclasses
 import json
 import math
-import re
-import types
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import torch
 from PIL import Image
 
 from arpg import InputError, Pipeline
-from arpg.data.images import open_images
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
+from experiments import control_photos, photos
 from experiments.control_images import (
     BASE,
     CEILING,
@@ -27,7 +26,9 @@ from experiments.control_images import (
     strength_zero_is_plain,
     with_control,
 )
-from experiments.garden.control_score import EdgeScorers, compare, depth_score, edge_score, score_edges, table
+from experiments.control_photos import REAL
+from experiments.garden import control_model
+from experiments.garden.control_score import GardenControlScore
 from experiments.garden.depth_net import (
     DepthNet,
     DepthNetConfig,
@@ -41,7 +42,7 @@ from experiments.garden.depth_net import (
 from support.command import check_error
 from support.scene_sets import write_sets
 from support.shapes import shapes
-from support.small import SMALL, controlled_model, noise, small_model, small_tokenizer
+from support.small import controlled_model, noise, small_tokenizer
 
 # Images
 
@@ -89,79 +90,9 @@ def test_generation_continues_where_it_stopped(tmp_path, caplog):
     assert generator.calls == [("canny", 1.0, [12, 15], [2, 5])]
     assert [record.message.split(": ")[1] for record in caplog.records] == ["7 of 7"]
     assert np.array_equal(first, again)
-
-
-@pytest.fixture
-def classes(tmp_path):
-    """Two classes of figures for training and for testing."""
-    for split, count, seed in (("train", 12, 0), ("test", 6, 50)):
-        for c in range(2):
-            (tmp_path / split / f"class {c}").mkdir(parents=True)
-            for i, image in enumerate(shapes(count, seed + c, size=8 if split == "never" else 32)):
-                Image.fromarray(image).save(tmp_path / split / f"class {c}" / f"{i:02d}.png")
-    return tmp_path / "train", tmp_path / "test"
-
-
-def test_rows_of_edges(classes, tmp_path):
-    train, test = (open_images(path) for path in classes)
-    scorers = EdgeScorers(types.SimpleNamespace())
-    predicted = []
-
-    def fake(classifier, pixels):
-        predicted.append(len(pixels))
-        return np.array([3, 4] * (len(pixels) // 2))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.garden.control_score.predict", fake)
-        rows = edge_score(
-            ConditionGenerator(),
-            test,
-            [3, 4],
-            tmp_path / "out",
-            size=32,
-            num=8,
-            training=train,
-            tokenizer=small_tokenizer(),
-            scorers=scorers,
-            base=ConditionGenerator(),
-        )
-    assert list(rows) == [CONTROL, PLAIN, BASE, NEAREST, CEILING]
-    assert rows[CONTROL]["f1"] > 0.9  # both sides of a line are edges, one pixel from it
-    assert rows[CONTROL]["f1"] > 2 * rows[PLAIN]["f1"]
-    assert rows[PLAIN] == rows[BASE]
-    assert rows[PLAIN]["f1"] < rows[NEAREST]["f1"] <= 1
-    assert rows[CONTROL]["accuracy"] == 0.5
-    low, high = rows[PLAIN]["f1 interval"]
-    assert low < rows[PLAIN]["f1"] < high
-    assert len(list((tmp_path / "out" / "canny" / "condition").iterdir())) == 8
-    text = table(rows, title="canny").splitlines()
-    assert text[0].split() == ["canny", "F1", "precision", "recall", "accuracy", "images"]
-    assert len(text) == 6
-    compared = compare({"canny": rows})
-    assert compared[f"f1, control by {PLAIN}"] == rows[CONTROL]["f1"] / rows[PLAIN]["f1"]
-    rows[BASE]["accuracy"] = 0.75
-    assert compare({"canny": rows})[f"accuracy, control less {BASE}"] == -0.25
-
-
-def test_rows_have_fid_where_there_is_a_reference(classes):
-    """Against features of the very images, FID is zero."""
-    pixels = shapes(6)
-    features = torch.randn(6, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    from arpg.evaluation.features import Features
-    from arpg.evaluation.metrics import statistics
-
-    real = Features(statistics(features), None, features.half(), None, "net")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.garden.control_score.collect", lambda inception, batches: real)
-        row = score_edges(
-            pixels,
-            edge_maps(pixels),
-            np.zeros(6, np.int64),
-            EdgeScorers(None, types.SimpleNamespace(device="cpu"), real),
-        )
-    assert row["fid"] == pytest.approx(0, abs=1e-6)
-    assert row["f1"] == 1
-    assert "accuracy" not in row
+    caplog.clear()
+    assert np.array_equal(generate_missing(generator, conditions, labels, None, kind="canny", seed=10), first)
+    assert not caplog.records
 
 
 def test_strength_zero_is_compared_pixel_by_pixel():
@@ -245,46 +176,27 @@ def test_gradients_reach_the_whole_network():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
 
 
-def test_rows_of_depth(scenes, tmp_path):
-    """With a network that reads the depth off the pixels: images of the depth are right, others are not."""
-
-    class Reader(DepthNet):
-        def estimate(self, pixels_nHW3, *, batch_size=256):
-            return to_depth(pixels_nHW3[..., 0])
-
-    def generate(conditions, labels, *, kind, seeds, strength):
-        assert kind == "depth"
-        assert (labels == -1).all()
-        return np.repeat((conditions * (strength > 0)).astype(np.uint8)[..., None], 3, -1)
-
-    shown = DepthScenes(np.repeat(scenes.near_nHW[..., None], 3, -1), scenes.near_nHW)
-    tests, others = DepthScenes(shown.pixels_nHW3[:9], shown.near_nHW[:9]), shown
-    rows = depth_score(
-        generate, tests, Reader(DepthNetConfig(8)), tmp_path, training=others, tokenizer=small_tokenizer(), batch_size=4
-    )
-    assert list(rows) == [CONTROL, PLAIN, NEAREST, CEILING, "scenes themselves"]
-    assert [rows[name]["rmse"] for name in (CONTROL, NEAREST, "scenes themselves")] == [0, 0, 0]
-    blank = rmse(np.ones((9, 32, 32), np.float32), tests.depth()).mean()
-    assert rows[PLAIN]["rmse"] == pytest.approx(blank)
-    assert compare({"depth": rows})[f"rmse, control by {PLAIN}"] == 0
-    near = np.random.default_rng(0).integers(0, 256, (20, 6, 6), np.uint8)
-    distance = np.square(near[:5, None].astype(float) - near[None, 5:].astype(float)).sum((2, 3))
-    assert nearest_by_depth(near[:5], near[5:]).tolist() == distance.argmin(1).tolist()
-
-
 # The command line
 
 
 @pytest.fixture
-def controlled(tmp_path, monkeypatch):
-    """A saved pipeline of 32x32 pixels that takes conditions: it returns them, and ignores them at strength 0."""
-    model = small_model(dataclasses.replace(SMALL, grid=(16, 16)))
-    Pipeline(model, small_tokenizer(), license="MIT").save_pretrained(tmp_path / "model")
-    generate = Pipeline.generate
+def data(tmp_path):
+    """The folder of garden: figures of a class of fruits and a class of flowers."""
+    for split, count in (("train", 12), ("test", 6)):
+        for domain in ("fruits", "flowers"):
+            folder = tmp_path / "data" / f"{domain}.zip" / domain / split / f"class {int(domain == 'flowers')}"
+            folder.mkdir(parents=True)
+            for i, image in enumerate(shapes(count, len(domain) + count)):
+                Image.fromarray(image).save(folder / f"{i:02d}.png")
+    return tmp_path / "data"
 
-    class ControlInput:
-        def __init__(self, image, kind, strength):
-            self.image, self.kind, self.strength = image, kind, strength
+
+@pytest.fixture
+def arguments(world, data, sets, tmp_path, monkeypatch):
+    """Those of evaluate-control, with a model that returns its conditions and ignores them at strength 0."""
+    monkeypatch.setitem(photos.PHOTO_SETS, "garden", dataclasses.replace(photos.GARDEN, size=32))
+    monkeypatch.setattr("experiments.garden.control_score.scene_sources", lambda data, split: sets)
+    generate = Pipeline.generate
 
     def fake_generate(self, classes=None, *, control=None, **options):
         made = generate(self, classes, **options)
@@ -292,90 +204,131 @@ def controlled(tmp_path, monkeypatch):
             return made
         return [c.image.convert("RGB") if c.strength else image for c, image in zip(control, made, strict=True)]
 
-    monkeypatch.setattr("experiments.control_images.ControlInput", ControlInput)
     monkeypatch.setattr(Pipeline, "generate", fake_generate)
-    return tmp_path / "model"
+    monkeypatch.setattr(control_photos, "predict", lambda classifier, pixels: np.arange(len(pixels)) % 2)
+    Classifier(ClassifierConfig(5, 8)).save(tmp_path / "classifier")
+    DepthNet(DepthNetConfig(8)).save(tmp_path / "net")
+    folders = ["--data", data, "--classifier", tmp_path / "classifier", "--out", tmp_path / "out"]
+    return ["evaluate-control", "--model", "m", "--base", "m", "--device", "cpu", *folders, "--num", 6]
 
 
-def test_evaluate_control(run, controlled, classes, sets, tmp_path):
+@pytest.mark.parametrize("world", [16], indirect=True)
+def test_evaluate_control(run, arguments, sets, tmp_path):
     both = ["--fruits", sets[0], "--emoji", sets[1]]
     small = ["-n", 8, "--steps", 2, "--batch-size", 4, "--width", 8, "--processes", 0, "--fresh", 4]
     code, text, err = run("train-depth", *both, *small, "-o", tmp_path / "net")
     assert code == 0, err
     assert "on 4 new scenes; a blank image has" in text
     assert isinstance(DepthNet.load(tmp_path / "net"), DepthNet)
-    arguments = ["evaluate-control", "--model", controlled, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
-    arguments += ["--test", classes[1], "--train", classes[0], "-n", 6, "--no-fid", "--base", controlled]
-    code, text, err = run(*arguments, "--json", tmp_path / "r.json")
+    arguments += ["--images", tmp_path / "images", "--depth-net", tmp_path / "net", "--train-scenes", 5]
+    code, _, err = run(*arguments, "--reference", 10)
     assert code == 0, err
-    assert all(name in text for name in (CONTROL, PLAIN, BASE, NEAREST, CEILING, "strength 0 is no control: yes"))
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert report["canny"][PLAIN] == report["canny"][BASE]
-    assert report["canny"][CONTROL]["f1"] > report["canny"][PLAIN]["f1"]
-    assert report["compared"][f"f1, control by {PLAIN}"] > 1
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
-    code, again, _ = run(*arguments)
-    assert code == 0
-    tables = [line for line in text.splitlines()[:-1] if not re.search(r": \d+ of \d+$", line)]
-    assert again.splitlines() == tables
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.png")}
+    found = json.loads((tmp_path / "out" / "control-score.json").read_text())
+    rows = found["canny"]["rows"]
+    assert list(rows) == [CONTROL, PLAIN, BASE, CEILING, REAL, NEAREST]
+    assert rows[CONTROL]["F1"] > 0.9  # both sides of a line are edges, one pixel from it
+    assert rows[CONTROL]["F1"] > 2 * rows[PLAIN]["F1"]
+    assert rows[PLAIN]["F1"] == rows[BASE]["F1"]
+    assert rows[PLAIN]["F1"] < rows[NEAREST]["F1"] <= 1
+    low, high = rows[PLAIN]["F1 interval"]
+    assert low < rows[PLAIN]["F1"] < high
+    assert {"recognised", "FID, train"} <= rows[NEAREST].keys()  # it is of all images
+    assert found["canny"]["strength 0 is no control"]
+    depth = found["depth"]["rows"]
+    assert list(depth) == [CONTROL, PLAIN, CEILING, "scenes themselves", NEAREST]
+    assert depth["scenes themselves"]["RMSE"] == found["depth"]["depth network"]["rmse"]
+    assert "recognised" not in depth[CONTROL]  # scenes have no class
+    with Image.open(tmp_path / "images" / "depth" / CONTROL / "0002.png") as image:
+        assert image.size == (32, 32)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "images").rglob("*.png")}
+    assert len(before) == 5 * 6
+    (tmp_path / "out" / "control-score.json").unlink()  # cut off before it was written: no image is made again
+    assert run(*arguments, "--reference", 10)[0] == 0
+    again = json.loads((tmp_path / "out" / "control-score.json").read_text())["canny"]["rows"]
+    assert [row["F1"] for row in again.values()] == [row["F1"] for row in rows.values()]
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "images").rglob("*.png")}
     check_error(run(*arguments, "--seed", 1), "holds results of something else", program="garden")
-    check_error(run(*arguments, "--reference", -1), "--reference is -1; expected 0 (all)", program="garden")
 
 
-def test_fid_against_some_of_the_training_images(run, controlled, classes, tmp_path, monkeypatch):
-    """Chosen as the test images are, so that classes are as frequent in both; 0: all; never more than there are."""
-    from arpg.evaluation.inception import Inception
+@pytest.mark.parametrize("world", [16], indirect=True)
+def test_fid_against_some_of_the_training_images(run, arguments, tmp_path, monkeypatch):
+    """Chosen as the test images are, so that classes are as frequent in both; never more than there are."""
+    seen, real = [], control_photos.reference_features
 
-    seen = []
-    monkeypatch.setattr(Inception, "load", lambda *a, **k: object())
+    def features(inception, images, *rest, **kept):
+        seen.append(np.bincount(images.labels).tolist())
+        return real(inception, images, *rest, **kept)
 
-    def reference(network, images, size, **kept):
-        seen.append(images.labels)
-
-    monkeypatch.setattr("experiments.garden.control_score.reference_features", reference)
-    arguments = ["evaluate-control", "--model", controlled, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
-    arguments += ["--test", classes[1], "--train", classes[0], "-n", 2]
-    for number in (2, 0, 5000):
-        code, _, err = run(*arguments, "--reference", number)
+    monkeypatch.setattr(control_photos, "reference_features", features)
+    for number in (4, 5000):
+        code, _, err = run(*arguments, "--parts", "canny", "--reference", number, "--out", tmp_path / str(number))
         assert code == 0, err
-    assert len(seen[0]) == 2
-    assert len(seen[0]) < len(seen[1]) == len(seen[2])
-    assert len(set(seen[0])) == 2
-
-
-def test_evaluate_depth(run, controlled, sets, tmp_path):
-    DepthNet(DepthNetConfig(8)).save(tmp_path / "net")
-    arguments = ["evaluate-control", "--model", controlled, "--steps", 2, "--device", "cpu", "-o", tmp_path / "out"]
-    arguments += ["--fruits", sets[0], "--emoji", sets[1], "--depth-net", tmp_path / "net", "--scenes", 3]
-    arguments += ["--train-fruits", sets[0], "--train-scenes", 5, "--json", tmp_path / "r.json"]
-    code, text, err = run(*arguments)
+    code, _, err = run(*arguments, "--parts", "canny", "--no-fid", "--out", tmp_path / "without")
     assert code == 0, err
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert list(report["depth"]) == [CONTROL, PLAIN, NEAREST, CEILING, "scenes themselves"]
-    assert report["depth"]["scenes themselves"]["rmse"] == report["depth network"]["rmse"]
-    assert "canny" not in report
-    assert "RMSE" in text
-    with Image.open(tmp_path / "out" / "depth" / "condition" / "0002.png") as image:
-        assert (image.mode, image.size) == ("L", (32, 32))
+    assert seen == [[2, 2], [12, 12]]
+    rows = json.loads((tmp_path / "without" / "control-score.json").read_text())["canny"]["rows"]
+    assert not any("FID" in name for row in rows.values() for name in row)
 
 
-def test_bad_evaluations(run, folder, photos, tmp_path):
-    arguments = ["evaluate-control", "--model", folder, "--device", "cpu", "-o", tmp_path / "out"]
+@pytest.mark.parametrize("world", [16], indirect=True)
+def test_rows_of_depth(scenes, arguments, tmp_path, monkeypatch):
+    """With a network that reads the depth off the pixels: images of the depth are right, others are not."""
+    shown = DepthScenes(np.repeat(scenes.near_nHW[..., None], 3, -1), scenes.near_nHW)
+    tests = DepthScenes(shown.pixels_nHW3[:9], shown.near_nHW[:9])
+
+    class Reader(DepthNet):
+        def estimate(self, pixels_nHW3, *, batch_size=256):
+            return to_depth(pixels_nHW3[..., 0])
+
+        @staticmethod
+        def load(folder, *, device):
+            return Reader(DepthNetConfig(8))
+
+    monkeypatch.setattr("experiments.garden.control_score.DepthNet", Reader)
+    monkeypatch.setattr(
+        "experiments.garden.control_score.compose_depth_scenes", lambda sets, *, num, **_: tests if num == 9 else shown
+    )
+    values = {"depth_net": None, "num": 9, "train_scenes": 40, "nearest": 9, "seed": 0, "guidance": [], "base": "m"}
+    values |= {"images": None, "batch_size": 4, "out": tmp_path}
+    pipe = Pipeline.from_pretrained("m")
+    bench = GardenControlScore(pipe, photos.PHOTO_SETS["garden"], tmp_path, argparse.Namespace(**values))
+    rows = bench.depth()["rows"]
+    assert [rows[name]["RMSE"] for name in (CONTROL, NEAREST, "scenes themselves")] == [0, 0, 0]
+    assert rows[PLAIN]["RMSE"] > 0.1
+    assert rows[CEILING]["RMSE"] > 0
+    near = np.random.default_rng(0).integers(0, 256, (20, 6, 6), np.uint8)
+    distance = np.square(near[:5, None].astype(float) - near[None, 5:].astype(float)).sum((2, 3))
+    assert nearest_by_depth(near[:5], near[5:]).tolist() == distance.argmin(1).tolist()
+
+
+@pytest.mark.parametrize("world", [16], indirect=True)
+def test_bad_evaluations(run, arguments, tmp_path):
     for more, message in (
-        ([], "nothing to evaluate"),
-        (["--fruits", "x"], "all or none"),
-        (["--test", tmp_path / "none"], "does not exist"),
-        (["--test", photos, "--batch-size", 0], "--batch-size is 0"),
+        ([], "depth needs --depth-net"),
+        (["--parts", "canny", "--data", tmp_path / "none"], "does not exist"),
+        (["--parts", "canny", "--batch-size", 0], "batch_size is 0"),
+        (["--parts", "soft"], "takes canny, depth; choose one of them"),
     ):
         check_error(run(*arguments, *more), message, program="garden")
 
 
-def test_accuracy_by_a_real_classifier():
-    pixels = shapes(4, size=64)
-    classifier = Classifier(ClassifierConfig(3, 8)).eval()
-    row = score_edges(pixels, edge_maps(pixels), np.zeros(4, np.int64), EdgeScorers(classifier))
-    assert row["accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+@pytest.mark.parametrize("world", [16], indirect=True)
+def test_the_run_of_garden_control_scores_itself(arguments, tmp_path, monkeypatch):
+    """By the command, without FID, with its images kept; what is finished is not scored again."""
+    (tmp_path / "out").mkdir()
+    for name in ("classifier", "net"):
+        (tmp_path / name).rename(tmp_path / "out" / {"net": "depth-net"}.get(name, name))
+    options = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    options += ["--num", "4", "--device", "cpu", "--stages", "score"]
+    control_model.main(options)
+    path = tmp_path / "out" / "control-score.json"
+    found = json.loads(path.read_text())
+    assert {"canny", "depth"} <= found.keys()
+    assert BASE in found["canny"]["rows"]
+    assert (tmp_path / "work" / "score" / "canny" / CONTROL / "0003.png").exists()
+    before = path.stat().st_mtime_ns
+    control_model.main(options)
+    assert path.stat().st_mtime_ns == before
 
 
 def test_images_are_those_of_the_pipeline():

@@ -53,7 +53,7 @@ from arpg.files import write_json
 from arpg.image import Pixels, to_images
 from arpg.settings import ORDERS, SCHEDULES, SamplingSettings
 from arpg.tasks import label_condition
-from experiments.garden.control_score import image_side
+from experiments.photo_measures import image_side
 from experiments.photos import GARDEN, evenly_spaced, load_or_train_classifier, reconstruct
 from experiments.scorer_training import accuracy
 
