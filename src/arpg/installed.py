@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "garden": "arpg-garden",
     "garden-text": "arpg-garden",
     "garden-control": "arpg-garden",
+    "meadow-256": "arpg-meadow",
     "meadow-control": "arpg-meadow",
 }
 

@@ -1,1 +1,1 @@
-"""The model folder of meadow-control; `arpg` finds it by the entry points `arpg.models`."""
+"""The model folders of meadow-256 and meadow-control; `arpg` finds them by the entry points `arpg.models`."""

@@ -1,4 +1,4 @@
-"""The model of arpg-meadow that follows condition images: photographs have the edges that they are given."""
+"""The models of arpg-meadow: photographs have the edges that they are given, and at 256 pixels the class."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,9 @@ import pytest
 from arpg import ControlInput, Pipeline
 from arpg.checkpoint import read_folder
 from arpg.config import DEFAULT_MODEL
+from arpg.decode.likelihood import image_bits
 from arpg.hub import resolve
+from arpg.tasks import label_condition
 from experiments.control_images import agreement, edge_maps
 from support.distribution import require_model
 
@@ -55,9 +57,22 @@ def test_strength_zero_is_the_model_without_control(pipe, plain, photographs):
     assert [image.tobytes() for image in pipe.generate(NAMES, control=off, **STEPS)] == [i.tobytes() for i in plain]
 
 
-def test_it_shares_what_it_can_with_its_base():
-    require_model("meadow-control")
-    ours, base = (read_folder(resolve(name)) for name in ("meadow-control", DEFAULT_MODEL))
+@pytest.mark.parametrize("name", ["meadow-256", "meadow-control"])
+def test_it_shares_what_it_can_with_its_base(name):
+    require_model(name)
+    ours, base = (read_folder(resolve(each)) for each in (name, DEFAULT_MODEL))
     assert (ours.base, ours.tokenizer_of, ours.tokenizer) == (DEFAULT_MODEL, DEFAULT_MODEL, None)
     assert ours.classes.lines == base.classes.lines
     assert "research use" in ours.license
+
+
+def test_photographs_of_256_pixels_are_of_their_class():
+    """They have 1,024 tokens, and each is more likely under its class than under another."""
+    require_model("meadow-256")
+    pipe = Pipeline.from_pretrained("meadow-256", device="cpu")
+    images = pipe.generate(NAMES, steps=8, seed=0)
+    assert [image.size for image in images] == [(256, 256)] * 2
+    labels = label_condition(pipe.model, [pipe.classes.find(name) for name in NAMES])
+    for number, image in enumerate(images):
+        bits = image_bits(pipe.model, pipe.tokenizer, image, labels, orders=1, order="random", seed=0)
+        assert bits.mean((1, 2, 3)).argmin() == number
