@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import pickle
+import secrets
 import struct
 import tempfile
 import threading
@@ -56,11 +56,12 @@ def write_together(writes: Mapping[AnyPath, Callable[[Path], object]]) -> None:
                     ready.append((path.upload(local), path))
                 continue
             created += _make_folder(path.parent)
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            os.close(handle)
-            ready.append((Path(name), path))
-            write(Path(name))
-            os.chmod(name, 0o666 & ~_umask())
+            local = path.parent / f".{path.name}.{secrets.token_hex(6)}"
+            local.touch(exist_ok=False)
+            ready.append((local, path))
+            rights = local.stat().st_mode  # of a new file; safetensors replaces it by one that only its owner can read
+            write(local)
+            local.chmod(rights)
         for temporary, path in ready:
             temporary.replace(path)
     except OSError as error:
@@ -118,12 +119,6 @@ def _make_folder(folder: Path) -> list[Path]:
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_tensors(path: AnyPath) -> State:

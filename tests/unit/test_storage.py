@@ -12,10 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from arpg import storage
 from arpg.errors import InputError
-from arpg.files import hash_file, read_array, read_json, write_array, write_json, write_together
+from arpg.files import (
+    hash_file,
+    read_array,
+    read_json,
+    write_array,
+    write_json,
+    write_tensors,
+    write_together,
+    write_whole,
+)
+from arpg.image import save
 from arpg.storage import Lease, RemotePath, as_path, fetch, list_files
 
 
@@ -74,6 +86,24 @@ def test_files_are_written_together_or_not_at_all(folder):
     with pytest.raises(RuntimeError, match="stop"):
         write_together({folder / "a": lambda path: path.write_bytes(b"x"), folder / "b": fail})
     assert list_files(folder) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_new_files_have_the_rights_that_the_umask_gives(tmp_path, monkeypatch):
+    """Also weights and images; and the umask, which all threads share, is not changed to learn it."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))
+            write_json(tmp_path / "a.json", 1)
+            write_array(tmp_path / "a.npy", np.zeros(1))
+            write_whole(tmp_path / "a.safetensors", lambda path: write_tensors({"a": torch.zeros(1)}, path))
+            save(Image.new("RGB", (8, 8)), tmp_path / "a.png")
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("a.json", "a.npy", "a.safetensors", "a.png"), oct(0o640)
+    )
 
 
 def test_faults_of_the_store_are_survived(bucket, faults):
