@@ -1,7 +1,7 @@
 r"""How far generated images follow a condition image, and how good they are: for each kind of condition.
 
     python -m experiments.meadow control-score --model results/meadow-control --base results/model \
-        --classifier results/classifier --inception weights/inception.safetensors --out results/control --minutes 9
+        --classifier experiments/meadow/classifier --inception weights/inception.safetensors --out results/control
 
 Conditions are extracted from test photographs, and once more from what was generated with them and their classes: F1 of
 Canny's edges, SSIM of soft edges, RMSE of depth (0 to 1). Depth is that of `--depth-model`, in both places: a depth

@@ -1,6 +1,6 @@
 r"""Zero-shot tasks measured: inpainting, outpainting, class edits, classification, resolution expansion.
 
-    python -m experiments.meadow zero-shot --model results/model --classifier results/classifier \
+    python -m experiments.meadow zero-shot --model results/model --classifier experiments/meadow/classifier \
         --inception weights/inception.safetensors --out results/zero-shot --minutes 9
 
 Each part is written to zero-shot.json (and as tables to zero-shot.md) when it is finished; run it again to do what is

@@ -35,7 +35,10 @@ def save_scorer(network: nn.Module, folder: Path, *, name: str, config: Any) -> 
 def load_scorer(
     build: Callable[[Any], Module], folder: Path, *, name: str, config: type, device: torch.device | str, hint: str = ""
 ) -> Module:
-    """Load a network that `build` makes from its configuration; `hint` says in errors where one comes from."""
+    """Load a network that `build` makes from its configuration; `hint` says in errors where one comes from.
+
+    It computes in float32, also where the file has half precision.
+    """
     path, weights = folder / f"{name}.json", folder / f"{name}.safetensors"
     require(path.is_file(), f"{folder} holds no {name}: it has no {path.name}{hint}")
     with meta_device():
@@ -43,7 +46,7 @@ def load_scorer(
     state = read_tensors(weights)
     check_state(state, network, where=str(weights))
     network.load_state_dict(state, strict=True, assign=True)
-    return network.to(device).eval()
+    return network.to(device, torch.float32).eval()
 
 
 @dataclass(frozen=True)
