@@ -146,7 +146,7 @@ def test_the_guidance_that_is_searched_covers_the_papers():
     papers = [row["guidance"] for row in report.QUOTED["table 8: parallel decoding"]]
     assert bench.SCALES[0] < min(papers)
     assert max(papers) < bench.SCALES[-1] <= bench.GUIDANCE_RANGE[1]
-    pair = {"table": "block-causal", "row": "12+12", "measure": "paired", "steps": 8, "guidance block": 9.5}
+    pair = {"table": "block-causal", "row": report.SUBJECT, "measure": "paired", "steps": 8, "guidance block": 9.5}
     page = report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
     assert "| 9.5 (largest searched) | 4.5 |" in page
 
@@ -315,7 +315,7 @@ def test_each_attention_is_measured_at_its_own_best_guidance(world, tmp_path, mo
     assert {each[1] for each in seen if each[0] == 16} == {"block"}
     assert lines[16, 0]["difference"] == 0.0
     assert lines[16, 0]["difference interval"] == [0.0, 0.0]
-    page = report.page([{**line, "row": "12+12"} for line in read_lines(tmp_path / "out" / "lines")])
+    page = report.page([{**line, "row": report.SUBJECT} for line in read_lines(tmp_path / "out" / "lines")])
     assert "| steps | difference | trainings |" in page
     assert "| steps | attention | 1.5 | 3.0 |\n|---|---:|---:|---:|\n| 8 | block | 11.0 | 12.5 |\n" in page
 
@@ -525,7 +525,7 @@ def made_up():
         return {**key, "images/s": rate, "range": [0.9 * rate, 1.1 * rate]}
 
     def pair(seed, difference):
-        key = {"table": "block-causal", "row": "12+12", "measure": "paired", "steps": 16, "seed": seed}
+        key = {"table": "block-causal", "row": report.SUBJECT, "measure": "paired", "steps": 16, "seed": seed}
         return {**key, "difference": difference, "difference interval": [difference - 0.3, difference + 0.3]}
 
     losses = [[[100, 5.0], [200, 4.0]], [[100, 4.9], [200, 3.6]], [[100, 4.95], [200, 3.24]]]
@@ -601,7 +601,7 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
     assert "Nothing has been measured yet." in empty
     searched = [
-        {"table": "few-steps", "row": "12+12", "measure": "search", "steps": steps, "samples": samples, "fid": fid}
+        {"table": "few-steps", "row": report.SUBJECT, "measure": "search", "steps": steps, "samples": samples, "fid": fid}
         | {"settings": {**settings, "order": order, "guidance": guidance}}
         for steps, samples, order, guidance, fid in (
             (8, 1000, "random", 3.0, 41.0),
