@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py
     python benchmarks/engine.py --rows "L, 32 steps" "VQ-16" --minutes 8 --again
-    python benchmarks/engine.py --rows "L, 32 steps" "L, 64 steps" --switch folded_norms --out folded-norms.json
+    python benchmarks/engine.py --rows "L, 32 steps, to pixels" --switch pixel_graphs --out pixel-graphs.json
     python benchmarks/engine.py --table --write
     python benchmarks/engine.py --table --out after.json --against before.json
     python benchmarks/engine.py --host
@@ -14,8 +14,8 @@ minute, when clocks and temperatures have settled. Memory is that of another row
 and what captured graphs hold, reserved all that torch's allocator has taken of the device. --table only prints;
 --write puts the table into docs/performance/results.md; --against shows another record beside this one. --like FOLDER
 runs all rows at a small size with that model's configuration. --switch measures each row twice, with a field of
-`KernelPolicy` off and on; the second is named after it. --host needs no GPU: it prints the CPU time of one batch before
-its graph is replayed, as the least of many repeats.
+`KernelPolicy` off and on. --host needs no GPU: it prints the CPU time of one batch before its graph is replayed, as the
+least of many repeats.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "engine-h200.json"
 PAGE = ROOT / "docs" / "performance" / "results.md"
 REPEATS, WARMUP = 10, 3
 POLICY = KernelPolicy()
-SWITCHES = [name for name, value in asdict(POLICY).items() if isinstance(value, bool)]
+SWITCHES = list(asdict(POLICY))
 HOST_BATCHES, HOST_REPEATS = (1, 64), 500
 
 
@@ -117,7 +117,7 @@ def small(row: Row, folder: str) -> Row:
 def switched(row: Row, field: str) -> tuple[Row, Row]:
     """Return the row with a field of its kernel policy off and on."""
     off, on = (replace(row.policy, **{field: value}) for value in (False, True))
-    return replace(row, policy=off), replace(row, name=f"{row.name}, {field}", policy=on)
+    return replace(row, name=f"{row.name}, without {field}", policy=off), replace(row, policy=on)
 
 
 class Bench:
@@ -168,7 +168,7 @@ class Bench:
     @torch.no_grad()
     def _pixels(self, pipe: Pipeline, row: Row, grid: tuple[int, int]) -> dict[str, Any]:
         """Time decoding of given tokens to pixels, batch after batch."""
-        tokenizer = pipe.tokenizer
+        tokenizer = pipe.graphed_tokenizer
         ids_BN = torch.randint(tokenizer.config.codebook_size, (row.batch, row.side**2)).to(self.device)
         for _ in range(WARMUP):
             tokenizer.decode(ids_BN, grid)

@@ -30,9 +30,7 @@ from arpg.device import meta_device
 from arpg.errors import present, require
 from arpg.files import State, read_json, read_tensors, write_tensors, write_together
 from arpg.installed import CONFIG, installed_folder
-from arpg.kernels.dispatch import current_policy
 from arpg.model import ARPG
-from arpg.quantization.folded import fold_norms
 from arpg.quantization.packed import pack_linears
 from arpg.quantization.storage import add_difference, pack, pack_difference, unpack
 from arpg.settings import SamplingDefaults
@@ -164,11 +162,8 @@ def load_tokenizer(
 
 def prepare(model: ARPG, tokenizer: VQTokenizer, *, engine: str = "auto") -> None:
     """Make inference with this kind of engine faster on the device the model is on; the weights do not change."""
-    if model.device.type == "cpu":
-        if engine != "compiled":  # the compiler cannot read packed weights
-            pack_linears(model)
-    elif current_policy().folded_norms:
-        fold_norms(model)
+    if model.device.type == "cpu" and engine != "compiled":  # the compiler cannot read packed weights
+        pack_linears(model)
     if model.dtype == torch.bfloat16:
         tokenizer.decode_in(torch.bfloat16)
     elif tokenizer.pixel_dtype is not None:  # the model has had another type

@@ -258,7 +258,7 @@ class Pipeline:
 
     @property
     def graphed_tokenizer(self) -> GraphedTokenizer:
-        """The tokenizer, with images from CUDA graphs where `KernelPolicy.pixel_graphs` is set."""
+        """The tokenizer, with images from CUDA graphs where they are decoded by kernels."""
         if self._graphed is None or self._graphed.tokenizer is not self.tokenizer:
             self._graphed = GraphedTokenizer(self.tokenizer)
         return self._graphed

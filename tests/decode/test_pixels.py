@@ -5,8 +5,9 @@ import threading
 import pytest
 import torch
 
+from arpg.config import TOKENIZERS
 from arpg.decode import pixels
-from arpg.decode.pixels import GraphedTokenizer, chunk_sizes
+from arpg.decode.pixels import GraphedTokenizer, chunk_sizes, largest_chunk
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.tokenizer import VQTokenizer
 from support.small import small_tokenizer
@@ -22,10 +23,10 @@ def ids(batch, seed=0):
 class Fake:
     """Captured pixels that a CPU can make: they run the decoder on the inputs that were copied in."""
 
-    made = None
+    made, bytes = None, 0
 
     def __init__(self, tokenizer, ids_BN, grid, known_BN):
-        self.busy, self.bytes = threading.Lock(), 0
+        self.busy = threading.Lock()
         self.made.append((len(ids_BN), known_BN is not None))
         self.decode, self.grid = tokenizer.decode, grid
 
@@ -43,45 +44,83 @@ def captured(monkeypatch):
     return Fake.made
 
 
+def graphed_on_a_gpu(tokenizer):
+    graphed = GraphedTokenizer(tokenizer)
+    graphed.graphs.memory = 2**30
+    return graphed
+
+
+@pytest.mark.parametrize("largest", [4, 64])
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 200])
-def test_chunks(count):
-    sizes = list(chunk_sizes(count))
+def test_chunks(count, largest):
+    sizes = list(chunk_sizes(count, largest))
     assert sum(sizes) == count
     assert set(sizes) <= {1, 2, 4, 8, 16, 32, 64}
     assert sizes == sorted(sizes, reverse=True)
-    assert all(sizes.count(size) == 1 for size in sizes if size < 64)
+    assert all(sizes.count(size) == 1 for size in sizes if size < largest)
+
+
+@pytest.mark.parametrize(
+    ("side", "gib", "images"), [(16, 17.5, 64), (32, 17.5, 16), (16, 3, 16), (16, 1, 4), (64, 1, 0), (16, 0, 0)]
+)
+def test_the_largest_chunk_of_vq_16(side, gib, images):
+    """An H200 holds graphs of 64 images of 256 pixels; the maps of a chunk take at most half of the graphs' memory."""
+    assert largest_chunk(TOKENIZERS["vq-16"], (side, side), int(gib * 2**30)) == images
 
 
 @torch.no_grad()
 def test_a_chunk_is_captured_when_it_comes_again(captured):
     tokenizer = small_tokenizer()
-    graphed, known = GraphedTokenizer(tokenizer), torch.arange(6).remainder(2).bool().expand(3, -1)
-    with kernel_policy(KernelPolicy(pixel_graphs=True)):
-        for seed in range(3):
-            torch.testing.assert_close(graphed.decode(ids(3, seed), GRID), tokenizer.decode(ids(3, seed), GRID))
-            torch.testing.assert_close(
-                graphed.decode(ids(3, seed), GRID, known_BN=known), tokenizer.decode(ids(3, seed), GRID, known_BN=known)
-            )
-        assert sorted(captured) == [(1, False), (1, True), (2, False), (2, True)]
-        held = next(iter(graphed.graphs.captured.values()))
-        with held.busy:  # another thread replays it
-            torch.testing.assert_close(graphed.decode(ids(2), GRID), tokenizer.decode(ids(2), GRID))
-        tokenizer.decoder = small_tokenizer().decoder  # other weights: what was captured of the old ones is not used
-        graphed.decode(ids(2), GRID)
-        assert len(captured) == 4
-        graphed.decode(ids(2), GRID)
-        assert len(captured) == 5
+    graphed, known = graphed_on_a_gpu(tokenizer), torch.arange(6).remainder(2).bool().expand(3, -1)
+    for seed in range(3):
+        torch.testing.assert_close(graphed.decode(ids(3, seed), GRID), tokenizer.decode(ids(3, seed), GRID))
+        torch.testing.assert_close(
+            graphed.decode(ids(3, seed), GRID, known_BN=known), tokenizer.decode(ids(3, seed), GRID, known_BN=known)
+        )
+    assert sorted(captured) == [(1, False), (1, True), (2, False), (2, True)]
+    assert graphed.decode(ids(0), GRID).shape[0] == 0
+    held = next(iter(graphed.graphs.captured.values()))
+    with held.busy:  # another thread replays it
+        torch.testing.assert_close(graphed.decode(ids(2), GRID), tokenizer.decode(ids(2), GRID))
+    tokenizer.decoder = small_tokenizer().decoder  # other weights: what was captured of the old ones is not used
+    graphed.decode(ids(2), GRID)
+    assert len(captured) == 4
+    graphed.decode(ids(2), GRID)
+    assert len(captured) == 5
 
 
 @torch.no_grad()
-def test_nothing_is_captured_unless_it_is_asked_for(captured):
+def test_graphs_that_hold_too_much_memory_are_evicted(captured, monkeypatch):
+    """Requests may have any grid: what bounds the number of captures is the memory that they hold."""
+    monkeypatch.setattr(Fake, "bytes", 2**29)
+    graphed = graphed_on_a_gpu(small_tokenizer())
+    for wide in range(2, 7):
+        for _ in range(2):
+            graphed.decode(ids(1)[:, :wide], (1, wide))
+    assert len(captured) == 5
+    assert [key[1] for key in graphed.graphs.captured] == [(1, 5), (1, 6)]
+
+
+@torch.no_grad()
+def test_where_nothing_is_captured(captured, monkeypatch):
+    """Without the policy, with a gradient, in compiled code, without memory for an image, and without kernels."""
     tokenizer = small_tokenizer()
-    graphed = GraphedTokenizer(tokenizer)
-    for _ in range(3):
-        assert torch.equal(graphed.decode(ids(3), GRID), tokenizer.decode(ids(3), GRID))
-    with kernel_policy(KernelPolicy(pixel_graphs=True)), torch.enable_grad():
+    graphed = graphed_on_a_gpu(tokenizer)
+
+    def decode_again(graphed=graphed):
         for _ in range(3):
-            graphed.decode(ids(3), GRID)
+            assert torch.equal(graphed.decode(ids(3), GRID), tokenizer.decode(ids(3), GRID))
+
+    with kernel_policy(KernelPolicy(pixel_graphs=False)):
+        decode_again()
+    with torch.enable_grad():
+        decode_again()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        decode_again()
+    decode_again(GraphedTokenizer(tokenizer))  # on a CPU
+    monkeypatch.setattr(VQTokenizer, "fused", None)  # float32, or a GPU without the kernels
+    decode_again()
     assert captured == []
 
 
@@ -94,19 +133,17 @@ def test_a_moved_pipeline_captures_anew(pipeline):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("fused_conv", ["none", "all"])
 @torch.no_grad()
-def test_replayed_images_are_the_images(fused_conv):
+def test_replayed_images_are_the_images():
     """Also on another stream than that of the capture, and for other ids than those of the capture."""
     tokenizer = small_tokenizer().cuda().decode_in(torch.bfloat16)
     graphed, known = GraphedTokenizer(tokenizer), torch.rand(7, 6, device="cuda") < 0.5
-    with kernel_policy(KernelPolicy(fused_conv=fused_conv, pixel_graphs=True)):
-        for seed in range(5):
-            given = ids(7, seed).cuda()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                found = graphed.decode(given, GRID), graphed.decode(given, GRID, known_BN=known)
-                torch.cuda.current_stream().synchronize()
-            expected = tokenizer.decode(given, GRID), tokenizer.decode(given, GRID, known_BN=known)
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
-        assert sorted(key[0] for key in graphed.graphs.captured) == [1, 1, 2, 2, 4, 4]
+    for seed in range(5):
+        given = ids(7, seed).cuda()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = graphed.decode(given, GRID), graphed.decode(given, GRID, known_BN=known)
+            torch.cuda.current_stream().synchronize()
+        expected = tokenizer.decode(given, GRID), tokenizer.decode(given, GRID, known_BN=known)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+    assert sorted(key[0] for key in graphed.graphs.captured) == [1, 1, 2, 2, 4, 4]

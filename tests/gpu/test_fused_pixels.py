@@ -8,11 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from arpg import TokenizerConfig, VQTokenizer
 from arpg.config import DEFAULT_MODEL
-from arpg.kernels import conv as fused_conv
 from arpg.kernels import group_norm as groupnorm
-from arpg.kernels import pixel_ops
-from arpg.kernels.conv import TILES, ConvShape, Tile
-from arpg.kernels.dispatch import KernelPolicy, conv_tile, kernel_policy
 from arpg.tokenizer.fused import FusedDecoder, small_weights
 from support.small import small_tokenizer
 
@@ -73,134 +69,7 @@ def test_upsampling_on_the_small_grid(batch, high, wide):
     torch.testing.assert_close(found.sums_BPC2, groupnorm.moments(expected).sums_BPC2, atol=1e-3, rtol=1e-3)
 
 
-def both(run):
-    """`run` as it was (library and separate kernels), and with the fused convolution wherever it can be."""
-    found = []
-    for policy in ("none", "all"):
-        with kernel_policy(KernelPolicy(fused_conv=policy)):
-            found.append(run())
-    return found
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Several tiles of pixels and outputs, and several steps of the sum."""
-    monkeypatch.setattr(fused_conv, "DEFAULT_TILE", Tile(16, 16, 16, 4, 2))
-
-
-def same_moments(made, x, groups):
-    """The norm that follows from a part's moments is that of the image itself."""
-    norm = norm_of(x.shape[1], groups)
-    torch.testing.assert_close(
-        groupnorm.norm(x, made.moments, made.bias_C, norm),
-        F.silu(norm(x if made.bias_C is None else x + made.bias_C[:, None, None])),
-        atol=1e-3,
-        rtol=1e-3,
-    )
-
-
-@pytest.mark.parametrize(
-    ("batch", "inputs", "outputs", "high", "wide", "groups", "pending", "residual"),
-    [
-        (1, 16, 16, 1, 1, 4, True, True),
-        (2, 16, 24, 3, 7, 8, False, False),
-        (1, 48, 8, 3, 5, 8, True, False),
-        (1, 32, 16, 4, 8, 32, False, True),
-    ],
-)
-def test_convolution_with_its_neighbours(batch, inputs, outputs, high, wide, groups, pending, residual, small_tiles):
-    """Borders are zero after the norm, not before; sizes that fill no tile; a bias that comes with the norm."""
-    x, conv = draw(batch, inputs, high, wide) + 3, torch.nn.Conv2d(inputs, outputs, 3, padding=1).to(DEVICE)
-    added = draw(batch, outputs, high, wide, seed=1) if residual else None
-    bias = draw(inputs, seed=2) if pending else None
-    norm = norm_of(inputs, groups)
-    with torch.no_grad():
-        before = pixel_ops.Features(x, groupnorm.moments(x), bias)
-        one, two = both(lambda: pixel_ops.norm_conv(before, norm, conv.weight, conv.bias, residual_BOHW=added))
-        expected = conv(F.silu(norm(x if bias is None else x + bias[:, None, None])))
-        expected = expected if added is None else expected + added
-        late = 0 if one.bias_C is None else one.bias_C[:, None, None]
-        torch.testing.assert_close(one.x_BCHW + late, expected, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(two.x_BCHW, expected, atol=1e-3, rtol=1e-3)
-        assert two.bias_C is None
-        assert two.x_BCHW.is_contiguous(memory_format=torch.channels_last)
-        same_moments(two, two.x_BCHW, 8)
-
-
-@pytest.mark.parametrize(("batch", "high", "wide"), [(1, 1, 1), (2, 3, 5)])
-def test_convolution_after_upsampling(batch, high, wide, small_tiles):
-    conv = torch.nn.Conv2d(32, 8, 3, padding=1).to(DEVICE).requires_grad_(False)
-    x = draw(batch, 32, high, wide)
-    expected = conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-    for made in both(lambda: pixel_ops.upsample_conv(x, small_weights(conv.weight), conv.bias)):
-        torch.testing.assert_close(made.x_BCHW, expected, atol=1e-3, rtol=1e-3)
-        same_moments(made, expected, 8)
-
-
-def test_a_norm_before_the_convolution_is_the_norm_in_it(monkeypatch):
-    x, norm, conv = draw(1, 16, 3, 5), norm_of(16, 8), torch.nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
-    conv.requires_grad_(False)
-    before, made = pixel_ops.Features(x, groupnorm.moments(x)), []
-    for inside in (True, False):
-        monkeypatch.setattr(fused_conv, "DEFAULT_TILE", Tile(16, 16, 16, 4, 2, norm=inside))
-        with kernel_policy(KernelPolicy(fused_conv="all")):
-            made.append(pixel_ops.norm_conv(before, norm, conv.weight, conv.bias).x_BCHW)
-            made.append(pixel_ops.norm_conv_to_image(before, norm, conv.weight, conv.bias))
-    torch.testing.assert_close(made[0], made[2], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(made[1], made[3], atol=1e-4, rtol=1e-4)
-    assert made[1].shape == (1, 3, 3, 5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tile", [Tile(128, 64, 64), Tile(128, 128, 64, stages=2, registers=128), Tile(64, 128, 32, 4)])
-@pytest.mark.parametrize(("inputs", "outputs", "side"), [(128, 128, 24), (256, 128, 17), (512, 512, 8)])
-@torch.no_grad()
-def test_convolutions_in_half_precision_on_a_gpu(inputs, outputs, side, tile, dtype, monkeypatch):
-    """As close to float32 as the library's convolution with separate kernels, also where bfloat16 comes in pairs."""
-    monkeypatch.setattr(fused_conv, "DEFAULT_TILE", tile)
-    x, norm, conv = draw(3, inputs, side, side), norm_of(inputs, 32), torch.nn.Conv2d(inputs, outputs, 3, padding=1)
-    conv, residual = conv.to(DEVICE), draw(3, outputs, side, side, seed=1).to(dtype)
-    x, weight = x.to(dtype), conv.weight.to(dtype)
-    exact = F.conv2d(F.silu(norm(x.float())), weight.float(), conv.bias, padding=1) + residual.float()
-    before = pixel_ops.Features(x, groupnorm.moments(x))
-    made = both(lambda: pixel_ops.norm_conv(before, norm, weight, conv.bias, residual_BOHW=residual))
-    errors = [float((each.x_BCHW.float() - exact).norm() / exact.norm()) for each in made]
-    assert errors[1] < 1.3 * errors[0] < 0.02
-    exact = F.conv2d(F.interpolate(x.float(), scale_factor=2.0, mode="nearest"), weight.float(), conv.bias, padding=1)
-    weight = small_weights(conv.weight.to(dtype).float()).to(dtype)
-    made = both(lambda: pixel_ops.upsample_conv(x, weight, conv.bias))
-    errors = [float((each.x_BCHW.float() - exact).norm() / exact.norm()) for each in made]
-    assert errors[1] < 1.3 * errors[0] < 0.02
-
-
-def test_only_measured_shapes_take_the_fused_convolution(monkeypatch):
-    """On the GPU that they were measured on, in half precision, where a batch occupies it."""
-    shape, tile = ConvShape(32, 32, 16, 16), Tile(128, 32, 32)
-    monkeypatch.setitem(TILES, shape, tile)
-    monkeypatch.setattr("arpg.kernels.dispatch.nvidia_capability", lambda device: (9, 0))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: type("H", (), {"multi_processor_count": 132})
-    )
-    x, weight = torch.zeros(66, 32, 16, 16, dtype=torch.bfloat16), torch.zeros(32, 32, 3, 3)
-    assert conv_tile(x, weight) is tile
-    assert conv_tile(x[:65], weight) is None
-    assert conv_tile(x.float(), weight) is None
-    assert conv_tile(x[..., :8], weight) is None
-    assert conv_tile(x, torch.zeros(128, 32, 2, 2)) is None  # the same channels after upsampling: another shape
-    monkeypatch.setattr("arpg.kernels.dispatch.nvidia_capability", lambda device: (8, 0))
-    assert conv_tile(x, weight) is None
-    with kernel_policy(KernelPolicy(fused_conv="none")):
-        assert conv_tile(x, weight) is None
-    with kernel_policy(KernelPolicy(fused_conv="all")):
-        assert conv_tile(x, weight) is tile
-        assert conv_tile(x[..., :8], weight) is fused_conv.DEFAULT_TILE
-        assert conv_tile(x[:, :8], weight[:, :8]) is None  # fewer inputs than a step takes
-
-
-@pytest.mark.parametrize("policy", ["none", "all"])
-def test_the_whole_decoder(policy):
+def test_the_whole_decoder():
     tokenizer = small_tokenizer().to(DEVICE)
     for parameter in tokenizer.decoder.parameters():  # norms that do something
         torch.nn.init.normal_(parameter, std=0.2)
@@ -208,21 +77,19 @@ def test_the_whole_decoder(policy):
     z = draw(1, 8, 1, 2)
     with torch.no_grad():
         expected = tokenizer.decoder(z)
-    with kernel_policy(KernelPolicy(fused_conv=policy)):
-        torch.testing.assert_close(fused(z), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(fused(z), expected, atol=1e-3, rtol=1e-3)
     assert all(parameter.requires_grad for parameter in tokenizer.decoder.parameters())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "all"])
-def test_a_decoder_with_changes_of_width(policy):
+def test_a_decoder_with_changes_of_width():
     config = TokenizerConfig(
         channels=32, multipliers=(1, 2, 2), res_blocks=1, z_channels=8, codebook_size=24, codebook_dim=4
     )
     torch.manual_seed(0)
     tokenizer = VQTokenizer(config).eval().to(DEVICE)
     z = draw(1, 8, 1, 2)
-    with torch.no_grad(), kernel_policy(KernelPolicy(fused_conv=policy)):
+    with torch.no_grad():
         torch.testing.assert_close(
             FusedDecoder(tokenizer.decoder, torch.float32)(z), tokenizer.decoder(z), atol=1e-3, rtol=1e-3
         )
@@ -249,8 +116,7 @@ def test_pixels_take_the_kernels_where_they_can(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("policy", ["measured", "all", "none"])
-def test_pixels_in_bfloat16_on_a_gpu(policy):
+def test_pixels_in_bfloat16_on_a_gpu():
     """As close to float32 as the plain layers in bfloat16 are."""
     from arpg import Pipeline
 
@@ -258,8 +124,7 @@ def test_pixels_in_bfloat16_on_a_gpu(policy):
     ids = torch.randint(8192, (5, 144), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with torch.no_grad():
         exact = tokenizer.decode(ids, (12, 12))
-        with kernel_policy(KernelPolicy(fused_conv=policy)):
-            fused = tokenizer.decode_in(torch.bfloat16).decode(ids, (12, 12))
+        fused = tokenizer.decode_in(torch.bfloat16).decode(ids, (12, 12))
         assert tokenizer.fused is not None
         with torch.autocast("cuda", torch.bfloat16):
             plain = tokenizer.decoder(

@@ -291,46 +291,6 @@ def test_the_benchmark_of_pixels_goes_on_after_a_failure(monkeypatch, capsys):
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def test_the_benchmark_of_pixels_knows_the_convolutions(monkeypatch):
-    """Those that a decoder asks for, in its order, each as often as it occurs."""
-    from arpg.kernels import pixel_ops
-    from arpg.kernels.conv import conv_shape
-    from arpg.tokenizer.fused import FusedDecoder
-    from benchmarks.pixels import conv_calls
-
-    asked = []
-    monkeypatch.setattr(pixel_ops, "conv_tile", lambda x, weight: asked.append(conv_shape(x, weight)))
-    tokenizer = small_tokenizer()
-    FusedDecoder(tokenizer.decoder, torch.float32)(draw(1, 8, 2, 3))
-    calls = conv_calls(tokenizer.config, (2, 3))
-    assert [shape for call in calls for shape in [call.shape] * calls[call]] == sorted(asked, key=asked.index)
-    assert calls.total() == len(asked)
-
-
-def test_the_benchmark_of_pixels_finds_the_tiles_that_win(monkeypatch, capsys):
-    """A tile that does not compile is left out, and a shape at which no tile wins."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from arpg.kernels import conv
-    from benchmarks import pixels
-
-    def milliseconds(call, tile, batch, device, rounds):
-        if tile is not None and tile.stages == 4:
-            raise RuntimeError("no room")
-        return 5.0 if tile is None else 6.0 if call.shape.upsample else 4.0 + (tile.stages == 3)
-
-    monkeypatch.setattr(conv, "TILES", {})
-    monkeypatch.setattr(pixels, "run_tile", milliseconds)
-    monkeypatch.setattr(pixels, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
-    rows = pixels.tune(small_tokenizer().config, (4, 4), 2, torch.device("cpu"), rounds=1, jobs=1)
-    assert [row["used"] for row in rows] == [not row["shape"]["upsample"] for row in rows]
-    assert all("no room" in error for row in rows for error in row["errors"].values())
-    assert any(row["errors"] for row in rows)
-    assert len(conv.TILES) == len(rows) - 1
-    assert all(tile.stages < 3 for tile in conv.TILES.values())
-    assert f"    {next(iter(conv.TILES))}: Tile(" in capsys.readouterr().out
-
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

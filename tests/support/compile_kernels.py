@@ -72,7 +72,6 @@ def main(capability):
     JITFunction.run = compile_only(JITFunction.run)
     from arpg.kernels import (
         attention,
-        conv,
         fused_rope,
         group_norm,
         gumbel,
@@ -83,7 +82,7 @@ def main(capability):
         token_io,
     )
 
-    for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, swiglu, token_io):
+    for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, token_io):
         module.prefetch_weights = lambda x: capability >= 90  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
@@ -92,11 +91,6 @@ def main(capability):
         attention.attend(qkv[:, :, 0], *cache, torch.ones(2, slots, dtype=torch.long))
         attention.attend_and_store(qkv, cache, None, by, 7)
         attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths)
-        scale = torch.ones(2, slots)  # of a folded norm
-        attention.attend(qkv[:, :, 0], *cache, None, scale_BS=scale[:1, :1].expand(2, slots))
-        attention.attend(qkv[:, :, 0], *cache, None, by, scale_BS=scale)
-        attention.attend_and_store(qkv, cache, None, by, 7, scale_BS=scale)
-        attention.attend_and_store(qkv, cache, torch.ones(2, slots, dtype=torch.long), by, lengths, scale_BS=scale)
     qkv, by = half(2, 5, 3, 4, 64), (torch.zeros(2, 5, 64), torch.zeros(2, 5, 64))
     long = half(2, 520, 4, 64), half(2, 520, 4, 64)
     for settled in (90, 200, 300):  # prefetched
@@ -104,8 +98,6 @@ def main(capability):
         for limit in (None, torch.ones(2, 5, dtype=torch.long)):
             attention.attend(qkv[:, :, 0], *seen, limit, by, settled=settled)
             attention.attend_and_store(qkv, long, limit, by, settled, settled=settled)
-            attention.attend(qkv[:, :, 0], *seen, limit, by, settled=settled, scale_BS=torch.ones(2, 5))
-            attention.attend_and_store(qkv, long, limit, by, settled, settled=settled, scale_BS=torch.ones(2, 5))
     if capability >= 89:
         attention.attend(qkv[:, :, 0], *seen, None, by, settled=settled, dtype=torch.float8_e4m3fn)
     qkv = half(2, 70, 3, 4, 64)
@@ -116,9 +108,6 @@ def main(capability):
         turned = torch.zeros(256, slots, 64), torch.zeros(256, slots, 64)
         attention.attend(half(256, slots, 4, 64), *many, None, turned)
         attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7)
-        scale = torch.ones(256, slots)
-        attention.attend(half(256, slots, 4, 64), *many, None, turned, scale_BS=scale)
-        attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7, scale_BS=scale)
     if capability >= 89:
         attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
         compile_float8_cache(attention, fused_rope)
@@ -131,9 +120,6 @@ def main(capability):
         small_gemm.linear(half(rows, 2816), half(1024, 2816), add=few, sums_PM=squares)
         small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5, squares_PM=squares)
         small_gemm.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
-        small_gemm.linear(few, half(3072, 1024), folded=True, eps=1e-5)
-        small_gemm.linear(few, half(3072, 1024), folded=True, eps=1e-5, squares_PM=squares)
-        small_gemm.linear(few, half(5632, 1024), folded=True, eps=1e-5, swiglu=True, squares_PM=squares)
     fused_rope.split_qkv_rope(qkv, *by)
     fused_rope.merge_qkv_rope(*qkv.unbind(2), *by)
     fused_rope.apply_rope(qkv[:, :, 0], *by)
@@ -141,8 +127,6 @@ def main(capability):
     key, value = qkv[:, :, 1], qkv[:, :, 2]
     fused_rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=7)
     fused_rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths)
-    scale = torch.ones(2, 70)
-    fused_rope.store_rope(key, value, *by, key_BTHK=cache[0], value_BTHK=cache[1], first=lengths, scale_BS=scale)
     ids, known, place = (
         torch.zeros(2, 257, dtype=torch.long),
         torch.zeros(2, 257, dtype=torch.bool),
@@ -168,8 +152,6 @@ def main(capability):
         residual_norm.residual_norm_backward(x, x, x, weight, drop, p, 1e-5)
     for delta in (None, x):
         residual_norm.guided_norm(x, delta, weight, torch.ones(1, 1), 1e-5, dtype=torch.bfloat16)
-    residual_norm.row_scale(x, 1e-5)
-    swiglu.swiglu_of_folded(half(2, 8, 5632), x, 1e-5)
     swiglu.swiglu(half(16, 5632))
     swiglu.swiglu_backward(half(16, 5632), half(16, 2816))
 
@@ -184,14 +166,6 @@ def main(capability):
     group_norm.add(image, image, bias)
     group_norm.spread(half(2, 512, 9, 9), bias)
     group_norm.norm(image, moments, bias, torch.nn.GroupNorm(32, 128).to(torch.bfloat16))
-    taps, by = half(128, 128, 3, 3), torch.zeros(2, 2, 128)
-    tiles = {conv.DEFAULT_TILE, conv.Tile(128, 128, 64, stages=2, registers=128)}
-    tiles |= set(conv.TILES.values()) if capability == 90 else set()  # measured there
-    for tile in tiles:
-        conv.conv(image, taps, bias, tile, line_B2I=by, residual_BOHW=image)
-        conv.conv(image, taps, bias, tile)
-        conv.conv(image, taps[:8], bias, tile, line_B2I=by, moments=False, dtype=torch.float32, outputs=3)
-        conv.conv(image, half(512, 128, 2, 2), bias, tile)
     for name, size in sorted(SHARED.items()):
         print(name, size)  # noqa: T201
 

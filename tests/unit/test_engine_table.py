@@ -76,17 +76,17 @@ def test_a_row_that_fails_is_reported_and_tried_again(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(peak_bytes(torch.device("cpu")) == 0, reason="the platform does not say the peak memory")
 def test_a_row_with_a_switch_off_and_on(folder, tmp_path, monkeypatch):
-    """Each is opened and measured under its own kernel policy."""
-    from arpg.kernels.dispatch import current_policy
+    """Each is measured under its own kernel policy, in a pipeline of its own."""
+    from arpg.kernels import dispatch
 
     seen, own = [], table.open_pipeline
     monkeypatch.setattr(table, "device_limits", lambda *_: Limits(1e9, 1e9))
-    monkeypatch.setattr(table, "open_pipeline", lambda *a, **k: seen.append(current_policy()) or own(*a, **k))
+    monkeypatch.setattr(table, "open_pipeline", lambda *a, **k: seen.append(dispatch._policy.get()) or own(*a, **k))
     out = tmp_path / "switch.json"
-    options = ["--device", "cpu", "--like", str(folder), "--repeats", "1", "--switch", "folded_norms"]
+    options = ["--device", "cpu", "--like", str(folder), "--repeats", "1", "--switch", "pixel_graphs"]
     table.main([*options, "--rows", "L, 64 steps", "--out", str(out)])
-    assert list(json.loads(out.read_text())["rows"]) == ["L, 64 steps", "L, 64 steps, folded_norms"]
-    assert [policy.folded_norms for policy in seen] == [False, True]
+    assert list(json.loads(out.read_text())["rows"]) == ["L, 64 steps, without pixel_graphs", "L, 64 steps"]
+    assert [policy.pixel_graphs for policy in seen] == [False, True]
 
 
 def test_what_is_reached():

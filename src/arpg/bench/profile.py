@@ -33,7 +33,7 @@ SPLIT_PARTS = ("pass 1", "pass 2", "head, sampling", "pixels", "rest")
 KERNEL_GROUPS = {
     "attention": r"^_attend|flash|fmha|sdpa|attention",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk",
-    "norms": r"^_residual_norm|^_row_scale|rms_?norm|layer_?norm|rsqrt",
+    "norms": r"^_residual_norm|rms_?norm|layer_?norm|rsqrt",
     "SwiGLU": r"^_swiglu|silu",
     "rotation": r"^_rope|_cos_.*sin|sin.*_cos",
     "sampling": r"^_sample|argmax|topk|sort|softmax|philox",

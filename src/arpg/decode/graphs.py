@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 GraphKey = tuple[Any, ...]
 _MAX_COUNTED_KEYS = 4096
-_MEMORY_SHARE = 0.25  # of the GPU's memory that captured graphs may hold together
+_MEMORY_SHARE = 0.25  # of the GPU's memory that the captured graphs of a cache may hold together
 _CAPTURING = threading.Lock()  # one capture at a time: before it, free memory is returned to the device
 
 
@@ -185,10 +185,17 @@ G = TypeVar("G", bound=Captured)
 class GraphCache(Generic[G]):
     """Captured graphs by key; the least recently used ones go first where memory is short."""
 
-    def __init__(self, device: torch.device, *, memory: int | None = None, capture_after: int = 0) -> None:
-        """`memory`: bytes that graphs may hold (None: a quarter of all); `capture_after`: runs before a capture."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        memory: int | None = None,
+        share: float = _MEMORY_SHARE,
+        capture_after: int = 0,
+    ) -> None:
+        """`memory`: bytes that graphs may hold (None: a `share` of all); `capture_after`: runs before a capture."""
         if memory is None and device.type == "cuda":
-            memory = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+            memory = int(share * torch.cuda.get_device_properties(device).total_memory)
         self.memory, self.capture_after = memory or 0, capture_after
         self.captured: OrderedDict[GraphKey, G] = OrderedDict()
         self._runs: Counter[GraphKey] = Counter()

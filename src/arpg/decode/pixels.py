@@ -1,11 +1,13 @@
 """Pixels from CUDA graphs: the tokenizer's decoder, captured once for each size of a chunk and each grid.
 
 A batch is split into chunks of the sizes 64, 32, ... 1, so that few captures serve all batches and nothing is padded.
-Off unless `KernelPolicy.pixel_graphs` is set. Shapes: B batch, N grid tokens, HW pixels.
+Large images, and GPUs with little memory, have smaller chunks: a graph keeps the memory of its feature maps.
+Shapes: B batch, N grid tokens, HW pixels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,18 +20,21 @@ from arpg.kernels.dispatch import use_pixel_graphs
 from arpg.tokenizer import Tokenizer, VQTokenizer
 
 _LARGEST_CHUNK = 64
+_MEMORY_SHARE = 0.125  # of the GPU's memory that the graphs of a tokenizer may hold together
+_LIVE_MAPS = 5  # feature maps of the size of the image that the decoder holds at once, at most
 
 
 class GraphedTokenizer:
     """A `Tokenizer` whose images are replayed from CUDA graphs where the policy allows it; any thread may use it.
 
-    Only the fused decoder is captured: it is a copy of the weights, which nobody changes.
+    Only the fused decoder is captured: it is a copy of the weights, which nobody changes. A graph that another thread
+    is replaying is not waited for; images are copied out of its memory.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         # As in the engine, a size is captured when it comes for the second time.
-        self.graphs: GraphCache[CapturedPixels] = GraphCache(tokenizer.device, capture_after=1)
+        self.graphs: GraphCache[CapturedPixels] = GraphCache(tokenizer.device, share=_MEMORY_SHARE, capture_after=1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the tokenizer, not the captured graphs."""
@@ -58,7 +63,10 @@ class GraphedTokenizer:
         tokenizer = self.tokenizer
         if not use_pixel_graphs() or not isinstance(tokenizer, VQTokenizer) or tokenizer.fused is None:
             return _decode(tokenizer, ids_BN, grid, known_BN)
-        sizes = list(chunk_sizes(len(ids_BN)))
+        largest = largest_chunk(tokenizer.config, grid, self.graphs.memory)
+        if min(largest, len(ids_BN)) == 0:
+            return _decode(tokenizer, ids_BN, grid, known_BN)
+        sizes = list(chunk_sizes(len(ids_BN), largest))
         known = [None] * len(sizes) if known_BN is None else torch.split(known_BN, sizes)
         parts = [
             self._replay(tokenizer, ids, grid, k) for ids, k in zip(torch.split(ids_BN, sizes), known, strict=True)
@@ -95,10 +103,20 @@ class CapturedPixels(Capture[Tensor]):
         return image
 
 
-def chunk_sizes(count: int) -> Iterator[int]:
+def largest_chunk(config: TokenizerConfig, grid: tuple[int, int], memory: int) -> int:
+    """Return the largest number of images in a graph, a power of two; 0: not even one fits.
+
+    Its feature maps in half precision take at most half of `memory`, so that graphs of all smaller sizes fit beside it.
+    """
+    channels, pixels = config.channels * max(config.multipliers[:2]), math.prod(grid) * config.stride**2
+    fitting = min(_LARGEST_CHUNK, memory // (2 * 2 * _LIVE_MAPS * channels * pixels))
+    return 1 << (fitting.bit_length() - 1) if fitting else 0
+
+
+def chunk_sizes(count: int, largest: int) -> Iterator[int]:
     """Split `count` images into chunks of sizes that are captured: powers of two, the largest first."""
     while count > 0:
-        size = min(_LARGEST_CHUNK, 1 << (count.bit_length() - 1))
+        size = min(largest, 1 << (count.bit_length() - 1))
         yield size
         count -= size
 

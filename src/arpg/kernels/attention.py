@@ -68,18 +68,16 @@ def attend(
     limit_BS: Tensor | None,
     rope: Rope | None = None,
     *,
-    scale_BS: Tensor | None = None,
     settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`[B, S, H, K]`. `limit_BS`: how many slots each query sees, one or more; None: all.
 
-    With `rope` (`[B, S, K]` each) the queries are rotated when they are read, and multiplied by `scale_BS` where it is
-    given. `settled`: the first so many slots are complete, whichever kernels still run. `dtype`: of the output, by
-    default that of the queries.
+    With `rope` (`[B, S, K]` each) the queries are rotated when they are read. `settled`: the first so many slots are
+    complete, whichever kernels still run. `dtype`: of the output, by default that of the queries.
     """
     qkv, cache = (q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK)
-    return _launch(qkv, cache, limit_BS, rope, scale_BS, key_BTHK.shape[1], settled, new=False, dtype=dtype)
+    return _launch(qkv, cache, limit_BS, rope, key_BTHK.shape[1], settled, new=False, dtype=dtype)
 
 
 def attend_and_store(
@@ -89,23 +87,21 @@ def attend_and_store(
     rope: Rope,
     first: int | Tensor,
     *,
-    scale_BS: Tensor | None = None,
     settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache from slot `first` (of each row) on, and attend.
 
-    `limit_BS` counts slots of the cache, the new ones among them. `scale_BS` multiplies queries, keys and values.
-    `settled` as in `attend`.
+    `limit_BS` counts slots of the cache, the new ones among them. `settled` as in `attend`.
     """
     q, k, v = qkv_BS3HK.unbind(2)
     if q.shape[1] <= _MAX_QUERIES:
-        return _launch((q, k, v), cache, limit_BS, rope, scale_BS, first, settled, new=True, dtype=dtype)
-    store_rope(k, v, *rope, key_BTHK=cache[0], value_BTHK=cache[1], first=first, scale_BS=scale_BS)
+        return _launch((q, k, v), cache, limit_BS, rope, first, settled, new=True, dtype=dtype)
+    store_rope(k, v, *rope, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
     if isinstance(first, Tensor):  # a row ends where its limits say
-        return attend(q, *cache, limit_BS, rope, scale_BS=scale_BS, dtype=dtype)
+        return attend(q, *cache, limit_BS, rope, dtype=dtype)
     key, value = (x[:, : first + q.shape[1]] for x in cache)
-    return attend(q, key, value, limit_BS, rope, scale_BS=scale_BS, dtype=dtype)
+    return attend(q, key, value, limit_BS, rope, dtype=dtype)
 
 
 def _launch(
@@ -113,7 +109,6 @@ def _launch(
     cache: tuple[Tensor, Tensor],
     limit_BS: Tensor | None,
     rope: Rope | None,
-    scale_BS: Tensor | None,
     first: int | Tensor,
     settled: int,
     *,
@@ -125,7 +120,6 @@ def _launch(
     batch, queries, heads, channels = q.shape
     out = torch.empty((batch, queries, heads, channels), dtype=dtype or q.dtype, device=q.device)
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
-    scales = q if scale_BS is None else scale_BS.expand(batch, queries)  # likewise
     cos, sin = (q, q) if rope is None else (x.contiguous() for x in rope)
     ragged = isinstance(first, Tensor)
     known: dict[str, int] = {}
@@ -145,11 +139,10 @@ def _launch(
     if tile.registers is not None and channels <= 64 and not torch.compiler.is_compiling():  # which cannot pass it on
         options["maxnreg"] = tile.registers
     _attend[(triton.cdiv(queries, tile.queries), batch * heads)](
-        q, k, v, *cache, limit, cos, sin, scales, first if ragged else q, out,
+        q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
-        *limit.stride()[:2], *scales.stride()[:2], queries, 0 if ragged else first, settled if tile.prefetch else 0,
-        heads, math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rope is not None,
-        scale_BS is not None, new, ragged,
+        *limit.stride()[:2], queries, 0 if ragged else first, settled if tile.prefetch else 0, heads,
+        math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rope is not None, new, ragged,
         tile.queries, tile.slots, max(32 if float8 else 16, triton.next_power_of_2(channels)), pdl, tile.prefetch,
         float8, isinstance(_attend, triton.JITFunction) and q.dtype != torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
@@ -159,10 +152,10 @@ def _launch(
 
 @triton.jit(do_not_specialize=["S", "first", "settled"])
 def _attend(  # type: ignore[no-untyped-def]
-    q, k, v, key, value, limit, cos, sin, scales, lengths, out,
-    qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls, rb, rs,
+    q, k, v, key, value, limit, cos, sin, lengths, out,
+    qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
     S, first, settled, H, scale: tl.constexpr, K: tl.constexpr,
-    LIMITED: tl.constexpr, ROPE: tl.constexpr, SCALED: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
+    LIMITED: tl.constexpr, ROPE: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
     PAIRED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -211,20 +204,11 @@ def _attend(  # type: ignore[no-untyped-def]
     if ROPE:
         angle = row * K + channel
         c, n = _load(cos + batch * S * K + angle, whole), _load(sin + batch * S * K + angle, whole)
-    if SCALED:
-        factor = tl.load(scales + batch * rb + row * rs)
     if PREFETCH and not NEW:  # keys last: their layout conversion holds up later loads
         slot = settled + tl.arange(0, ROWS)
         stored = (slot[:, None] < end) & (column < K // WIDTH)
         new_values = tl.load(value + slot[:, None] * VT + column, stored, other=0)
         new_keys = tl.load(key + slot[:, None] * KT + column, stored, other=0)
-    if SCALED:
-        if ROPE:
-            c, n = c * factor, n * factor
-        else:
-            x = (x.to(tl.float32) * factor).to(x.dtype)
-        if NEW:
-            new_values = (new_values.to(tl.float32) * factor).to(new_values.dtype)
     if ROPE:
         x = _rotate(x, c, n)
         if NEW:

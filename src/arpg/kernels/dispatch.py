@@ -10,15 +10,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from arpg.device import nvidia_capability
-
-if TYPE_CHECKING:
-    from arpg.kernels.conv import Tile
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +30,7 @@ class KernelPolicy:
 
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
-    fused_conv: Literal["measured", "all", "none"] = "measured"  # at which shapes of the tokenizer (`conv.py`)
-    pixel_graphs: bool = False  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
-    folded_norms: bool = False  # read when a pipeline is opened: weights include that of the norm before them
+    pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
 
 _DEFAULT_POLICY = KernelPolicy()
@@ -51,11 +45,6 @@ def kernel_policy(policy: KernelPolicy) -> Iterator[None]:
         yield
     finally:
         _policy.reset(token)
-
-
-def current_policy() -> KernelPolicy:
-    """Return the policy of the caller."""
-    return _policy.get()
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -86,27 +75,6 @@ def can_fuse_inference(x: Tensor) -> bool:
     return can_fuse_half(x) and not torch.is_grad_enabled()
 
 
-def can_fold_norms(weight_OI: Tensor) -> bool:
-    """Whether layers whose weight includes that of the norm before them are faster with this weight.
-
-    bfloat16 only: a product of the stream that is not normed may leave the range of float16.
-    """
-    return has_kernels(weight_OI) and weight_OI.dtype == torch.bfloat16
-
-
-def folded_weight(layer: nn.Module) -> Tensor | None:
-    """Return the weight of `layer` times that of the norm before it, `[O, I]`, where the layer has them folded."""
-    weight_OI: Tensor | None = getattr(layer, "folded_OI", None)
-    return weight_OI
-
-
-def gemm_weight(layer: nn.Module) -> Tensor | None:
-    """Return the weight that a matrix product of `layer` reads, `[O, I]`; None: it is quantized or has a bias."""
-    if (weight_OI := folded_weight(layer)) is not None:
-        return weight_OI
-    return layer.weight if isinstance(layer, nn.Linear) and layer.bias is None else None
-
-
 def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
     """Whether the small-batch GEMM takes `x` and the weight of `layer`: few rows, plain weights of the same type.
 
@@ -116,34 +84,14 @@ def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
         return False
     if not _policy.get().small_gemm or not gluon_works(x.device):
         return False
-    weight_OI = gemm_weight(layer)
-    if weight_OI is None or weight_OI.dtype != x.dtype:
+    if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return False
-    return x.shape[-1] % 16 == 0 and weight_OI.shape[1] % 16 == 0  # loads of 16 bytes
+    return x.shape[-1] % 16 == 0 and layer.in_features % 16 == 0  # loads of 16 bytes
 
 
 def use_pixel_graphs() -> bool:
-    """Whether images may come from CUDA graphs."""
-    return _policy.get().pixel_graphs and not torch.is_grad_enabled()
-
-
-def conv_tile(x_BIHW: Tensor, weight_OIkk: Tensor) -> Tile | None:
-    """Return the tile by which the fused convolution takes an image and weights of half precision; None: it does not.
-
-    A tile that was measured counts for the GPU that it was measured on, and for batches that occupy all of it.
-    """
-    from arpg.kernels.conv import DEFAULT_TILE, TILES, conv_shape, supports
-
-    policy, shape = _policy.get().fused_conv, conv_shape(x_BIHW, weight_OIkk)
-    if policy == "none" or not supports(shape):
-        return None
-    if policy == "all":
-        return TILES.get(shape, DEFAULT_TILE)
-    tile = TILES.get(shape)
-    if tile is None or x_BIHW.dtype == torch.float32 or nvidia_capability(x_BIHW.device) != (9, 0):
-        return None
-    multiprocessors = torch.cuda.get_device_properties(x_BIHW.device).multi_processor_count
-    return tile if len(x_BIHW) * tile.programs(shape) >= multiprocessors else None
+    """Whether images may come from CUDA graphs: not where a gradient is wanted, nor inside compiled code."""
+    return _policy.get().pixel_graphs and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 @cache

@@ -52,14 +52,10 @@ def store_rope(
     key_BTHK: Tensor,
     value_BTHK: Tensor,
     first: int | Tensor,
-    scale_BS: Tensor | None = None,
 ) -> None:
-    """Write rotated keys and values, times `scale_BS`, into a cache of any type from slot `first` (of each row) on.
-
-    No gradient.
-    """
+    """Write rotated keys and values into a cache of any type, from slot `first` (of each row) on. No gradient."""
     sources, targets = (key_BSHK, key_BSHK, value_BSHK), (key_BTHK, key_BTHK, value_BTHK)
-    _launch(sources, targets, cos_BSK, sin_BSK, sets=2, first=first, scale_BS=scale_BS)
+    _launch(sources, targets, cos_BSK, sin_BSK, sets=2, first=first)
 
 
 def _launch(
@@ -71,36 +67,28 @@ def _launch(
     sets: int,
     back: bool = False,
     first: int | Tensor = 0,
-    scale_BS: Tensor | None = None,
 ) -> None:
-    """Queries (`sets` 1 or 3), keys and values (2 or 3), written from slot `first` on; values are not rotated.
-
-    `scale_BS`: of keys and values alone (`sets` 2).
-    """
-    assert scale_BS is None or sets == 2
+    """Queries (`sets` 1 or 3), keys and values (2 or 3), written from slot `first` on; values are not rotated."""
     batch, slots, heads, channels = sources[0].shape
     sources = [x if x.stride(-1) == 1 else x.contiguous() for x in sources]
     x0, x1, x2 = (sources[min(i, len(sources) - 1)] for i in range(3))
     y0, y1, y2 = (targets[min(i, len(targets) - 1)] for i in range(3))
     ragged = isinstance(first, Tensor)
-    scales = cos_BSK[..., 0] if scale_BS is None else scale_BS  # without scales: not read
     pdl = sets == 2 and prefetch_weights(x0)  # between two decoding kernels that have PDL, too
     _rope_kernel[(batch * slots,)](
-        x0, x1, x2, y0, y1, y2, cos_BSK.contiguous(), sin_BSK.contiguous(), first if ragged else cos_BSK, scales,
-        slots, heads, *scales.stride(),
+        x0, x1, x2, y0, y1, y2, cos_BSK.contiguous(), sin_BSK.contiguous(), first if ragged else cos_BSK, slots, heads,
         *x0.stride()[:3], *x1.stride()[:3], *x2.stride()[:3], *y0.stride()[:3], *y1.stride()[:3], *y2.stride()[:3],
-        0 if ragged else first, ragged, sets, scale_BS is not None, -1.0 if back else 1.0,
-        triton.next_power_of_2(heads), channels, pdl,
+        0 if ragged else first, ragged, sets, -1.0 if back else 1.0, triton.next_power_of_2(heads), channels, pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["S", "first"])
 def _rope_kernel(  # type: ignore[no-untyped-def]
-    x0, x1, x2, y0, y1, y2, cos, sin, lengths, scales, S, H, scale_b, scale_s,
+    x0, x1, x2, y0, y1, y2, cos, sin, lengths, S, H,
     xb0, xs0, xh0, xb1, xs1, xh1, xb2, xs2, xh2, yb0, ys0, yh0, yb1, ys1, yh1, yb2, ys2, yh2, first,
-    RAGGED: tl.constexpr, SETS: tl.constexpr, SCALED: tl.constexpr, SIGN: tl.constexpr, HEADS: tl.constexpr,
-    K: tl.constexpr, PDL: tl.constexpr,
+    RAGGED: tl.constexpr, SETS: tl.constexpr, SIGN: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One slot: all its heads rotate by the same angles."""
     if PDL:
@@ -111,9 +99,6 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     there = (head < H) & (channel < K)
     pair = (batch * S + slot) * K + 2 * tl.arange(0, K // 2)[None, :]
     c, n = tl.load(cos + pair), tl.load(sin + pair) * SIGN
-    if SCALED:
-        scale = tl.load(scales + batch * scale_b + slot * scale_s)
-        c, n = c * scale, n * scale
     if SETS != 2:
         x = tl.load(x0 + batch * xb0 + slot * xs0 + head * xh0 + channel, there, other=0.0)
         y = _rotate(x, c, n, HEADS, K).to(y0.dtype.element_ty)
@@ -124,8 +109,6 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
         y = _rotate(x, c, n, HEADS, K).to(y1.dtype.element_ty)
         tl.store(y1 + batch * yb1 + to * ys1 + head * yh1 + channel, y, there)
         x = tl.load(x2 + batch * xb2 + slot * xs2 + head * xh2 + channel, there, other=0.0)
-        if SCALED:
-            x = x.to(tl.float32) * scale
         tl.store(y2 + batch * yb2 + to * ys2 + head * yh2 + channel, x.to(y2.dtype.element_ty), there)
 
 

@@ -21,23 +21,18 @@ _NUMBERS = 8192  # of a part: pixels x channels
 class Moments:
     """Of an image `[B, C, H, W]`, part by part."""
 
-    def __init__(self, x_BCHW: Tensor, *, part: int | None = None, phases: int = 1) -> None:
-        """`part`: pixels of a part. `phases`: 4 where a part has every other pixel of every other row."""
+    def __init__(self, x_BCHW: Tensor) -> None:
         batch, channels, height, width = x_BCHW.shape
-        self.pixels, self.channels, self.phases = height * width, channels, phases
-        self.part = part or _part_pixels(channels)
-        self.parts = phases * triton.cdiv(self.pixels // phases, self.part)
+        self.pixels, self.channels = height * width, channels
+        self.block_channels = triton.next_power_of_2(channels)
+        self.part = max(1, _NUMBERS // self.block_channels)
+        self.parts = triton.cdiv(self.pixels, self.part)
         self.sums_BPC2 = x_BCHW.new_empty((batch, self.parts, channels, 2), dtype=torch.float32)
 
     @property
     def grid(self) -> tuple[int, int]:
         """The programs of a launch: rows and parts."""
         return self.sums_BPC2.shape[0], self.parts
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """What a program holds: pixels and channels."""
-        return self.part, triton.next_power_of_2(self.channels)
 
 
 def moments(x_BCHW: Tensor) -> Moments:
@@ -46,18 +41,18 @@ def moments(x_BCHW: Tensor) -> Moments:
     found = Moments(x_BCHW)
     _add[found.grid](
         x_BCHW, x_BCHW, x_BCHW, x_BCHW, found.sums_BPC2, found.pixels, found.channels, found.parts,
-        False, False, True, *found.block, num_warps=8,
+        False, found.part, found.block_channels, num_warps=8,
     )  # fmt: skip
     return found
 
 
-def add(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor, *, moments: bool = True) -> tuple[Tensor, Moments]:
-    """x + y + bias, and its moments (not filled in, where they are not wanted)."""
+def add(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor) -> tuple[Tensor, Moments]:
+    """x + y + bias, and its moments."""
     x_BCHW, y_BCHW = last(x_BCHW), last(y_BCHW)
     found, out = Moments(x_BCHW), torch.empty_like(x_BCHW)
     _add[found.grid](
         x_BCHW, y_BCHW, bias_C, out, found.sums_BPC2, found.pixels, found.channels, found.parts,
-        True, True, moments, *found.block, num_warps=8,
+        True, found.part, found.block_channels, num_warps=8,
     )  # fmt: skip
     return out, found
 
@@ -71,7 +66,7 @@ def spread(x_BCHW: Tensor, bias_C: Tensor) -> tuple[Tensor, Moments]:
     found = Moments(out)
     _spread[found.grid](
         x_BCHW, bias_C, out, found.sums_BPC2, found.pixels, found.channels, found.parts, height, width,
-        *found.block, num_warps=8,
+        found.part, found.block_channels, num_warps=8,
     )  # fmt: skip
     return out, found
 
@@ -79,30 +74,19 @@ def spread(x_BCHW: Tensor, bias_C: Tensor) -> tuple[Tensor, Moments]:
 def norm(x_BCHW: Tensor, of: Moments, bias_C: Tensor | None, norm: torch.nn.GroupNorm, *, silu: bool = True) -> Tensor:
     """The norm (with SiLU) of x + bias, whose moments without the bias are known."""
     x_BCHW = last(x_BCHW)
-    out, channels = torch.empty_like(x_BCHW), of.channels
-    part = _part_pixels(channels)
-    _apply[len(x_BCHW), triton.cdiv(of.pixels, part)](
-        x_BCHW, line(of, bias_C, norm), out, of.pixels, channels, silu, part, triton.next_power_of_2(channels),
-        num_warps=8,
-    )  # fmt: skip
-    return out
-
-
-def line(of: Moments, bias_C: Tensor | None, norm: torch.nn.GroupNorm, *, scale: float = 1.0) -> Tensor:
-    """`[B, 2, C]`: the factor and the shift that `scale` times the norm of x + bias puts each channel of x through."""
-    batch, channels = of.sums_BPC2.shape[0], of.channels
-    line_B2C = of.sums_BPC2.new_empty((batch, 2, channels))
+    batch, channels = x_BCHW.shape[:2]
+    line_B2C = torch.empty((batch, 2, channels), dtype=torch.float32, device=x_BCHW.device)
     size = channels // norm.num_groups
     _line[(batch, norm.num_groups)](
         of.sums_BPC2, norm.weight if bias_C is None else bias_C, norm.weight, norm.bias, line_B2C,
-        of.pixels, channels, of.parts, of.part, norm.eps, scale, bias_C is not None, of.phases,
+        of.pixels, channels, of.parts, of.part, norm.eps, bias_C is not None,
         size, triton.next_power_of_2(size), triton.next_power_of_2(of.parts), num_warps=4,
     )  # fmt: skip
-    return line_B2C
-
-
-def _part_pixels(channels: int) -> int:
-    return max(1, _NUMBERS // triton.next_power_of_2(channels))
+    out = torch.empty_like(x_BCHW)
+    _apply[of.grid](
+        x_BCHW, line_B2C, out, of.pixels, channels, silu, of.part, of.block_channels, num_warps=8
+    )  # fmt: skip
+    return out
 
 
 def last(x_BCHW: Tensor) -> Tensor:
@@ -120,20 +104,14 @@ def _part(pixels, C, PART: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _part_moments(  # type: ignore[no-untyped-def]
+def _store_moments(  # type: ignore[no-untyped-def]
     x, there, sums, pixels, C, parts, PART: tl.constexpr, CHANNELS: tl.constexpr
 ):
     count = tl.minimum(pixels - tl.program_id(1) * PART, PART)
-    index = tl.program_id(0).to(tl.int64) * parts + tl.program_id(1)
-    store_moments(x, there, sums, index, count, tl.arange(0, CHANNELS), C)
-
-
-@triton.jit
-def store_moments(x, there, sums, index, count, channel, C):  # type: ignore[no-untyped-def]
-    """Store the moments of a tile of pixels and channels as part `index` of `[B * P, C, 2]`."""
     total = tl.sum(tl.where(there, x, 0.0), 0)
     off = tl.where(there, x - (total / count)[None, :], 0.0)
-    at = sums + (index * C + channel) * 2
+    channel = tl.arange(0, CHANNELS)
+    at = sums + ((tl.program_id(0).to(tl.int64) * parts + tl.program_id(1)) * C + channel) * 2
     tl.store(at, total, channel < C)
     tl.store(at + 1, tl.sum(off * off, 0), channel < C)
 
@@ -141,19 +119,18 @@ def store_moments(x, there, sums, index, count, channel, C):  # type: ignore[no-
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
     x, y, bias, out, sums, pixels, C, parts,
-    ADD: tl.constexpr, WRITE: tl.constexpr, MOMENTS: tl.constexpr, PART: tl.constexpr, CHANNELS: tl.constexpr,
+    ADD: tl.constexpr, PART: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """The moments of x, or of x + y + bias, which is written."""
     first, pixel, channel, there = _part(pixels, C, PART, CHANNELS)
     at = first + pixel * C + channel
     value = tl.load(x + at, there, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(y + at, there, other=0.0).to(tl.float32)
         value += tl.load(bias + channel, channel < C, other=0.0).to(tl.float32)
-    if WRITE:
         tl.store(out + at, value.to(out.dtype.element_ty), there)
         value = value.to(out.dtype.element_ty).to(tl.float32)  # of what is there to be normed
-    if MOMENTS:
-        _part_moments(value, there, sums, pixels, C, parts, PART, CHANNELS)
+    _store_moments(value, there, sums, pixels, C, parts, PART, CHANNELS)
 
 
 @triton.jit
@@ -169,20 +146,20 @@ def _spread(  # type: ignore[no-untyped-def]
     value = value.to(tl.float32) + tl.load(bias + channel, channel < C, other=0.0).to(tl.float32)
     tl.store(out + first + pixel * C + channel, value.to(out.dtype.element_ty), there)
     value = value.to(out.dtype.element_ty).to(tl.float32)
-    _part_moments(value, there, sums, pixels, C, parts, PART, CHANNELS)
+    _store_moments(value, there, sums, pixels, C, parts, PART, CHANNELS)
 
 
 @triton.jit
 def _line(  # type: ignore[no-untyped-def]
-    sums, added, weight, bias, line, pixels, C, parts, part, eps, scale,
-    ADDED: tl.constexpr, PHASES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    sums, added, weight, bias, line, pixels, C, parts, part, eps,
+    ADDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One group of one image: the line factor * x + shift that each of its channels is put through."""
     index, inside = tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK)[None, :]
     there = (index < parts) & (inside < SIZE)
     channel = tl.program_id(1) * SIZE + inside
     at = sums + ((tl.program_id(0).to(tl.int64) * parts + index) * C + channel) * 2
-    count = tl.minimum(pixels // PHASES - index // PHASES * part, part).to(tl.float32)
+    count = tl.minimum(pixels - index * part, part).to(tl.float32)
     total, squares = tl.load(at, there, other=0.0), tl.load(at + 1, there, other=0.0)
     shift = tl.zeros((1, BLOCK), tl.float32)
     if ADDED:
@@ -194,9 +171,9 @@ def _line(  # type: ignore[no-untyped-def]
     variance = tl.sum(squares + tl.where(there, off * off * count, 0.0)) / size
     factor = tl.rsqrt(variance + eps) * tl.load(weight + channel, inside < SIZE, other=0.0).to(tl.float32)
     to = line + tl.program_id(0) * 2 * C + channel
-    tl.store(to, scale * factor, inside < SIZE)
+    tl.store(to, factor, inside < SIZE)
     offset = tl.load(bias + channel, inside < SIZE, other=0.0).to(tl.float32)
-    tl.store(to + C, scale * (offset + (shift - mean) * factor), inside < SIZE)
+    tl.store(to + C, offset + (shift - mean) * factor, inside < SIZE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Operations of the network: one function each, a fused kernel where one takes the tensors, else plain PyTorch.
 
 The plain code is the definition; a kernel computes the same and is held to it by tests. Nothing else in the package
-chooses between the two, but for the convolutions of the tokenizer (`pixel_ops.py`).
+chooses between the two, but for the tokenizer, whose decoder is fused as a whole (`tokenizer/fused.py`).
 
 Shapes: B batch, R rows (B, or 2B when guided: conditional, then unconditional), S slots of this call, T slots of the
 cache, N grid tokens, H heads, K head channels, D width, V vocabulary, O outputs, P partial sums, M rows of a GEMM.
@@ -25,8 +25,6 @@ from arpg.kernels.dispatch import (
     can_fuse,
     can_fuse_half,
     can_fuse_inference,
-    folded_weight,
-    gemm_weight,
     has_kernels,
     use_small_gemm,
 )
@@ -56,27 +54,11 @@ class Packing(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream, what is still to be added to it, and partial sums of its squares where they are known.
-
-    `add`: how the output of the next layer is added: by the next norm, by the layer's own product to a copy of the
-    stream, or in place, where no one else reads the stream.
-    """
+    """The residual stream, what is still to be added to it, and partial sums of its squares where they are known."""
 
     x_BSD: Tensor
     delta_BSD: Tensor | None = None
     squares_PM: Tensor | None = None
-    add: Literal["later", "copy", "in place"] = "later"
-
-
-class Projected(NamedTuple):
-    """What a linear layer makes of the normed stream: a product times `scale_BS` (None: 1).
-
-    Where the weight of the norm is folded into that of the layer (`quantization/folded.py`), the product is one of the
-    stream itself, and the operation that reads it multiplies each row by 1 / RMS of the stream.
-    """
-
-    product_BSO: Tensor
-    scale_BS: Tensor | None = None
 
 
 def to_float8(x: Tensor) -> Tensor:
@@ -138,62 +120,18 @@ def norm_linear(
     eps: float,
     dropout: float = 0.0,
     key_B: Tensor | None = None,
-) -> tuple[Stream, list[Projected]]:
-    """Return the stream and what each of `layers` makes of its norm. Folded are all of them or none."""
-    folded = folded_weight(layers[0]) is not None
-    if folded:
-        stream = _added_at_once(stream, dropout, key_B)
+) -> tuple[Stream, list[Tensor]]:
+    """Return the stream and what each of `layers` makes of its norm, `[B, S, O]`."""
     x = stream.x_BSD
     if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, layers[0]):
         from arpg.kernels.small_gemm import linear
 
-        options: dict[str, Any] = {"folded": True} if folded else {"norm_D": weight_D}
-
         def product(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-            weight: Any = gemm_weight(layer)
-            return lambda part: linear(part, weight, eps=eps, squares_PM=stream.squares_PM, **options)
+            return lambda part: linear(part, layer.weight, norm_D=weight_D, eps=eps, squares_PM=stream.squares_PM)  # type: ignore[arg-type]
 
-        return stream, [Projected(_expanded_once(product(layer), x)) for layer in layers]
-    if folded:
-        weights: list[Any] = [folded_weight(layer) for layer in layers]
-        products = [_expanded_once(functools.partial(F.linear, weight=weight), x) for weight in weights]
-        scale_BS = row_scale(x, eps)  # behind the products, so that the kernel that reads them may start early
-        return stream, [Projected(product_BSO, scale_BS) for product_BSO in products]
+        return stream, [_expanded_once(product(layer), x) for layer in layers]
     stream, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B, dtype=input_dtype(layers[0]))
-    return stream, [Projected(_expanded_once(layer, normed)) for layer in layers]
-
-
-def _added_at_once(stream: Stream, dropout: float, key_B: Tensor | None) -> Stream:
-    """Return the stream of folded layers: with nothing pending, and so that the next output does not become so."""
-    at_once = dropout == 0 and not torch.is_grad_enabled()
-    if stream.delta_BSD is not None:
-        x = stream.x_BSD + keyed_dropout(stream.delta_BSD, dropout, key_B)
-        return Stream(x, add="in place" if at_once else "later")
-    if stream.add == "later" and at_once:
-        return Stream(stream.x_BSD, squares_PM=stream.squares_PM, add="copy")
-    return stream
-
-
-def row_scale(x_BSD: Tensor, eps: float) -> Tensor:
-    """Return 1 / RMS of each row, `[B, S]`, at least in float32."""
-    if can_fuse_inference(x_BSD):
-        from arpg.kernels.residual_norm import row_scale as fused
-
-        return _expanded_once(lambda part: fused(part, eps)[..., None], x_BSD)[..., 0]
-    x = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
-    return torch.rsqrt(x.square().mean(-1) + eps)
-
-
-def scaled(projected: Projected) -> Tensor:
-    """Return what the layer makes of the normed stream, with its scale applied."""
-    return _scale_rows(*projected)
-
-
-def _scale_rows(x: Tensor, scale_BS: Tensor | None) -> Tensor:
-    """Multiply `[B, S, ...]` by a scale for each row, at least in float32; the result has the type of `x`."""
-    if scale_BS is None:
-        return x
-    return (x * scale_BS.reshape(*scale_BS.shape, *[1] * (x.dim() - 2))).type_as(x)
+    return stream, [_expanded_once(layer, normed) for layer in layers]
 
 
 def norm_guide_linear(
@@ -237,42 +175,26 @@ def norm_swiglu(
     dtype: torch.dtype | None = None,
 ) -> tuple[Stream, Tensor]:
     """Return the stream and silu(gate) * up of its norm; `dtype` as in `norm`."""
-    folded = folded_weight(gate_up)
-    if folded is not None:
-        stream = _added_at_once(stream, dropout, key_B)
     x = stream.x_BSD
     if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, gate_up):
         from arpg.kernels.small_gemm import linear
 
-        weight: Any = gemm_weight(gate_up)
-        options: dict[str, Any] = {"norm_D": weight_D} if folded is None else {"folded": True}
-        return stream, linear(x, weight, eps=eps, swiglu=True, squares_PM=stream.squares_PM, **options)
-    if folded is not None and can_fuse_inference(x):
-        from arpg.kernels.swiglu import swiglu_of_folded
-
-        return stream, swiglu_of_folded(F.linear(x, folded), x, eps)
+        squares, weight = stream.squares_PM, gate_up.weight
+        return stream, linear(x, weight, norm_D=weight_D, eps=eps, swiglu=True, squares_PM=squares)  # type: ignore[arg-type]
     stream, (hidden,) = norm_linear(stream, weight_D, [gate_up], eps=eps, dropout=dropout, key_B=key_B)
-    return stream, swiglu(scaled(hidden), dtype=dtype)
+    return stream, swiglu(hidden, dtype=dtype)
 
 
 def add_linear(stream: Stream, layer: nn.Module, x_BSO: Tensor) -> Stream:
     """Add layer(x) to the stream: pending until the next norm, or at once where one kernel does both."""
-    x_BSD, weight = stream.x_BSD, gemm_weight(layer)
-    if stream.delta_BSD is None and use_small_gemm(x_BSD, layer):
+    if stream.delta_BSD is None and use_small_gemm(stream.x_BSD, layer):
         from arpg.kernels.small_gemm import empty_sums, linear
 
-        assert weight is not None
-        squares = empty_sums(x_BSD, weight)
-        return Stream(linear(x_BSO, weight, add=x_BSD, sums_PM=squares), None, squares)
+        weight: Any = layer.weight
+        squares = empty_sums(stream.x_BSD, weight)
+        return Stream(linear(x_BSO, weight, add=stream.x_BSD, sums_PM=squares), None, squares)
     assert stream.delta_BSD is None
-    if stream.add == "later" or weight is None:
-        return Stream(x_BSD, layer(x_BSO))
-    rows_MO = x_BSO.flatten(0, -2)
-    if stream.add == "in place":
-        x_BSD.flatten(0, -2).addmm_(rows_MO, weight.t())
-        return Stream(x_BSD, add="in place")
-    before = x_BSD[0, 0] if x_BSD.stride()[:2] == (0, 0) else x_BSD.flatten(0, -2)  # one row for all: as a bias
-    return Stream(torch.addmm(before, rows_MO, weight.t()).view(x_BSD.shape), add="in place")
+    return Stream(stream.x_BSD, layer(x_BSO))
 
 
 def swiglu(gate_up: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -356,9 +278,8 @@ def apply_rope(x_BSHK: Tensor, rope: Rope) -> Tensor:
     return (x * rope.cos_BSK.unsqueeze(2) + partner * rope.sin_BSK.unsqueeze(2)).type_as(x_BSHK)
 
 
-def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None, *, scale_BS: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return queries and keys, rotated, and values: `[B, S, H, K]` each. `scale_BS`: that of a `Projected`."""
-    qkv_BS3HK = _scale_rows(qkv_BS3HK, scale_BS)
+def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+    """Return queries and keys, rotated, and values: `[B, S, H, K]` each."""
     if rope is None:
         return qkv_BS3HK.unbind(2)
     if can_fuse_half(qkv_BS3HK):
@@ -376,13 +297,6 @@ def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None, *, scale_BS: Tensor | N
 def unpack(x_CTE: Tensor, packing: Packing | None) -> Tensor:
     """Return packed tokens as padded rows, `[R, S, E]`."""
     return x_CTE if packing is None else _take(x_CTE, packing.token_RS)
-
-
-def unpack_projected(projected: Projected, packing: Packing | None) -> Projected:
-    """Return a product of packed tokens, and its scale, as padded rows."""
-    product, scale_CT = projected
-    scale_RS = None if scale_CT is None else unpack(scale_CT[..., None], packing)[..., 0]
-    return Projected(unpack(product, packing), scale_RS)
 
 
 def pack(x_RSE: Tensor, packing: Packing | None) -> Tensor:
@@ -416,11 +330,10 @@ def attention(
     mask: Mask,
     *,
     rope: Rope | None = None,
-    scale_BS: Tensor | None = None,
     settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The one attention: `[B, S, D]` from queries (scaled first by `scale_BS`, rotated by `rope`), keys and values.
+    """The one attention: `[B, S, D]` from queries (rotated first by `rope`), keys and values.
 
     Keys and values may be float8. `settled`: the first so many slots are complete, whichever kernels still run. `dtype`
     as in `norm`.
@@ -428,9 +341,7 @@ def attention(
     if can_fuse_inference(q_BSHK) and not isinstance(mask, str):
         from arpg.kernels.attention import attend
 
-        options: dict[str, Any] = {"scale_BS": scale_BS, "settled": settled, "dtype": dtype}
-        return attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, **options).flatten(2)
-    q_BSHK = _scale_rows(q_BSHK, scale_BS)
+        return attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, settled=settled, dtype=dtype).flatten(2)
     q_BSHK = q_BSHK if rope is None else apply_rope(q_BSHK, rope)
     if key_BTHK.dtype == FLOAT8:
         key_BTHK, value_BTHK = key_BTHK.type_as(q_BSHK), value_BTHK.type_as(q_BSHK)
@@ -453,22 +364,20 @@ def attention_with_cache_write(
     rope: Rope | None,
     first: int | Tensor,
     stop: int,
-    scale_BS: Tensor | None = None,
     settled: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Write the rotated keys and the values into a layer's cache from slot `first` (of each row) on, and attend.
 
     New slots are seen as the cache holds them, rounded where it is float8. `stop` is where the longest row ends then.
-    `scale_BS`: that of a `Projected`. One kernel does both where the fused attention takes the tensors.
+    One kernel does both where the fused attention takes the tensors.
     """
     if rope is not None and not isinstance(mask, str) and can_fuse_inference(qkv_BS3HK):
         from arpg.kernels.attention import attend_and_store
 
         cache = (key_BTHK, value_BTHK)
-        options: dict[str, Any] = {"scale_BS": scale_BS, "settled": settled, "dtype": dtype}
-        return attend_and_store(qkv_BS3HK, cache, mask, rope, first, **options).flatten(2)
-    q, k, v = split_qkv_rope(qkv_BS3HK, rope, scale_BS=scale_BS)
+        return attend_and_store(qkv_BS3HK, cache, mask, rope, first, settled=settled, dtype=dtype).flatten(2)
+    q, k, v = split_qkv_rope(qkv_BS3HK, rope)
     _store(k, v, key_BTHK, value_BTHK, first)
     return attention(q, key_BTHK[:, :stop], value_BTHK[:, :stop], mask, settled=settled, dtype=dtype)
 
@@ -481,19 +390,13 @@ def cache_write(
     *,
     rope: Rope | None,
     first: int | Tensor,
-    scale_BS: Tensor | None = None,
 ) -> None:
-    """Write the rotated keys and the values into a layer's cache, from slot `first` (of each row) on.
-
-    `scale_BS`: that of a `Projected`.
-    """
+    """Write the rotated keys and the values into a layer's cache, from slot `first` (of each row) on."""
     if rope is not None and can_fuse_inference(key_BSHK):
         from arpg.kernels.fused_rope import store_rope
 
-        cache = {"key_BTHK": key_BTHK, "value_BTHK": value_BTHK}
-        store_rope(key_BSHK, value_BSHK, *rope, first=first, scale_BS=scale_BS, **cache)
+        store_rope(key_BSHK, value_BSHK, *rope, key_BTHK=key_BTHK, value_BTHK=value_BTHK, first=first)
         return
-    key_BSHK, value_BSHK = _scale_rows(key_BSHK, scale_BS), _scale_rows(value_BSHK, scale_BS)
     _store(key_BSHK if rope is None else apply_rope(key_BSHK, rope), value_BSHK, key_BTHK, value_BTHK, first)
 
 

@@ -85,21 +85,6 @@ def guided_norm(
     return guided
 
 
-@torch.library.custom_op("arpg::row_scale", mutates_args=())
-def row_scale(x_BSD: Tensor, eps: float) -> Tensor:
-    """1 / RMS of each row in float32, `[B, S]`. No gradient."""
-    x_BSD = x_BSD.contiguous()
-    width = x_BSD.shape[-1]
-    scale = torch.empty(x_BSD.shape[:-1], dtype=torch.float32, device=x_BSD.device)
-    pdl = prefetch_weights(x_BSD)
-    block = triton.next_power_of_2(width)
-    _row_scale[(scale.numel(),)](
-        x_BSD, scale, width, eps, block, pdl,
-        num_warps=max(1, min(8, block // 1024)), **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-    return scale
-
-
 def _threshold(p: float) -> int:
     return round(p * 2**16)
 
@@ -118,11 +103,6 @@ def _(x: Tensor, delta: Tensor, weight: Tensor, key: Tensor, p: float, eps: floa
 @residual_norm_float8.register_fake
 def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=FLOAT8)
-
-
-@row_scale.register_fake
-def _(x: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @residual_norm_backward.register_fake
@@ -177,24 +157,6 @@ def _residual_norm_forward(  # type: ignore[no-untyped-def]
     high_normed = (high_sum * r).to(total.dtype.element_ty).to(tl.float32) * high_weight
     tl.store(normed + low, low_normed.to(normed.dtype.element_ty), there)
     tl.store(normed + high, high_normed.to(normed.dtype.element_ty), there)
-
-
-@triton.jit
-def _row_scale(x, scale, D, eps, WIDTH: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row, of which each thread holds enough to need few others."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(scale + row, inverse_rms(x + row * D, D, eps, WIDTH))
-
-
-@triton.jit
-def inverse_rms(row, D, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / RMS of D channels at `row`, for kernels that apply the scale of a norm whose weight is folded."""
-    channel = tl.arange(0, WIDTH)
-    x = tl.load(row + channel, channel < D, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x) / D + eps)
 
 
 @triton.jit(do_not_specialize=["S"])

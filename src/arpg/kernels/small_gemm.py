@@ -54,7 +54,6 @@ def linear(
     weight_ND: Tensor,
     *,
     norm_D: Tensor | None = None,
-    folded: bool = False,
     eps: float = 0.0,
     add: Tensor | None = None,
     swiglu: bool = False,
@@ -63,9 +62,8 @@ def linear(
 ) -> Tensor:
     """`[..., N]`: x times the weight, after an RMS norm of `x` (`[..., D]`) where `norm_D` is given; plus `add`.
 
-    `folded`: after an RMS norm whose weight is part of `weight_ND`. With `swiglu`, the weight holds gates and ups
-    `[2 N, D]`: silu(gate) * up. `sums_PM`, made by `empty_sums`, gets partial sums of the squares of the outputs, which
-    the next norm takes as `squares_PM`.
+    With `swiglu`, the weight holds gates and ups `[2 N, D]`: silu(gate) * up. `sums_PM`, made by `empty_sums`, gets
+    partial sums of the squares of the outputs, which the next norm takes as `squares_PM`.
     """
     inputs, outputs = x.shape[-1], len(weight_ND) // (2 if swiglu else 1)
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
@@ -80,9 +78,9 @@ def linear(
     _small_gemm[(triton.cdiv(outputs, tile.outputs * groups), blocks)](
         x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, x if squares_PM is None else squares_PM,
         x if sums_PM is None else sums_PM, len(x_MD), outputs, x_MD.stride(0), add_MN.stride(0), eps, inputs,
-        folded or norm_D is not None, norm_D is not None, add is not None, swiglu, sums_PM is not None, parts,
-        triton.next_power_of_2(parts), ROWS, tile.outputs, groups, tile.warps, tile.staged, tile.lead,
-        prefetch_weights(x), num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=prefetch_weights(x),
+        norm_D is not None, add is not None, swiglu, sums_PM is not None, parts, triton.next_power_of_2(parts), ROWS,
+        tile.outputs, groups, tile.warps, tile.staged, tile.lead, prefetch_weights(x), num_warps=tile.warps,
+        maxnreg=tile.registers, launch_pdl=prefetch_weights(x),
     )  # fmt: skip
     return out
 
@@ -138,15 +136,14 @@ def _shared_layout(warps, outputs):  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["M"])
 def _small_gemm(  # type: ignore[no-untyped-def]
     x, norm, weight, add, out, squares, sums, M, N, x_row, add_row, eps, D: gl.constexpr, NORM: gl.constexpr,
-    WEIGHTED: gl.constexpr, ADD: gl.constexpr, SWIGLU: gl.constexpr, SUMS: gl.constexpr, GIVEN: gl.constexpr,
-    GIVEN_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
-    STAGED: gl.constexpr, LEAD: gl.constexpr, PDL: gl.constexpr,
+    ADD: gl.constexpr, SWIGLU: gl.constexpr, SUMS: gl.constexpr, GIVEN: gl.constexpr, GIVEN_BLOCK: gl.constexpr,
+    ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
+    LEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Some groups of outputs of some rows. Rows are `[warp, row, input]`, weights `[warp, input, output]`.
 
     Rows and outputs past the end repeat the last one and are not stored. `STAGED`: weights are prefetched to shared
-    memory, not to registers. `LEAD`: parts of the rows that are loaded before the first is multiplied. `WEIGHTED`: rows
-    are multiplied by the norm's weight, which is not folded.
+    memory, not to registers. `LEAD`: parts of the rows that are loaded before the first is multiplied.
     """
     EACH: gl.constexpr = 2 * OUTPUTS if SWIGLU else OUTPUTS
     CHAINS: gl.constexpr = 2 if GROUPS * EACH == 8 else 1  # independent accumulators
@@ -181,7 +178,7 @@ def _small_gemm(  # type: ignore[no-untyped-def]
         async_copy.commit_group()
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
     channel = warp * INPUTS + gl.arange(0, INPUTS, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
-    if WEIGHTED:
+    if NORM:
         for part in gl.static_range(PARTS):
             scales += (_load(norm, channel, part * STEP, STEP, D),)  # type: ignore[assignment]
     if PDL:
@@ -214,7 +211,7 @@ def _small_gemm(  # type: ignore[no-untyped-def]
         if NORM and not GIVEN:
             exact = some.to(gl.float32)  # type: ignore[var-annotated]
             square_w += gl.sum(exact * exact, 2)
-        if WEIGHTED:
+        if NORM:
             some = _multiply(some, scales[part])
         some = some.reshape((WARPS, ROWS, 2, 4, 2, 2, 2)).permute(0, 1, 2, 4, 5, 3, 6)
         some = some.reshape((WARPS, ROWS, INPUTS))

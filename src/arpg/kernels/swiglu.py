@@ -1,6 +1,6 @@
 """silu(gate) * up in one pass over the fused projection, and its gradient straight into one tensor.
 
-Shapes: M rows, F hidden channels, D channels of the residual stream.
+Shapes: M rows, F hidden channels.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpg.kernels.dispatch import FLOAT8, prefetch_weights
-from arpg.kernels.residual_norm import inverse_rms
+from arpg.kernels.dispatch import FLOAT8
 
 _ROWS, _CHANNELS = 8, 256
 
@@ -37,24 +36,6 @@ def _forward(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@torch.library.custom_op("arpg::swiglu_of_folded", mutates_args=())
-def swiglu_of_folded(gate_up: Tensor, x: Tensor, eps: float) -> Tensor:
-    """`[..., F]` from gates and ups that are products of `x` (`[..., D]`), whose scale, 1 / RMS, is applied here.
-
-    A program takes a whole row, so that `x` is read once and no kernel for its scale is needed. No gradient.
-    """
-    gate_up, x = gate_up.contiguous(), x.contiguous()
-    hidden, width = gate_up.shape[-1] // 2, x.shape[-1]
-    out = gate_up.new_empty(*gate_up.shape[:-1], hidden)
-    pdl = prefetch_weights(x)
-    channels = triton.next_power_of_2(hidden)
-    _swiglu_of_folded[(out.numel() // hidden,)](
-        gate_up, x, out, hidden, width, eps, channels, triton.next_power_of_2(width), pdl,
-        num_warps=max(1, min(8, channels // 512)), **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-    return out
-
-
 @torch.library.custom_op("arpg::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of gates and ups."""
@@ -72,11 +53,6 @@ def _(gate_up: Tensor) -> Tensor:
 @swiglu_float8.register_fake
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=FLOAT8)
-
-
-@swiglu_of_folded.register_fake
-def _(gate_up: Tensor, x: Tensor, eps: float) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @swiglu_backward.register_fake
@@ -112,23 +88,6 @@ def _swiglu_forward(gate_up, out, M, F, ROWS: tl.constexpr, CHANNELS: tl.constex
     at = gate_up + row * (2 * F) + channel
     gate = tl.load(at, there, other=0.0).to(tl.float32)
     up = tl.load(at + F, there, other=0.0).to(tl.float32)
-    tl.store(out + row * F + channel, (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(out.dtype.element_ty), there)
-
-
-@triton.jit
-def _swiglu_of_folded(  # type: ignore[no-untyped-def]
-    gate_up, x, out, F, D, eps, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-):
-    """One row; all of it is requested before the scale is computed."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)
-    there = channel < F
-    gate = tl.load(gate_up + row * (2 * F) + channel, there, other=0.0)
-    up = tl.load(gate_up + row * (2 * F) + F + channel, there, other=0.0)
-    scale = inverse_rms(x + row * D, D, eps, WIDTH)
-    gate, up = gate.to(tl.float32) * scale, up.to(tl.float32) * scale
     tl.store(out + row * F + channel, (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(out.dtype.element_ty), there)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from arpg.config import ModelConfig
 from arpg.kernels import ops
-from arpg.kernels.ops import Limit, Projected, Rope, Stream
+from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheSlots, CacheWriter, KeyValue
 from arpg.model.condition import Condition
 from arpg.model.control import ControlQueries, PatchEncoder
@@ -175,13 +175,13 @@ class ARPG(TokenDecoder):
         slots = [None if writer is None else writer.slots(num_layers + i) for i in range(len(self.memory_kv))]
         return [self._memory(kv, rope, part) for kv, part in zip(projected, slots, strict=True)]
 
-    def _memory(self, kv: Projected, rope: Rope | None, slots: CacheSlots | None) -> KeyValue:
+    def _memory(self, kv_BSE: Tensor, rope: Rope | None, slots: CacheSlots | None) -> KeyValue:
         """The keys (rotated) and values that Pass 2 attends to; they go to the cache where there is one."""
-        kv_BSE, scale_BS = Projected(ops.scaled(kv)) if slots is None else ops.unpack_projected(kv, slots.packing)
+        kv_BSE = kv_BSE if slots is None else ops.unpack(kv_BSE, slots.packing)
         key, value = kv_BSE.unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
         if slots is None:
             return KeyValue(key if rope is None else ops.apply_rope(key, rope), value)
-        ops.cache_write(key, value, slots.key_BTHK, slots.value_BTHK, rope=rope, first=slots.first, scale_BS=scale_BS)
+        ops.cache_write(key, value, slots.key_BTHK, slots.value_BTHK, rope=rope, first=slots.first)
         return slots.visible()
 
     def _pass2(

@@ -189,7 +189,7 @@ class TokenDecoder(nn.Module, ABC):
     def _logits(self, stream: Stream, scale_BS: Tensor | None, dropout_key_B: Tensor | None = None) -> Tensor:
         """Return what the head makes of the normed stream. It is linear without bias, so guidance comes before it."""
         if scale_BS is None:
-            return ops.scaled(self.norm.linear(stream, [self.head], dropout_key_B)[1][0])
+            return self.norm.linear(stream, [self.head], dropout_key_B)[1][0]
         return self.norm.guided_linear(stream, self.head, scale_BS, dropout_key_B)
 
     def _dropout_keys(self, dropout_key_B: Tensor | None, count: int) -> DropoutKeys:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from arpg.config import ModelConfig
 from arpg.kernels import ops
-from arpg.kernels.ops import Mask, Projected, Rope, Stream
+from arpg.kernels.ops import Mask, Rope, Stream
 from arpg.model.cache import CacheSlots, KeyValue
 
 
@@ -53,7 +53,7 @@ class ResidualNorm(nn.Module):
 
     def linear(
         self, stream: Stream, layers: Sequence[nn.Module], dropout_key_B: Tensor | None = None
-    ) -> tuple[Stream, list[Projected]]:
+    ) -> tuple[Stream, list[Tensor]]:
         """Return the stream and what each linear layer makes of its norm."""
         p, key_B = self.dropout.arguments(dropout_key_B)
         return ops.norm_linear(stream, self.weight, layers, eps=self.EPS, dropout=p, key_B=key_B)
@@ -95,13 +95,13 @@ class SelfAttention(nn.Module):
         """The linear layer that makes queries, keys and values from the normed stream."""
         return self.qkv
 
-    def forward(self, qkv: Projected, rope: Rope | None, mask: Mask, slots: CacheSlots | None) -> Tensor:
+    def forward(self, qkv_BSE: Tensor, rope: Rope | None, mask: Mask, slots: CacheSlots | None) -> Tensor:
         """Attend, `[B, S, D]`, given the projection; keys and values go to the cache where there is one."""
-        qkv_BSE, scale_BS = qkv if slots is None else ops.unpack_projected(qkv, slots.packing)
+        qkv_BSE = qkv_BSE if slots is None else ops.unpack(qkv_BSE, slots.packing)
         qkv_BS3HK = qkv_BSE.view(*qkv_BSE.shape[:2], 3, self.num_heads, -1)
         dtype = ops.input_dtype(self.out)
         if slots is None:
-            q, k, v = ops.split_qkv_rope(qkv_BS3HK, rope, scale_BS=scale_BS)
+            q, k, v = ops.split_qkv_rope(qkv_BS3HK, rope)
             return ops.attention(q, k, v, mask, dtype=dtype)
         out_BSD = ops.attention_with_cache_write(
             qkv_BS3HK,
@@ -111,7 +111,6 @@ class SelfAttention(nn.Module):
             rope=rope,
             first=slots.first,
             stop=slots.stop,
-            scale_BS=scale_BS,
             settled=slots.settled,
             dtype=dtype,
         )
@@ -132,14 +131,13 @@ class CrossAttention(nn.Module):
         """The linear layer that makes queries from the normed stream."""
         return self.q
 
-    def forward(self, q: Projected, rope: Rope | None, mask: Mask, memory: KeyValue) -> Tensor:
+    def forward(self, q_BSD: Tensor, rope: Rope | None, mask: Mask, memory: KeyValue) -> Tensor:
         """Attend, `[B, S, D]`, given the projected queries."""
         key, value, settled, packing = memory
-        q_BSD, scale_BS = ops.unpack_projected(q, packing)
+        q_BSD = ops.unpack(q_BSD, packing)
         q_BSHK = q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1)
         dtype = ops.input_dtype(self.out)
-        out_BSD = ops.attention(q_BSHK, key, value, mask, rope=rope, scale_BS=scale_BS, settled=settled, dtype=dtype)
-        return ops.pack(out_BSD, packing)
+        return ops.pack(ops.attention(q_BSHK, key, value, mask, rope=rope, settled=settled, dtype=dtype), packing)
 
 
 class Block(nn.Module):

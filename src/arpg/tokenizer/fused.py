@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.kernels.group_norm import add, last, moments, norm
-from arpg.kernels.pixel_ops import Features, norm_conv, norm_conv_to_image, upsample_conv
+from arpg.kernels.group_norm import Moments, add, last, moments, norm, spread
 from arpg.tokenizer.autoencoder import Decoder, ResBlock, SpatialAttention, Upsample
 
-OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
+_OUTPUTS = 8  # what the last convolution is filled up to: tensor cores want a multiple of 8
 
 
 class FusedDecoder(nn.Module):
@@ -36,20 +35,21 @@ class FusedDecoder(nn.Module):
             if level.resize:
                 self.stages.append(_fused(level.upsample, dtype))  # type: ignore[arg-type]
         self.norm_out = decoder.norm_out
-        self.conv_out = _Conv(decoder.conv_out, dtype, outputs=OUTPUTS)
+        self.conv_out = _Conv(decoder.conv_out, dtype, outputs=_OUTPUTS)
 
     @torch.no_grad()
     def forward(self, z: Tensor) -> Tensor:
         first = self.conv_in
         x = F.conv2d(last(z.to(first.weight.dtype)), first.weight, first.bias.to(first.weight.dtype), padding=1)
-        features = Features(x, moments(x))
+        of = moments(x)
         for stage in self.stages:
-            features = stage(features)
-        return norm_conv_to_image(features, self.norm_out, self.conv_out.weight, self.conv_out.bias)
+            x, of = stage(x, of)
+        image: Tensor = self.conv_out(norm(x, of, None, self.norm_out))
+        return image[:, :3].float() + self.conv_out.bias[:3, None, None]
 
 
 class _Conv(nn.Module):
-    """The weights of a convolution."""
+    """A convolution without its bias, which the next kernel adds."""
 
     weight: Tensor
     bias: Tensor
@@ -61,6 +61,10 @@ class _Conv(nn.Module):
         weight = F.pad(conv.weight.detach(), (0, 0, 0, 0, 0, 0, 0, more))
         self.register_buffer("weight", last(weight.to(dtype)), persistent=False)
         self.register_buffer("bias", F.pad(conv.bias.detach().float(), (0, more)), persistent=False)
+        self.padding = conv.kernel_size[0] // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, padding=self.padding)
 
 
 class _ResBlock(nn.Module):
@@ -74,10 +78,10 @@ class _ResBlock(nn.Module):
         both = self.conv2.bias if self.shortcut is None else self.conv2.bias + self.shortcut.bias
         self.register_buffer("bias", both, persistent=False)
 
-    def forward(self, features: Features) -> Features:
-        h = norm_conv(features, self.norm1, self.conv1.weight, self.conv1.bias)
-        x = features.x_BCHW if self.shortcut is None else F.conv2d(features.x_BCHW, self.shortcut.weight)
-        return norm_conv(h, self.norm2, self.conv2.weight, self.bias, residual_BOHW=x)
+    def forward(self, x: Tensor, of: Moments) -> tuple[Tensor, Moments]:
+        h = self.conv1(norm(x, of, None, self.norm1))
+        h = self.conv2(norm(h, moments(h), self.conv1.bias, self.norm2))
+        return add(x if self.shortcut is None else self.shortcut(x), h, self.bias)
 
 
 class _Attention(nn.Module):
@@ -95,14 +99,13 @@ class _Attention(nn.Module):
         self.register_buffer("bias", torch.cat(biases).to(dtype), False)
         self.out = _Conv(attention.proj_out, dtype)
 
-    def forward(self, features: Features) -> Features:
-        x_BChw = features.x_BCHW
-        normed_BNC = norm(x_BChw, features.moments, None, self.norm, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
+    def forward(self, x_BChw: Tensor, of: Moments) -> tuple[Tensor, Moments]:
+        normed_BNC = norm(x_BChw, of, None, self.norm, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
         q, k, v = F.linear(normed_BNC, self.weight, self.bias).chunk(3, -1)
         chance_BNN = ((q * q.shape[-1] ** -0.5) @ k.transpose(1, 2)).softmax(-1)
         mixed_BNC = F.linear(chance_BNN @ v, self.out.weight.flatten(1))
         batch, _, high, wide = x_BChw.shape
-        return Features(*add(x_BChw, mixed_BNC.reshape(batch, high, wide, -1).permute(0, 3, 1, 2), self.out.bias))
+        return add(x_BChw, mixed_BNC.reshape(batch, high, wide, -1).permute(0, 3, 1, 2), self.out.bias)
 
 
 class _Upsample(nn.Module):
@@ -116,8 +119,8 @@ class _Upsample(nn.Module):
         self.register_buffer("weight", last(small_weights(conv.weight.detach()).to(dtype)), persistent=False)
         self.register_buffer("bias", conv.bias.detach().float(), persistent=False)
 
-    def forward(self, features: Features) -> Features:
-        return upsample_conv(features.x_BCHW, self.weight, self.bias)
+    def forward(self, x: Tensor, of: Moments) -> tuple[Tensor, Moments]:
+        return spread(F.conv2d(x, self.weight, padding=1), self.bias)
 
 
 def small_weights(weight_OI33: Tensor) -> Tensor:
