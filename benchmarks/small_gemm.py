@@ -1,13 +1,13 @@
-"""Time the fused small-batch layers (up to 48 rows) of ARPG-L on a GPU, and search their tiles.
+"""Time the fused layers of small batches (up to 128 rows) of ARPG-L on a GPU, and search their tiles.
 
-    python -m benchmarks.small_gemm             # a layer by number of rows: library, fused, weights prefetched
+    python -m benchmarks.small_gemm             # a layer by number of rows: library, small_gemm, wgmma_gemm
     python -m benchmarks.small_gemm --products  # each matrix product, checked against float32
     python -m benchmarks.small_gemm --tiles     # the fastest tile of each kind of product
 
 The network (24 layers and the head, both passes, 93 tokens known) runs as one CUDA graph; its logits are compared with
-float32. The first table shows up to how many rows the fused kernels pay (`SMALL_BATCH_ROWS` of
+float32. The first table shows for how many rows each of the fused GEMMs pays (`SMALL_BATCH_ROWS` and `WGMMA_ROWS` of
 `arpg.kernels.dispatch`); the tile search finds the entries of `arpg.kernels.small_gemm.TILES`. All of it needs compute
-capability 9.0 or later. The latency of a whole image is a row of `benchmarks/engine.py`.
+capability 9.0 or later, `wgmma_gemm` 9.0. The latency of a whole image is a row of `benchmarks/engine.py`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.bench.record import error_line
+from arpg.bench.record import environment, error_line
 from arpg.config import MODELS
-from arpg.kernels import small_gemm
-from arpg.kernels.dispatch import KernelPolicy, kernel_policy
-from arpg.kernels.small_gemm import Tile, linear
+from arpg.files import write_json
+from arpg.kernels import dispatch, small_gemm, wgmma_gemm
+from arpg.kernels.dispatch import FusedGemm, KernelPolicy, kernel_policy
+from arpg.kernels.small_gemm import Tile
 from arpg.model import ARPG
 from benchmarks.measures import graph_microseconds, relative_error
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
-MODES = {
-    "library": KernelPolicy(small_gemm=False, pdl=False),
-    "fused": KernelPolicy(pdl=False),
-    "fused, weights prefetched": KernelPolicy(),
+ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 128)
+GEMMS: dict[str, FusedGemm] = {"small_gemm": small_gemm, "wgmma_gemm": wgmma_gemm}
+MODES: dict[str, tuple[KernelPolicy, range]] = {  # the rows that wgmma_gemm takes; small_gemm has the others
+    "library": (KernelPolicy(small_gemm=False, pdl=False), range(0)),
+    "small_gemm, not prefetched": (KernelPolicy(pdl=False), range(0)),
+    "small_gemm": (KernelPolicy(), range(0)),
+    "wgmma_gemm, not prefetched": (KernelPolicy(pdl=False), range(max(ROWS) + 1)),
+    "wgmma_gemm": (KernelPolicy(), range(max(ROWS) + 1)),
 }
-ROWS = (2, 8, 10, 12, 16, 24, 32)
 SHAPES = {  # name: kind of product, inputs, outputs
     "qkv": ("plain", 1024, 3072),
     "q": ("plain", 1024, 1024),
@@ -111,29 +117,33 @@ def one_step(model: ARPG, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]
     return call
 
 
-def time_layers(model: ARPG, exact: ARPG) -> None:
-    """Print the microseconds of a layer by number of rows and mode, and the error of the logits."""
-    for rows in ROWS:
-        expected = one_step(exact, rows, torch.float32)()
-        found: dict[str, Tensor] = {}
-        for mode, policy in MODES.items():
-            with kernel_policy(policy):
-                result = attempt(mode, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
-            if result is not None:
-                took, found[mode] = result[0], result[1].clone()
-                error = relative_error(found[mode], expected)
-                print(f"{rows:3d} rows  {mode:26s} {took / LAYERS:6.2f} us a layer, error {error:.4f}", flush=True)
-        if len(found) == 3:  # a kernel that does not wait for the one before would show here
-            same = torch.equal(*list(found.values())[1:])
-            print(f"{rows:3d} rows  prefetching {'changes nothing' if same else 'CHANGES the logits'}", flush=True)
+def time_layers(model: ARPG, exact: ARPG, rows: int) -> list[dict[str, Any]]:
+    """Print and return the microseconds of a layer by mode, and the error of the logits."""
+    expected, record = one_step(exact, rows, torch.float32)(), []
+    found: dict[str, Tensor] = {}
+    for mode, (policy, taken) in MODES.items():
+        limits = {"SMALL_BATCH_ROWS": max(ROWS), "WGMMA_ROWS": taken}
+        with kernel_policy(policy), mock.patch.multiple(dispatch, **limits):
+            result = attempt(mode, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
+        if result is not None:
+            took, found[mode] = result[0] / LAYERS, result[1].clone()
+            error = relative_error(found[mode], expected)
+            print(f"{rows:3d} rows  {mode:26s} {took:6.2f} us a layer, error {error:.4f}", flush=True)
+            record.append({"rows": rows, "mode": mode, "us": took, "error": error})
+    for name in GEMMS:  # a kernel that does not wait for the one before would show here
+        early, late = found.get(name), found.get(f"{name}, not prefetched")
+        if early is not None and late is not None and not torch.equal(early, late):
+            print(f"{rows:3d} rows  {name}: prefetching CHANGES the logits", flush=True)
+    return record
 
 
-def product_options(kind: str, x: Tensor, outputs: int, weight: Tensor) -> dict[str, Any]:
+def product_options(kind: str, x: Tensor, weight: Tensor, gemm: FusedGemm) -> dict[str, Any]:
     """Return the arguments with which a layer calls a product of this kind."""
+    squares = gemm.empty_sums(x, weight if kind == "sum" else x.new_empty(x.shape[1], 0))
+    squares.untyped_storage().fill_(0)  # with the counters behind the sums
     if kind == "sum":
-        add = torch.randn(len(x), outputs, device="cuda").to(HALF)
-        return {"add": add, "sums_PM": small_gemm.empty_sums(x, weight)}
-    squares = small_gemm.empty_sums(x, x.new_empty(x.shape[1], 0)).zero_()
+        add = torch.randn(len(x), len(weight), device="cuda").to(HALF)
+        return {"add": add, "squares_PM": squares, "sums_PM": gemm.empty_sums(x, weight)}
     squares[0, : len(x)] = x.float().square().sum(-1)
     norm = torch.randn(x.shape[1], device="cuda").to(HALF)
     return {"norm_D": norm, "eps": 1e-5, "swiglu": kind == "swiglu", "squares_PM": squares}
@@ -150,26 +160,32 @@ def exact_product(kind: str, x: Tensor, weight: Tensor, options: dict[str, Any])
     return made
 
 
-def time_products(rows: int) -> None:
-    """Print the microseconds and the error of each product; each call takes other weights, more than a cache holds."""
+def time_products(rows: int) -> list[dict[str, Any]]:
+    """Print and return the microseconds and the error of each product; each call takes other weights."""
+    record = []
     for name, (kind, inputs, outputs) in SHAPES.items():
         weights = [
-            (torch.randn(outputs, inputs, device="cuda") / 32).to(HALF) for _ in range(4 if name == "head" else 24)
-        ]
+            (torch.randn(outputs, inputs, device="cuda") / 32).to(HALF) for _ in range(4 if name == "head" else LAYERS)
+        ]  # more than a cache holds
         x = torch.randn(rows, inputs, device="cuda").to(HALF)
-        options = product_options(kind, x, outputs, weights[0])
+        for label, gemm in GEMMS.items():
+            options = attempt(label, partial(product_options, kind, x, weights[0], gemm))
+            if options is None:
+                continue
+            call, exact = partial(gemm.linear, x, **options), exact_product(kind, x, weights[0], options)
 
-        def run(kind: str = kind, x: Tensor = x, weights: list[Tensor] = weights, options: Any = options) -> Any:
-            error = relative_error(linear(x, weights[0], **options), exact_product(kind, x, weights[0], options))
-            took, _ = graph_microseconds(lambda: [linear(x, weight, **options) for weight in weights])
-            return took / len(weights), error
+            def run(call: Any = call, weights: list[Tensor] = weights, exact: Tensor = exact) -> tuple[float, float]:
+                error = relative_error(call(weights[0]), exact)
+                took, _ = graph_microseconds(lambda: [call(weight) for weight in weights])
+                return took / len(weights), error
 
-        result = attempt(name, run)
-        if result is not None:
-            verdict = "" if result[1] < 0.01 else "  WRONG"
-            print(
-                f"{rows:3d} rows  {name:9s} {result[0]:6.2f} us a product, error {result[1]:.4f}{verdict}", flush=True
-            )
+            result = attempt(f"{name}, {label}", run)
+            if result is not None:
+                took, error = result
+                verdict = "" if error < 0.01 else "  WRONG"
+                print(f"{rows:3d} rows  {name:9s} {label:11s} {took:6.2f} us, error {error:.4f}{verdict}", flush=True)
+                record.append({"rows": rows, "product": name, "gemm": label, "us": took, "error": error})
+    return record
 
 
 def search_tiles(model: ARPG, rows: int, deadline: float) -> dict[str, Tile]:
@@ -196,21 +212,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--products", action="store_true", help="time each product instead of whole layers")
     parser.add_argument("--tiles", action="store_true", help="search the fastest tiles instead")
-    parser.add_argument("--rows", type=int, nargs="+", default=[10, 16], help="rows of --products and --tiles")
+    parser.add_argument("--rows", type=int, nargs="+", help="by default 10 and 16 for --tiles, else 2 to 128")
     parser.add_argument("--minutes", type=float, default=5.0, help="try no more tiles after this")
+    parser.add_argument("--out", type=Path, help="JSON of layers or products, written after each number of rows")
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    if options.products:
-        for rows in options.rows:
-            time_products(rows)
-        return
-    model = make_model().to(HALF)
+    about = environment(torch.device("cuda"))
+    print(f"{about['device']}, torch {about['torch']}, triton {about['triton']}", flush=True)
+    model, deadline = make_model().to(HALF), time.monotonic() + 60 * options.minutes
     if options.tiles:
-        deadline = time.monotonic() + 60 * options.minutes
-        for rows in options.rows:
+        for rows in options.rows or (10, 16):
             print(f"{rows:3d} rows  best:", search_tiles(model, rows, deadline), flush=True)
-    else:
-        time_layers(model, make_model())
+        return
+    exact, record = make_model(), []
+    for rows in options.rows or ROWS:
+        record += time_products(rows) if options.products else time_layers(model, exact, rows)
+        if options.out is not None:
+            write_json(options.out, {"about": about, "products" if options.products else "layers": record})
 
 
 if __name__ == "__main__":

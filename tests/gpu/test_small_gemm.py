@@ -116,12 +116,16 @@ def test_a_layer_as_it_is_used(rows):
 def allow_pdl(monkeypatch):
     """The network takes these kernels, whatever the device."""
     monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
-    monkeypatch.setattr(dispatch, "gluon_works", lambda device: True)
+    monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: True)
 
 
 def test_when_the_small_gemm_is_used(monkeypatch):
     monkeypatch.setattr(dispatch, "can_fuse_inference", lambda x: not torch.is_grad_enabled())
-    use, most = dispatch.use_small_gemm, dispatch.SMALL_BATCH_ROWS
+    most = dispatch.SMALL_BATCH_ROWS
+
+    def use(x, layer):
+        return dispatch.fused_gemm(x, layer) is small_gemm
+
     layer, x = nn.Linear(32, 32, bias=False), torch.zeros(2, most // 2, 32)
     with torch.no_grad():
         assert not use(x, layer)  # a CPU has no programmatic dependent launch
@@ -130,7 +134,7 @@ def test_when_the_small_gemm_is_used(monkeypatch):
         with kernel_policy(KernelPolicy(small_gemm=False)):
             assert not use(x, layer)
         with monkeypatch.context() as without:
-            without.setattr(dispatch, "gluon_works", lambda device: False)
+            without.setattr(dispatch, "gluon_works", lambda device, kernel: False)
             assert not use(x, layer)
         assert not use(torch.zeros(1, most + 1, 32), layer)  # too many rows
         assert not use(x.half(), layer)

@@ -1,4 +1,4 @@
-"""The GEMM that holds its weights in shared memory (`benchmarks/wgmma_gemm.py`) against plain PyTorch, and compiled.
+"""The GEMM for 24 to 64 rows on Hopper against plain PyTorch, in the network, and compiled.
 
 Without a GPU its numbers are those of Triton's interpreter, in float32, with shared memory, bulk copies and their
 barriers simulated (`interpreted_gluon.py`).
@@ -10,17 +10,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from arpg.kernels import dispatch
+from arpg import SamplingSettings, decode, make_plan, tasks
+from arpg.kernels import dispatch, small_gemm, wgmma_gemm
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
-from benchmarks import wgmma_gemm
-from benchmarks.wgmma_gemm import VARIANTS, Tile, empty_sums, in_network, linear
+from arpg.kernels.wgmma_gemm import empty_sums, linear
 from support.fused import fuse_everywhere
 from support.interpreted import mend
 from support.paths import ROOT
@@ -36,9 +38,10 @@ mend()
 def interpret(monkeypatch, folder, source):
     from support.interpreted_gluon import TensorMap, interpreted
 
-    module = interpreted(source, folder)
-    monkeypatch.setattr(wgmma_gemm, "_wgmma_gemm", module._wgmma_gemm)
+    monkeypatch.setattr(wgmma_gemm, "_wgmma_gemm", interpreted(source, folder)._wgmma_gemm)
     monkeypatch.setattr(wgmma_gemm, "TensorDescriptor", TensorMap)
+    (folder / "small").mkdir()
+    monkeypatch.setattr(small_gemm, "_small_gemm", interpreted(small_gemm.__file__, folder / "small")._small_gemm)
 
 
 @pytest.fixture
@@ -76,60 +79,136 @@ def plain(x, weight, *, norm=None, add=None, swiglu=False):
     return out if add is None else out + add.float()
 
 
-@pytest.mark.parametrize("rows", [1, 17, 33, 64, 128] if HOPPER else [5, 33])
-@pytest.mark.parametrize("inputs", [640, 336])
-@pytest.mark.parametrize("kind", ["norm", "swiglu", "sum", "norm, split", "sum, split"])
-def test_a_product(rows, inputs, kind, anywhere):
-    """Whole chunks and tiles and not; stages of 128 and 64 inputs that are filled again; two and three partial sums."""
-    swiglu, outputs, ring_kib = kind == "swiglu", 72, 32 if rows <= 16 else 16
+def few_inputs(monkeypatch, inputs, ring_bytes=None):
+    """Let a program hold this many inputs; those of a longer weight are divided."""
+    monkeypatch.setattr(wgmma_gemm, "MAX_WGMMA_INPUTS", inputs)
+    if ring_bytes is not None:
+        monkeypatch.setattr(wgmma_gemm, "RING_BYTES", ring_bytes)
+
+
+@pytest.mark.parametrize("rows", [24, 33, 64] if HOPPER else [5, 33])
+@pytest.mark.parametrize("inputs", [640, 336, 48])
+@pytest.mark.parametrize("kind", ["norm", "swiglu", "sum", "sum, divided", "plain"])
+def test_a_product(rows, inputs, kind, anywhere, monkeypatch):
+    """Whole chunks and tiles and not; stages of 128 and 64 inputs that are filled again; one program and four."""
+    few_inputs(monkeypatch, 32 if "divided" in kind else 1280, 32 * 1024)
+    swiglu, outputs = kind == "swiglu", 72
     x, weight = 3 * draw(rows, inputs), draw(outputs * (2 if swiglu else 1), inputs, seed=1) / inputs**0.5
-    norm = None if kind.startswith("sum") else draw(inputs, seed=2)
-    add = draw(rows, outputs, seed=3) if norm is None else None
-    split = 1 if "split" not in kind else 2 if norm is None else 3
+    norm = draw(inputs, seed=2) if kind in ("norm", "swiglu") else None
+    add = draw(rows, outputs, seed=3) if "sum" in kind else None
     options = {} if norm is None else {"norm_D": norm, "eps": EPS, "squares_PM": squares_of(x)}
-    exact = plain(x, weight, norm=norm, add=add, swiglu=swiglu)
-    for _ in range(2):  # the first call leaves the counters as it found them
-        made = linear(x, weight, add=add, swiglu=swiglu, tile=Tile(split, ring_kib), **options)
-        assert made.dtype == HALF
-        assert off(made, exact) < CLOSE
+    made = linear(x, weight, add=add, swiglu=swiglu, **options)
+    assert made.dtype == HALF
+    assert off(made, plain(x, weight, norm=norm, add=add, swiglu=swiglu)) < CLOSE
 
 
-@pytest.mark.parametrize("split", [1, 2])
-def test_squares_that_are_summed_on_the_way(split, anywhere):
-    """A product leaves the sums of its squares, and the norm of the next takes them; rows may lie apart."""
-    x, weight, add = draw(19, 512)[:, :256], draw(144, 256, seed=1) / 16, draw(19, 144, seed=2)
-    norm, after = draw(144, seed=3), draw(96, 144, seed=4) / 12
-    sums = empty_sums(x, weight)
-    between = linear(x, weight, add=add, sums_PM=sums, tile=Tile(split))
-    assert off(between, plain(x, weight, add=add)) < CLOSE
-    torch.testing.assert_close(sums.sum(0), between.float().square().sum(-1), atol=1e-2, rtol=1e-4)
-    made = linear(between, after, norm_D=norm, eps=EPS, squares_PM=sums)
-    assert off(made, plain(between, after, norm=norm)) < CLOSE
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_a_norm_whose_squares_are_not_known(swiglu, anywhere):
+    """The first layer of a pass: the other kernel sums them; one row that is expanded, too."""
+    norm, weight = draw(64, seed=2), draw(32, 64, seed=1) / 8
+    for x in (draw(1, 24, 64), draw(1, 1, 64)):
+        made = linear(x, weight, norm_D=norm, eps=EPS, swiglu=swiglu)
+        assert off(made, plain(x, weight, norm=norm, swiglu=swiglu)) < CLOSE
+
+
+@pytest.mark.parametrize("after", [wgmma_gemm, small_gemm])
+def test_squares_that_are_summed_on_the_way(after, anywhere, monkeypatch):
+    """A product leaves the sums of its squares, and the norm of the next takes them, in either kernel.
+
+    The counters behind them are zero before and after a product that is divided takes them; rows may lie apart.
+    """
+    few_inputs(monkeypatch, 256)
+    x, weight, add = draw(1, 24, 512)[..., :256], draw(144, 256, seed=1) / 16, draw(1, 24, 144, seed=2)
+    sums = empty_sums(x, weight).fill_(float("nan"))
+    counters = sums.as_strided((3,), (1,), sums.numel()).fill_(7)
+    first = linear(x, weight, add=add, sums_PM=sums)
+    assert off(first, plain(x, weight, add=add)) < CLOSE
+    assert counters.tolist() == [0, 0, 0]
+    hidden, down, later = draw(1, 24, 640, seed=5), draw(144, 640, seed=6) / 25, empty_sums(x, weight)
+    for _ in range(2):
+        made = linear(hidden, down, add=first, squares_PM=sums, sums_PM=later)
+        assert counters.tolist() == [0, 0, 0]
+    assert off(made, plain(hidden, down, add=first)) < CLOSE
+    torch.testing.assert_close(later.sum(0)[:24], made[0].float().square().sum(-1), atol=1e-2, rtol=1e-4)
+    norm, weight = draw(144, seed=3), draw(96, 144, seed=4) / 12
+    normed = after.linear(made, weight, norm_D=norm, eps=EPS, squares_PM=later)
+    assert off(normed, plain(made, weight, norm=norm)) < CLOSE
+
+
+def on_hopper(monkeypatch):
+    """The network chooses its products as on a Hopper GPU, whatever the device."""
+    monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
+    monkeypatch.setattr(dispatch, "has_wgmma", lambda x: True)
+    monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: True)
+    fuse_everywhere(monkeypatch)
+
+
+@torch.no_grad()
+def test_which_gemm_is_chosen(monkeypatch):
+    """By the rows of the stream; where the kernel of Hopper cannot be had, as if it were not there."""
+
+    def chosen(rows, width=64, inputs=None):
+        gemm = dispatch.fused_gemm(torch.zeros(1, rows, width), nn.Linear(inputs or width, 16, bias=False))
+        return None if gemm is None else gemm.__name__.rpartition(".")[2]
+
+    rows = (1, 23, 24, 48, 49, 64, 65)
+    small, wgmma = "small_gemm", "wgmma_gemm"
+    assert chosen(24) is None  # a CPU has neither
+    on_hopper(monkeypatch)
+    assert [chosen(each) for each in rows] == [small, small, wgmma, wgmma, wgmma, wgmma, None]
+    assert (chosen(24, 1280), chosen(24, 1280, 5120)) == (wgmma, wgmma)
+    assert (chosen(24, 1536), chosen(24, 64, 5136), chosen(64, 1536)) == (small, small, None)  # too wide
+    assert chosen(24, 24) is None  # no whole loads
+    with kernel_policy(KernelPolicy(small_gemm=False)):
+        assert chosen(24) is None
+    for missing in ({"has_wgmma": lambda x: False}, {"gluon_works": lambda device, kernel: kernel != wgmma}):
+        with monkeypatch.context() as patch:
+            for name, value in missing.items():
+                patch.setattr(dispatch, name, value)
+            assert [chosen(each) for each in rows] == [small, small, small, small, None, None, None]
+    monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: False)
+    assert chosen(24) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)]
+)
+def test_only_hopper_has_wgmma(capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert dispatch.has_wgmma(SimpleNamespace(device=torch.device("cuda"))) == expected
 
 
 @torch.no_grad()
 def test_in_the_network(anywhere, monkeypatch):
-    """The network of the benchmark takes the kernel for all products but the first norm and the head."""
+    """All products of a pass but a first norm take the kernel, the guided head of half the rows the other one."""
     model = small_model(dataclasses.replace(SMALL, pass1_layers=2, pass2_layers=2)).to(DEVICE, HALF).eval()
-    pos, x = draw(2, 5, 2, seed=1).float().abs(), draw(2, 5, model.config.width)
+    pos, x = draw(2, 13, 2, seed=1).float().abs(), draw(2, 13, model.config.width)
+    scale = torch.full((1, 1), 3.0, device=DEVICE)
 
     def logits():
         cache = model.allocate_cache(2, 20)
         model.encode(x, pos, cache, causal=False)
-        return model.predict(pos, None, cache)
+        return model.predict(pos, None, cache, scale_BS=scale)
 
     with kernel_policy(KernelPolicy(small_gemm=False)):
         expected = logits()
-    products = []
-    monkeypatch.setattr(wgmma_gemm, "linear", lambda x, *a, **k: products.append(len(x)) or linear(x, *a, **k))
     if not HOPPER:
-        monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
-        monkeypatch.setattr(dispatch, "gluon_works", lambda device: True)
-        fuse_everywhere(monkeypatch)
-    with kernel_policy(KernelPolicy(pdl=False)), in_network(VARIANTS["split"]):
+        on_hopper(monkeypatch)
+    with kernel_policy(KernelPolicy(pdl=False)):
+        logits()  # tries the kernels
+    counts = {}
+    for module in (wgmma_gemm, small_gemm):
+        counts[module] = []
+        own = module.linear
+        monkeypatch.setattr(
+            module, "linear", lambda x, *a, own=own, to=counts[module], **k: to.append(x.shape[1]) or own(x, *a, **k)
+        )
+    few_inputs(monkeypatch, model.config.width)  # the last product of a layer is divided
+    with kernel_policy(KernelPolicy(pdl=False)):
         made = logits()
     assert off(made, expected) < (0.03 if HOPPER else 1e-5)
-    assert products == [10] * (4 * 4 + 2 - 2)  # two sets of keys and values from Pass 1; less both first norms
+    assert counts[wgmma_gemm].count(13) == 4 * 4 + 1 - 1  # one set of keys and values; one query for all slots
+    assert sorted(counts[small_gemm]) == [1, 13, 13]  # that query, the first norm of Pass 1, the guided head
 
 
 MISTAKES = {
@@ -148,16 +227,17 @@ def test_the_simulation_notices(mistake, monkeypatch, tmp_path):
     assert right in source
     (tmp_path / "mistaken.py").write_text(source.replace(right, wrong))
     interpret(monkeypatch, tmp_path, tmp_path / "mistaken.py")
+    few_inputs(monkeypatch, 1280, 16 * 1024)
     x, weight = draw(5, 640), draw(64, 640, seed=1)
     if message is None:
-        assert linear(x, weight, tile=Tile(1, 16)).isnan().any()
+        assert linear(x, weight).isnan().any()
     else:
         with pytest.raises(Exception, match=message):
-            linear(x, weight, tile=Tile(1, 16))
+            linear(x, weight)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("rows", [24, 64])
 def test_the_compiled_kernel(rows):
     """For sm_90: shared memory, registers, the instructions it is built on, and what comes before the barrier."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -166,7 +246,7 @@ def test_the_compiled_kernel(rows):
     run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     made = json.loads(run.stdout)
-    assert len(made) == 4 * len(VARIANTS)
+    assert len(made) == 3 * 4
     for name, kernel in made.items():
         assert kernel["shared"] <= 227 * 1024, name
         assert kernel["registers"] <= 168, name
@@ -181,30 +261,76 @@ def test_the_compiled_kernel(rows):
         assert before["fences"] == kernel["norm"], name  # what was multiplied is for the tensor cores to read
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", [2, 16, 24, 48, 64, 96, 128])
-def test_a_layer_as_it_is_used(rows, variant):
-    """The sizes of ARPG-L, each reading what the one before wrote, with early launch and without."""
-    x, norm = draw(rows, 1024), draw(1024, seed=2)
-    tiles = VARIANTS[variant]
-    qkv, out = draw(3072, 1024, seed=3) / 32, draw(1024, 1024, seed=4) / 32
-    gate_up, down = draw(5632, 1024, seed=5) / 32, draw(1024, 2816, seed=6) / 53
+def layer_of(rows, dtype=HALF):
+    """A function that runs a layer of ARPG-L, each product reading what the one before wrote; and its exact result."""
+    x, norm = draw(1, rows, 1024).to(dtype), draw(1024, seed=2).to(dtype)
+    sizes = {"qkv": (3072, 1024), "out": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816)}
+    qkv, out, gate_up, down = (
+        (draw(*size, seed=3 + i) / size[1] ** 0.5).to(dtype) for i, size in enumerate(sizes.values())
+    )
 
     def layer():
         norms = {"norm_D": norm, "eps": EPS}
-        projected = linear(x, qkv, **norms, squares_PM=squares_of(x), tile=tiles["plain"])
+        projected = linear(x, qkv, **norms)
         sums, later = empty_sums(x, out), empty_sums(x, out)
-        stream = linear(projected[:, :1024], out, add=x, sums_PM=sums, tile=tiles["out"])
-        hidden = linear(stream, gate_up, **norms, squares_PM=sums, swiglu=True, tile=tiles["swiglu"])
-        return linear(hidden, down, add=stream, sums_PM=later, tile=tiles["down"]), later
+        stream = linear(projected[..., :1024], out, add=x, sums_PM=sums)
+        hidden = linear(stream, gate_up, **norms, squares_PM=sums, swiglu=True)
+        made = linear(hidden, down, add=stream, squares_PM=sums, sums_PM=later)
+        return made, linear(made, qkv, **norms, squares_PM=later)
 
-    stream = x + plain(plain(x, qkv, norm=norm)[:, :1024], out)
-    exact = stream + plain(plain(stream, gate_up, norm=norm, swiglu=True), down)
+    stream = x + plain(plain(x, qkv, norm=norm)[..., :1024], out)
+    return layer, stream + plain(plain(stream, gate_up, norm=norm, swiglu=True), down)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize("rows", [24, 32, 48, 64])
+def test_a_layer_as_it_is_used(rows, dtype):
+    """The sizes of ARPG-L, with early launch and without."""
+    layer, exact = layer_of(rows, dtype)
     with kernel_policy(KernelPolicy(pdl=False)):
-        made, sums = layer()
-    assert off(made, exact) < 2 * CLOSE
-    torch.testing.assert_close(sums.sum(0), made.float().square().sum(-1), atol=1e-2, rtol=1e-3)
+        made = layer()
+    assert off(made[0], exact) < 2 * CLOSE
     for _ in range(20):
-        assert torch.equal(layer()[0], made)
+        assert all(torch.equal(a, b) for a, b in zip(layer(), made, strict=True))
+
+
+@pytest.mark.parametrize("rows", [pytest.param(64, marks=gpu)])
+def test_two_graphs_at_once(rows):
+    """Replayed on two streams, graphs of the same products share no counters: neither changes the other's numbers."""
+    runs = []
+    for _ in range(2):
+        layer, _ = layer_of(rows)
+        expected, graph = layer(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            parts = [layer() for _ in range(20)]
+        runs.append((expected, graph, parts, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for _, graph, _, stream in runs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for expected, _, parts, _ in runs:
+        assert all(torch.equal(a, b) for made in parts for a, b in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("num_images", [pytest.param(num, marks=gpu) for num in (1, 3, 8)])
+def test_a_generation_with_and_without_pdl(num_images):
+    """Steps of 2 to 128 rows, in all kernels: early launch changes no token."""
+    config = dataclasses.replace(SMALL, width=256, num_heads=4, vocab_size=512, grid=(8, 8))
+    model = small_model(config).to(DEVICE, HALF).eval()
+    settings, seeds = SamplingSettings(steps=8, guidance=3.0), list(range(num_images))
+    request = tasks.generate(model, [seed % 5 for seed in seeds], seeds)
+    plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+
+    def tokens():
+        return list(decode(model, request, plan, settings))[-1].ids_BN
+
+    made = tokens()
+    for _ in range(5):
+        assert torch.equal(tokens(), made)
+    with kernel_policy(KernelPolicy(pdl=False)):
+        assert torch.equal(tokens(), made)

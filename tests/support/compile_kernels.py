@@ -80,9 +80,10 @@ def main(capability):
         small_gemm,
         swiglu,
         token_io,
+        wgmma_gemm,
     )
 
-    for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, token_io):
+    for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, token_io, wgmma_gemm):
         module.prefetch_weights = lambda x: capability >= 90  # this compiles what it would leave out, too
     cache, lengths = (half(2, 90, 4, 64), half(2, 90, 4, 64)), torch.zeros(2, dtype=torch.long)
     for slots in (5, 20, 70):
@@ -120,6 +121,13 @@ def main(capability):
         small_gemm.linear(half(rows, 2816), half(1024, 2816), add=few, sums_PM=squares)
         small_gemm.linear(few, half(3072, 1024), norm_D=weight, eps=1e-5, squares_PM=squares)
         small_gemm.linear(few, half(5632, 1024), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
+    for rows in (24, 64) if capability == 90 else ():
+        few, weight, down = half(rows, 1280), half(1280), half(1280, 3584)  # of ARPG-XL, the widest
+        squares = wgmma_gemm.empty_sums(few, down)
+        wgmma_gemm.linear(half(rows, 3584), down, add=few, squares_PM=squares, sums_PM=squares)
+        wgmma_gemm.linear(few, half(3840, 1280), norm_D=weight, eps=1e-5, squares_PM=squares)
+        wgmma_gemm.linear(few, half(7168, 1280), norm_D=weight, eps=1e-5, swiglu=True, squares_PM=squares)
+        wgmma_gemm.linear(few, half(16384, 1280))
     fused_rope.split_qkv_rope(qkv, *by)
     fused_rope.merge_qkv_rope(*qkv.unbind(2), *by)
     fused_rope.apply_rope(qkv[:, :, 0], *by)

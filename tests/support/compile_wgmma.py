@@ -1,4 +1,4 @@
-"""Compiles the kernel of `benchmarks/wgmma_gemm.py` for Hopper, as each variant launches it for some number of rows.
+"""Compiles `arpg.kernels.wgmma_gemm` for Hopper, as the layers of ARPG-L and ARPG-XL launch it for a number of rows.
 
 Run by `test_wgmma_gemm.py` as a program of its own, since Triton is either interpreted or compiled. Prints JSON: shared
 memory, registers and stack of each product, and its instructions before and after the dependency barrier.
@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from benchmarks import wgmma_gemm
-from support.compile_kernels import Driver, half
+from arpg.kernels import wgmma_gemm
+from support.compile_kernels import Driver
 
 INSTRUCTIONS = {
     "launch_dependents": "griddepcontrol.launch_dependents",
@@ -47,22 +47,28 @@ def main(rows):
         made.append((grid, run(self, *args, grid=grid, warmup=True, **options)))
 
     JITFunction.run, wgmma_gemm.prefetch_weights = compile_only, lambda x: True
-    x, norm = half(rows, 1024), half(1024)
-    sums = wgmma_gemm.empty_sums(x, half(1024, 0))
-    normed = {"norm_D": norm, "eps": 1e-5, "squares_PM": sums}
-    for variant, tiles in wgmma_gemm.VARIANTS.items():
+    for name, width, hidden, dtype in (
+        ("L", 1024, 2816, torch.bfloat16),
+        ("XL", 1280, 3584, torch.bfloat16),
+        ("L in float16", 1024, 2816, torch.float16),
+    ):
+        x, norm, out = (torch.zeros(shape, dtype=dtype) for shape in ((rows, width), (width,), (width, width)))
+        sums = wgmma_gemm.empty_sums(x, out)
+        normed, added = (
+            {"norm_D": norm, "eps": 1e-5, "squares_PM": sums},
+            {"add": x, "squares_PM": sums, "sums_PM": sums},
+        )
         calls = {
-            "plain": (x, half(3072, 1024), normed),
-            "swiglu": (x, half(5632, 1024), {**normed, "swiglu": True}),
-            "out": (half(rows, 1024), half(1024, 1024), {"add": x, "sums_PM": sums}),
-            "down": (half(rows, 2816), half(1024, 2816), {"add": x, "sums_PM": sums}),
+            "qkv": (x, (3 * width, width), normed),
+            "gate, up": (x, (2 * hidden, width), {**normed, "swiglu": True}),
+            "out": (x, (width, width), added),
+            "down": (x.new_zeros(rows, hidden), (width, hidden), added),
         }
-        for kind, (inputs, weight, options) in calls.items():
-            wgmma_gemm.linear(inputs, weight, tile=tiles[kind], **options)
+        for kind, (inputs, shape, options) in calls.items():
+            wgmma_gemm.linear(inputs, x.new_zeros(shape), **options)
             grid, kernel = made.pop()
-            norm_inside = "norm_D" in options
-            about = {"programs": grid, "shared": kernel.metadata.shared, "norm": norm_inside}
-            found[f"{variant}, {kind}"] = {**about, **facts(kernel)}
+            about = {"programs": grid, "shared": kernel.metadata.shared, "norm": "norm_D" in options}
+            found[f"{name}, {kind}"] = {**about, **facts(kernel)}
     print(json.dumps(found, indent=1))  # noqa: T201
 
 

@@ -173,6 +173,7 @@ def test_kernels_are_summed_by_what_they_do():
         ("_sample", "sampling"),
         ("_int8_gemm", "matrix products"),
         ("_small_gemm", "matrix products"),
+        ("_wgmma_gemm", "matrix products"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "norms"),
         ("void at::native::elementwise_kernel<128, 4>", "copies, small"),
     ],
@@ -184,10 +185,10 @@ def test_our_kernels_have_a_group(name, group):
 def test_the_groups_know_the_names_of_our_kernels():
     """Kernels that decoding launches, found in their files: renamed ones would silently become `copies, small`."""
     source = Path(profile.__file__).parent.parent / "kernels"
-    files = ("attention", "int8_gemm", "residual_norm", "fused_rope", "gumbel", "small_gemm", "swiglu")
+    files = ("attention", "int8_gemm", "residual_norm", "fused_rope", "gumbel", "small_gemm", "swiglu", "wgmma_gemm")
     text = "".join((source / f"{file}.py").read_text() for file in files)
     launched = set(re.findall(r"^ +(_\w+)\[\(?", text, flags=re.M)) - {"_backward"}
-    assert {"_attend", "_sample", "_residual_norm_forward", "_swiglu_forward", "_small_gemm"} <= launched
+    assert {"_attend", "_sample", "_residual_norm_forward", "_swiglu_forward", "_small_gemm", "_wgmma_gemm"} <= launched
     assert {name for name in launched if kernel_group(name) == profile.REST} == set()
 
 

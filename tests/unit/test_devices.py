@@ -112,26 +112,25 @@ def test_apple_gpus(monkeypatch):
         check_fp8(mps)
 
 
-def test_a_gluon_that_does_not_compile_is_logged_once(monkeypatch, caplog):
+@pytest.mark.parametrize("kernel", ["small_gemm", "wgmma_gemm"])
+def test_a_gluon_that_does_not_compile_is_logged_once(kernel, monkeypatch, caplog):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from arpg.kernels import small_gemm
-
     tried = []
 
     def linear(x, *rest, **options):
         tried.append(x)
         raise AttributeError("no attribute 'mma_v2'\nand more")
 
-    monkeypatch.setattr(small_gemm, "linear", linear)
+    monkeypatch.setattr(f"arpg.kernels.{kernel}.linear", linear)
     dispatch.gluon_works.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert not dispatch.gluon_works(torch.device("cpu"))
-            assert not dispatch.gluon_works(torch.device("cpu"))
+            assert not dispatch.gluon_works(torch.device("cpu"), kernel)
+            assert not dispatch.gluon_works(torch.device("cpu"), kernel)
     finally:
         dispatch.gluon_works.cache_clear()
     assert len(tried) == 1
-    line = "small batches use the library's products; Gluon does not work: AttributeError: no attribute 'mma_v2'"
+    line = f"{kernel} is not used, because Gluon does not work: AttributeError: no attribute 'mma_v2'"
     assert [record.getMessage() for record in caplog.records] == [line]
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 SMALL_BATCH_ROWS = 48  # rows up to which one image is made faster with the small-batch GEMM than with the library's
+WGMMA_ROWS = range(24, 65)  # rows for which that of Hopper is faster than both
+MAX_WGMMA_INPUTS, WGMMA_SPLIT = 1280, 4  # whose weights a program holds in shared memory; programs that share more
 TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None
 _OLDEST_GPU = (8, 0)  # compute capability: Ampere has tensor cores for bfloat16, and more than 64 KiB of shared memory
 
@@ -28,7 +31,7 @@ _OLDEST_GPU = (8, 0)  # compute capability: Ampere has tensor cores for bfloat16
 class KernelPolicy:
     """Which optional kernel features may be used; benchmarks and tests turn them off to compare."""
 
-    small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
+    small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`, `wgmma_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
@@ -75,40 +78,81 @@ def can_fuse_inference(x: Tensor) -> bool:
     return can_fuse_half(x) and not torch.is_grad_enabled()
 
 
-def use_small_gemm(x: Tensor, layer: nn.Module) -> bool:
-    """Whether the small-batch GEMM takes `x` and the weight of `layer`: few rows, plain weights of the same type.
+class FusedGemm(Protocol):
+    """A module with a GEMM that includes the norm, SwiGLU or residual sum: `small_gemm` or `wgmma_gemm`."""
 
-    Only where programmatic dependent launch exists: other GPUs have not been measured.
+    def linear(
+        self,
+        x: Tensor,
+        weight_ND: Tensor,
+        *,
+        norm_D: Tensor | None = None,
+        eps: float = 0.0,
+        add: Tensor | None = None,
+        swiglu: bool = False,
+        squares_PM: Tensor | None = None,
+        sums_PM: Tensor | None = None,
+    ) -> Tensor:
+        """`[..., N]`, as `small_gemm.linear` says."""
+
+    def empty_sums(self, x: Tensor, weight_ND: Tensor) -> Tensor:
+        """Allocate partial sums of the squares of `x @ weight + add`, `[P, M]`."""
+
+
+def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
+    """Return the GEMM for the residual stream `x` (few rows) and a `layer` (plain weights of the same type), if any.
+
+    Only where programmatic dependent launch exists: other GPUs have not been measured. The choice depends on the shape
+    of the stream, so all layers of a pass have the same.
     """
-    if not can_fuse_inference(x) or x.numel() > SMALL_BATCH_ROWS * x.shape[-1] or not supports_pdl(x):
-        return False
-    if not _policy.get().small_gemm or not gluon_works(x.device):
-        return False
+    if not can_fuse_inference(x) or not supports_pdl(x) or not _policy.get().small_gemm:
+        return None
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
-        return False
-    return x.shape[-1] % 16 == 0 and layer.in_features % 16 == 0  # loads of 16 bytes
+        return None
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    few, more = rows <= SMALL_BATCH_ROWS, rows in WGMMA_ROWS and has_wgmma(x)
+    if not few and not more:
+        return None
+    if width % 16 or layer.in_features % 16 or not gluon_works(x.device, "small_gemm"):  # loads of 16 bytes
+        return None
+    fits = width <= MAX_WGMMA_INPUTS and layer.in_features <= WGMMA_SPLIT * MAX_WGMMA_INPUTS
+    if more and fits and gluon_works(x.device, "wgmma_gemm"):
+        return _import("wgmma_gemm")
+    return _import("small_gemm") if few else None
+
+
+def has_wgmma(x: Tensor) -> bool:
+    """Whether the GPU multiplies matrices in shared memory by warpgroups: Hopper has it, and no later one."""
+    return nvidia_capability(x.device) == (9, 0)
 
 
 def use_pixel_graphs() -> bool:
     """Whether images may come from CUDA graphs: not where a gradient is wanted, nor inside compiled code."""
-    return _policy.get().pixel_graphs and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _policy.get().pixel_graphs
 
 
 @cache
-def gluon_works(device: torch.device) -> bool:
-    """Whether this Triton compiles Gluon, in which the small-batch GEMM is written, for `device`: tried once.
+def gluon_works(device: torch.device, kernel: str) -> bool:
+    """Whether this Triton compiles a `kernel` written in Gluon, `small_gemm` or `wgmma_gemm`, for `device`: tried once.
 
     Gluon may still change from one Triton to the next, so whatever goes wrong is a reason to do without it.
     """
     try:
-        small_gemm = importlib.import_module("arpg.kernels.small_gemm")
-        x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
-        small_gemm.linear(x, x.expand(16, -1).contiguous(), norm_D=x[0], eps=1e-5, swiglu=True)
+        gemm = _import(kernel)
+        x = torch.zeros(24, 256, dtype=torch.bfloat16, device=device)
+        weight_ND = x.new_zeros(256, 256)
+        gemm.linear(x, weight_ND, norm_D=x[0], eps=1e-5, swiglu=True, squares_PM=gemm.empty_sums(x, weight_ND))
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
-        log.warning("small batches use the library's products; Gluon does not work: %s: %s", type(error).__name__, why)
+        log.warning("%s is not used, because Gluon does not work: %s: %s", kernel, type(error).__name__, why)
         return False
     return True
+
+
+def _import(kernel: str) -> FusedGemm:
+    """Import a kernel when it is needed: this module is also there without Triton."""
+    gemm: FusedGemm = importlib.import_module(f"arpg.kernels.{kernel}")
+    return gemm
 
 
 def prefetch_weights(x: Tensor) -> bool:

@@ -25,8 +25,8 @@ from arpg.kernels.dispatch import (
     can_fuse,
     can_fuse_half,
     can_fuse_inference,
+    fused_gemm,
     has_kernels,
-    use_small_gemm,
 )
 from arpg.noise import Stream as NoiseStream
 from arpg.noise import gumbel
@@ -122,14 +122,13 @@ def norm_linear(
     key_B: Tensor | None = None,
 ) -> tuple[Stream, list[Tensor]]:
     """Return the stream and what each of `layers` makes of its norm, `[B, S, O]`."""
-    x = stream.x_BSD
-    if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, layers[0]):
-        from arpg.kernels.small_gemm import linear
-
-        def product(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda part: linear(part, layer.weight, norm_D=weight_D, eps=eps, squares_PM=stream.squares_PM)  # type: ignore[arg-type]
-
-        return stream, [_expanded_once(product(layer), x) for layer in layers]
+    x, gemm = stream.x_BSD, fused_gemm(stream.x_BSD, layers[0])
+    if stream.delta_BSD is None and dropout == 0 and gemm is not None:
+        options: dict[str, Any] = {"norm_D": weight_D, "eps": eps, "squares_PM": stream.squares_PM}
+        weights: list[Any] = [layer.weight for layer in layers]
+        return stream, [
+            _expanded_once(functools.partial(gemm.linear, weight_ND=weight, **options), x) for weight in weights
+        ]
     stream, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B, dtype=input_dtype(layers[0]))
     return stream, [_expanded_once(layer, normed) for layer in layers]
 
@@ -156,10 +155,8 @@ def norm_guide_linear(
     else:
         _, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B)
         guided = guide(normed, scale_BS).type_as(normed)
-    if use_small_gemm(guided, layer):
-        from arpg.kernels.small_gemm import linear
-
-        return linear(guided, layer.weight)  # type: ignore[arg-type]
+    if (gemm := fused_gemm(guided, layer)) is not None:
+        return gemm.linear(guided, layer.weight)  # type: ignore[arg-type]
     logits: Tensor = layer(guided)
     return logits
 
@@ -175,26 +172,23 @@ def norm_swiglu(
     dtype: torch.dtype | None = None,
 ) -> tuple[Stream, Tensor]:
     """Return the stream and silu(gate) * up of its norm; `dtype` as in `norm`."""
-    x = stream.x_BSD
-    if stream.delta_BSD is None and dropout == 0 and use_small_gemm(x, gate_up):
-        from arpg.kernels.small_gemm import linear
-
-        squares, weight = stream.squares_PM, gate_up.weight
-        return stream, linear(x, weight, norm_D=weight_D, eps=eps, swiglu=True, squares_PM=squares)  # type: ignore[arg-type]
+    x, gemm = stream.x_BSD, fused_gemm(stream.x_BSD, gate_up)
+    if stream.delta_BSD is None and dropout == 0 and gemm is not None:
+        weight: Any = gate_up.weight
+        return stream, gemm.linear(x, weight, norm_D=weight_D, eps=eps, swiglu=True, squares_PM=stream.squares_PM)
     stream, (hidden,) = norm_linear(stream, weight_D, [gate_up], eps=eps, dropout=dropout, key_B=key_B)
     return stream, swiglu(hidden, dtype=dtype)
 
 
 def add_linear(stream: Stream, layer: nn.Module, x_BSO: Tensor) -> Stream:
     """Add layer(x) to the stream: pending until the next norm, or at once where one kernel does both."""
-    if stream.delta_BSD is None and use_small_gemm(stream.x_BSD, layer):
-        from arpg.kernels.small_gemm import empty_sums, linear
-
-        weight: Any = layer.weight
-        squares = empty_sums(stream.x_BSD, weight)
-        return Stream(linear(x_BSO, weight, add=stream.x_BSD, sums_PM=squares), None, squares)
+    x_BSD, squares = stream.x_BSD, stream.squares_PM
     assert stream.delta_BSD is None
-    return Stream(stream.x_BSD, layer(x_BSO))
+    if (gemm := fused_gemm(x_BSD, layer)) is not None:
+        weight: Any = layer.weight
+        sums = gemm.empty_sums(x_BSD, weight)
+        return Stream(gemm.linear(x_BSO, weight, add=x_BSD, squares_PM=squares, sums_PM=sums), None, sums)
+    return Stream(x_BSD, layer(x_BSO))
 
 
 def swiglu(gate_up: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 With so few rows a product takes as long as reading its weights. So a program prefetches all of its weights before the
 dependency barrier (programmatic dependent launch); only the rows are read after it. An RMS norm needs the squares of
-all inputs of a row: the kernel that writes the rows can sum the squares of its outputs for the next one.
+all inputs of a row: the kernel that writes the rows can sum the squares of its outputs for the next one. On Hopper,
+`wgmma_gemm.py` is faster from 24 rows on.
 
 The kernel is written in Gluon, the part of Triton with explicit layouts. Rows and weights are loaded as the tensor
 cores take them, 16 bytes per thread, without shared memory: the order of inputs does not matter to a product, as long
@@ -63,7 +64,8 @@ def linear(
     """`[..., N]`: x times the weight, after an RMS norm of `x` (`[..., D]`) where `norm_D` is given; plus `add`.
 
     With `swiglu`, the weight holds gates and ups `[2 N, D]`: silu(gate) * up. `sums_PM`, made by `empty_sums`, gets
-    partial sums of the squares of the outputs, which the next norm takes as `squares_PM`.
+    partial sums of the squares of the outputs, which the next norm takes as `squares_PM`. With `add`, `squares_PM` are
+    those of `add`; only `wgmma_gemm.py` needs them there.
     """
     inputs, outputs = x.shape[-1], len(weight_ND) // (2 if swiglu else 1)
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
@@ -73,7 +75,7 @@ def linear(
     assert weight_ND.is_contiguous()
     tile = TILES["swiglu" if swiglu else "plain" if add is None else "sum"]
     groups, blocks = _groups(tile, outputs, x), triton.cdiv(len(x_MD), ROWS)
-    parts, padded = (0, 0) if squares_PM is None else squares_PM.shape
+    parts, padded = (0, 0) if norm_D is None or squares_PM is None else squares_PM.shape
     assert parts == 0 or padded == blocks * ROWS
     _small_gemm[(triton.cdiv(outputs, tile.outputs * groups), blocks)](
         x_MD, x if norm_D is None else norm_D, weight_ND, add_MN, out, x if squares_PM is None else squares_PM,
