@@ -50,7 +50,7 @@ RESULTS, WORK = Path("runs/paper/results"), Path("runs/paper/work")
 
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
     """Train each row and measure its quality at its numbers of steps; a row that is measured is not trained again."""
-    for row in bench.chosen(rows):
+    for row in [] if bench.options.speed_only else bench.chosen(rows):
         wanted = [(steps, seed) for steps in row.steps for seed in range(bench.options.quality_seeds)]
         keys = [bench.key(row.name, steps=steps, seed=seed, measure="quality") for steps, seed in wanted]
         if bench.options.train_only:
@@ -229,7 +229,12 @@ def _paired_line(values: dict[str, float], influences: dict[str, Any], scales: d
 ORDERS = ("random", "halton", "local", "raster", "alternate", "spiral-in", "spiral-out", "z-curve")
 CONFIDENCES = (0.5, 2.0)  # noise of the order that the model's own confidence gives
 SCHEDULES = ("arccos", "cosine")  # the paper's, and the best of few steps for `meadow`
-SHAPES = ("linear", "constant", "cutoff")
+FIRST_GUIDANCE = 9.5  # linear, at which orders and schedules are compared: near the best of `meadow` at all steps
+SHAPES = {  # of the guidance, with the scales that are searched: linear guidance has half of its scale on average
+    "linear": (4.5, 6.5, 9.5, 13.5, 19.0),
+    "constant": (2.0, 2.5, 3.0, 3.5, 4.5),
+    "cutoff": (2.0, 2.5, 3.0, 3.5, 4.5),
+}
 
 
 def run_few_steps(bench: Bench) -> None:
@@ -242,7 +247,7 @@ def run_few_steps(bench: Bench) -> None:
         def measure(steps: int = steps) -> dict[str, Any]:
             engine = bench.subject()
             confident = [RowEngine(engine.model, confidence=noise) for noise in CONFIDENCES]
-            start = SamplingSettings(steps=steps, guidance=3.0)
+            start = SamplingSettings(steps=steps, guidance=FIRST_GUIDANCE)
             orders = [(engine, dataclasses.replace(start, order=order)) for order in ORDERS]
             orders += [(each, start) for each in confident]
             options = [(e, dataclasses.replace(s, schedule=kind)) for e, s in orders for kind in SCHEDULES]
@@ -251,8 +256,8 @@ def run_few_steps(bench: Bench) -> None:
             guided = [
                 (e, dataclasses.replace(s, guidance_schedule=shape, guidance=scale))
                 for e, s in kept
-                for shape in SHAPES
-                for scale in SCALES
+                for shape, scales in SHAPES.items()
+                for scale in scales
             ]
             return bench.quality(*search(guided)[0], bench.options.num, seed=0)
 
@@ -372,6 +377,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="So many training photographs as the reference (a trial run).")
     parser.add_argument("--rows", nargs="+", help="These rows of the table alone.")
     parser.add_argument("--train-only", action="store_true", help="Train rows, measure nothing.")
+    parser.add_argument("--speed-only", action="store_true", help="Measure speed, train nothing (designs, peers).")
     parser.add_argument("--minutes", type=float, default=1e9, help="Time of this call.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--work", type=Path, default=WORK, help="Snapshots; kept while a machine is.")

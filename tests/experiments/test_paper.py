@@ -147,8 +147,21 @@ def test_the_guidance_that_is_searched_covers_the_papers():
     assert bench.SCALES[0] < min(papers)
     assert max(papers) < bench.SCALES[-1] <= bench.GUIDANCE_RANGE[1]
     pair = {"table": "block-causal", "row": report.SUBJECT, "measure": "paired", "steps": 8, "guidance block": 9.5}
-    page = report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
+    settings = json_settings(SamplingSettings())
+    searches = [
+        {"table": "block-causal", "measure": "search", "settings": {**settings, "guidance": scale}}
+        for scale in (9.5, 4.5)
+    ]
+    page = report.measured_table([{**pair, "guidance causal": 4.5}, *searches], "block-causal")
     assert "| 9.5 (largest searched) | 4.5 |" in page
+    assert "searched" not in report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
+
+
+def test_speed_alone_trains_nothing(world, tmp_path):
+    assert main(["designs", *world, "--rows", "2+2", "--speed-only"]) == 0
+    lines = read_lines(tmp_path / "out" / "lines")
+    assert [(line["measure"], line["batch"]) for line in lines] == [("speed", 64), ("speed", 1)]
+    assert not (tmp_path / "out" / "weights").exists()
 
 
 def test_few_steps_search_the_settings_that_are_best_for_meadow():
@@ -228,6 +241,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.Inception, "load", lambda *_, **__: Eye())
     monkeypatch.setattr(bench, "SCALES", (1.5, 3.0))
     monkeypatch.setattr(queue, "SCALES", (1.5, 3.0))
+    monkeypatch.setattr(queue, "SHAPES", {"linear": (3.0, 5.0), "constant": (2.0,)})
     monkeypatch.setattr(queue, "ORDERS", ("random", "raster"))
     monkeypatch.setattr(queue, "CONFIDENCES", (1.0,))
     tokenizer = small_tokenizer()
@@ -601,13 +615,20 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
     assert "Nothing has been measured yet." in empty
     searched = [
-        {"table": "few-steps", "row": report.SUBJECT, "measure": "search", "steps": steps, "samples": samples, "fid": fid}
+        {
+            "table": "few-steps",
+            "row": report.SUBJECT,
+            "measure": "search",
+            "steps": steps,
+            "samples": samples,
+            "fid": fid,
+        }
         | {"settings": {**settings, "order": order, "guidance": guidance}}
         for steps, samples, order, guidance, fid in (
-            (8, 1000, "random", 3.0, 41.0),
-            (12, 1000, "random", 3.0, 31.0),
-            (8, 1000, "halton", 3.0, 40.0),
-            (8, 2000, "halton", 3.0, 38.0),
+            (8, 1000, "random", 9.5, 41.0),
+            (12, 1000, "random", 9.5, 31.0),
+            (8, 1000, "halton", 9.5, 40.0),
+            (8, 2000, "halton", 9.5, 38.0),
             (8, 1000, "halton", 4.0, 39.0),
         )
         for settings in [json_settings(SamplingSettings())]
