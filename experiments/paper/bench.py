@@ -113,7 +113,7 @@ class Bench:
         if path.exists() and (kept := Features.load(path)).network == self.inception.identity:
             return kept
         self.reserve_return()
-        found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit)
+        found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit, folder=o.features)
         found = dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None)
         found.save(path)
         self.send_back(path)

@@ -171,6 +171,30 @@ def test_few_steps_search_the_settings_that_are_best_for_meadow():
     assert best.guidance_schedule in queue.SHAPES
 
 
+def test_the_best_of_few_steps_become_the_defaults_of_a_folder(world, tmp_path):
+    folder = tmp_path / "tok"
+    write = ["defaults", str(folder), "--out", str(tmp_path / "out")]
+    assert main(write) == 2  # nothing was searched
+    plain = json_settings(SamplingSettings())
+    found = [
+        *((steps, "raster", "linear", scale, fid) for steps, scale, fid in ((8, 9.5, 20.0), (8, 13.5, 19.0))),
+        *((steps, "random", "constant", 3.0, 18.0 if steps == 8 else 25.0) for steps in (8, 24)),
+        (24, "raster", "linear", 9.5, 15.0),
+        *((steps, "confident, noise 2", "linear", 9.5, 1.0) for steps in (8, 24)),
+    ]
+    lines = [
+        {"table": "few-steps", "row": str(folder), "measure": "search", "steps": steps, "samples": 2000, "fid": fid}
+        | {"settings": {**plain, "order": order, "guidance_schedule": shape, "guidance": scale}}
+        for steps, order, shape, scale, fid in found
+    ]
+    (tmp_path / "out" / "lines").mkdir(parents=True)
+    (tmp_path / "out" / "lines" / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(write) == 0
+    best = read_folder(folder).sampling
+    assert (best.steps, best.order, best.guidance_schedule) == (24, "raster", "linear")
+    assert best.guidance_by_steps == ((8, 13.5), (24, 9.5))
+
+
 def test_the_reference_of_a_trial_run_is_not_that_of_a_run(world, tmp_path, monkeypatch):
     def images(*more):
         assert main(["reference", *world, *more]) == 0
