@@ -243,8 +243,8 @@ SHAPES = {  # of the guidance, with the scales that are searched: linear guidanc
 def run_few_steps(bench: Bench) -> None:
     """Few steps: order and schedule first, then shape and scale of the guidance; by halves.
 
-    The guidance is searched for the best two pairs of order and schedule of each number of steps, and for the pair that
-    is best for all together, which can become the default of a model. The best is confirmed with all samples and other
+    The guidance is searched for the best pair of order and schedule of each number of steps, and for the pair that is
+    best for all together, which can become the default of a model. The best is confirmed with all samples and other
     seeds.
     """
     numbers = [steps for steps in FEW_STEPS if steps <= math.prod(bench.base.grid)]
@@ -262,10 +262,10 @@ def run_few_steps(bench: Bench) -> None:
         places[steps] = [best.index(sampler) for sampler in samplers]
     common = min(range(len(pairs)), key=lambda i: sum(places[steps][i] for steps in numbers))
     for steps, key in keys.items():
-        kept = sorted(range(len(pairs)), key=places[steps].__getitem__)[:2]
+        best_pair = places[steps].index(0)
         guided = [
             (each, SamplingSettings(steps=steps, guidance=scale, guidance_schedule=shape, **how))
-            for each, how in (pairs[i] for i in dict.fromkeys((*kept, common)))
+            for each, how in (pairs[i] for i in {best_pair, common})
             for shape, scales in SHAPES.items()
             for scale in scales
         ]
