@@ -3,10 +3,14 @@
 python -m benchmarks.serve --clients 1 4 16 64 --mixed --seconds 25 --out benchmarks/results/serve-mixed-cpu.json
 python -m benchmarks.serve --clients 1 16 --seconds 12 --repeats 3
 python -m benchmarks.serve --null-model --clients 1 16 64 256 --seconds 15 --out benchmarks/results/serve-null-cpu.json
+python -m benchmarks.serve --model arpg-l --random --serve engine graph max-pending-requests 512 --clients 1 16 64 256
 
 Starts `arpg serve` as its own process on a free port and calls it over HTTP. Every client has classes and seeds of its
 own. Without `--mixed` all requests generate; with it, they are those of `MIX`. Fairness is Jain's index over the work
 that each client got done (1: all the same, 1/n: one got everything), with requests weighted by their mean latency.
+
+`--random` serves random weights, which do not affect speed; their images are noise, the worst case for a PNG encoder.
+The clients then parse nothing, so that they do not limit the rate of a GPU.
 
 `--null-model` measures the host's share: the server has a model that costs nothing (`benchmarks.null_server`), and each
 row says how much CPU time of the server an image takes, in which threads and functions.
@@ -21,15 +25,15 @@ import functools
 import io
 import json
 import os
-import platform
 import random
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +42,10 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from arpg.bench.case import open_pipeline
+from arpg.bench.record import environment
 from arpg.config import DEFAULT_MODEL
-from arpg.device import cpu_name
+from arpg.device import choose_device
 from arpg.serve.responses import base64_png, to_png
 from benchmarks.null_server import photo_like
 
@@ -180,8 +186,8 @@ async def run(address: str, options: argparse.Namespace, process: int) -> tuple[
 
 
 @dataclass
-class NullLoad:
-    """The load of the null model: keep-alive connections that request one image after the other, until a limit."""
+class RawLoad:
+    """Keep-alive connections that request one image after the other, until a limit."""
 
     port: int
     until: float  # of `time.perf_counter`
@@ -224,40 +230,52 @@ async def read_cpu_times(port: int) -> dict[str, dict[str, float]]:
     return found
 
 
-async def measure_null(port: int, *, clients: int, seconds: float, most: int, process: int) -> dict[str, Any]:
-    """Load the null server; CPU times are milliseconds of the server for each image."""
-    before, used, began = await read_cpu_times(port), cpu_seconds(process), time.perf_counter()
-    load = NullLoad(port, began + seconds, most)
+async def measure_raw(port: int, *, clients: int, seconds: float, most: int, process: int) -> dict[str, Any]:
+    """Load a server by clients that parse nothing; CPU times are milliseconds of the server for each image."""
+    used, began = cpu_seconds(process), time.perf_counter()
+    load = RawLoad(port, began + seconds, most)
     await asyncio.gather(*(load.work(number) for number in range(clients)))
-    taken, after = time.perf_counter() - began, await read_cpu_times(port)
+    taken = time.perf_counter() - began
     images, latencies = len(load.latencies), sorted(load.latencies)
-
-    def per_image(kind: str) -> dict[str, float]:
-        spent = {name: after[kind][name] - before[kind].get(name, 0.0) for name in sorted(after[kind])}
-        shown = {name: round(1000 * value / images, 3) for name, value in spent.items()}
-        return {name: value for name, value in shown.items() if value >= 0.01}
-
     return {
         "clients": clients,
         "images": images,
         "images/s": round(images / taken, 1),
         **{f"p{p} ms": round(1000 * latencies[min(images - 1, images * p // 100)], 1) for p in (50, 99)},
         "cpu ms/image": round(1000 * (cpu_seconds(process) - used) / images, 2),
-        "cpu ms/image by thread": per_image("threads"),
-        "cpu ms/image by function": per_image("stages"),
         "bytes/image": load.num_bytes // images,
+        "server MB": resident_mb(process),
     }
 
 
-async def run_null(address: str, options: argparse.Namespace, process: int) -> list[dict[str, Any]]:
-    """Measure all numbers of clients, after some images that are not counted."""
+async def measure_null(port: int, **load: Any) -> dict[str, Any]:
+    """Load the null server, which says in which threads and functions it spends its CPU time."""
+    before, found, after = await read_cpu_times(port), await measure_raw(port, **load), await read_cpu_times(port)
+
+    def per_image(kind: str) -> dict[str, float]:
+        spent = {name: after[kind][name] - before[kind].get(name, 0.0) for name in sorted(after[kind])}
+        shown = {name: round(1000 * value / found["images"], 3) for name, value in spent.items()}
+        return {name: value for name, value in shown.items() if value >= 0.01}
+
+    by = {f"cpu ms/image by {name}": per_image(kind) for name, kind in (("thread", "threads"), ("function", "stages"))}
+    return {**found, **by}
+
+
+async def run_raw(
+    address: str,
+    options: argparse.Namespace,
+    process: int,
+    measure_load: Callable[..., Awaitable[dict[str, Any]]] = measure_raw,
+) -> list[dict[str, Any]]:
+    """Measure all numbers of clients, each after as many images that are not counted."""
     port = int(address.rsplit(":", 1)[1])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         await wait_until_ready(address, clients=16)
     rows = []
     for clients in options.clients * options.repeats:
-        limits = {"seconds": options.seconds, "most": options.most_images, "process": process}
-        rows.append(await measure_null(port, clients=clients, **limits))
+        limits = {"clients": clients, "process": process}
+        await measure_raw(port, **limits, seconds=options.warm_up, most=options.most_images)
+        rows.append(await measure_load(port, **limits, seconds=options.seconds, most=options.most_images))
         print(rows[-1], file=sys.stderr)
     return rows
 
@@ -300,10 +318,16 @@ def resident_mb(process: int) -> float | None:
 def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     """Measure `arpg serve` with a real model."""
     more = [part if i % 2 else f"--{part}" for i, part in enumerate(options.serve)]
-    with running_server("--model", options.model, *more) as (address, process):
-        rows, same = asyncio.run(run(address, options, process))
     requests = MIX if options.mixed else {"generate": 100}
     about = {"benchmark": "serve", "model": options.model, "requests": requests, "serve": more}
+    if options.random:
+        with tempfile.TemporaryDirectory() as folder:
+            open_pipeline(options.model, random=True, device="cpu", dtype="bfloat16").save_pretrained(folder)
+            with running_server("--model", folder, *more) as (address, process):
+                rows = asyncio.run(run_raw(address, options, process))
+        return {**about, "weights": "random", "rows": rows}
+    with running_server("--model", options.model, *more) as (address, process):
+        rows, same = asyncio.run(run(address, options, process))
     return {**about, "rows": rows, "same alone, of 16": same}
 
 
@@ -312,7 +336,7 @@ def measure_host(options: argparse.Namespace) -> dict[str, Any]:
     settings = {"step-ms": options.step_ms, "max-batch": options.max_batch, "clients": max(*options.clients, 16)}
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     with running_server(*given, module="benchmarks.null_server", verb=None) as (address, process):
-        rows = asyncio.run(run_null(address, options, process))
+        rows = asyncio.run(run_raw(address, options, process, measure_null))
     return {"benchmark": "serve", "model": "null", "serve": settings, "rows": rows, "png": compare_png_files()}
 
 
@@ -339,8 +363,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--random", action="store_true", help="random weights, and clients that parse nothing")
     parser.add_argument("--mixed", action="store_true", help="all kinds of requests instead of generate alone")
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before each row that are not counted")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs="*", default=[], help="more options of `arpg serve`, without the dashes")
@@ -349,7 +375,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=64, help="of the null model")
     parser.add_argument("--most-images", type=int, default=20_000, help="of the null model: for each row")
     options = parser.parse_args()
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"where": environment(choose_device("auto"))}
     result = {**(measure_host(options) if options.null_model else measure_model(options)), **machine}
     text = json.dumps(result, indent=2)
     if options.out:

@@ -15,6 +15,7 @@ VERBS = {
     "steps": ("queue:measure_table steps", "Table 8: speed and memory of L, XL, XXL by steps and attention"),
     "block-causal": ("queue:measure_table block-causal", "block-wise against causal attention, paired"),
     "few-steps": ("queue:measure_table few-steps", "the best settings for 8 to 24 steps"),
+    "defaults": ("queue:write_defaults", "what few-steps found best, as the defaults of a model folder"),
     "orders": (
         "queue:measure_table orders",
         "a fine-tune on the orders that the model is surest of, against random orders",

@@ -52,8 +52,8 @@ LINES, WEIGHTS, TRAIN = "lines", "weights", "train"  # folders of the results
 PIECES = "pieces"  # of the working folder
 METRICS = "metrics.jsonl"
 TRAINING = "training.json"  # the options that a row was trained with
-SCALES = (1.5, 2.0, 3.0, 4.5, 6.5, 9.5)  # of the guidance that is searched; the paper's are 4.3 to 9.3
-GUIDANCE_RANGE = (1.0, 10.0)  # of the guidance that is distilled
+SCALES = (2.0, 3.0, 4.5, 6.5, 9.5, 13.5, 19.0)  # of the guidance that is searched; the paper's are 4.3 to 9.3
+GUIDANCE_RANGE = (1.0, 20.0)  # of the guidance that is distilled
 TRAINED_WITH = ("steps", "batch_size", "lr")  # options that all rows share; width and layers are in their names
 # Options that all lines of a folder share, as the precision is: rows of other photographs, trainings and numbers of
 # samples do not compare.
@@ -113,7 +113,7 @@ class Bench:
         if path.exists() and (kept := Features.load(path)).network == self.inception.identity:
             return kept
         self.reserve_return()
-        found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit)
+        found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit, folder=o.features)
         found = dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None)
         found.save(path)
         self.send_back(path)

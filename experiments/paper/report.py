@@ -13,7 +13,8 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from arpg.figures import new_plot, save_plot
 from arpg.files import write_text
 from arpg.settings import SamplingSettings
 from arpg.tables import markdown_table
-from experiments.paper.bench import SCALES
 from experiments.paper.lines import Line, matching, read_lines
+from experiments.paper.queue import FIRST_GUIDANCE
 from experiments.paper.rows import designs, fine_tuned_orders, peers, sizes
 
 KEPT = Path(__file__).parent / "results"  # lines that are in the repository
@@ -319,11 +320,12 @@ COLUMNS = (
 def measured_table(lines: list[Line], table: str) -> str:
     """Return the measured rows as Markdown, one part for each measure, and name the rows that are missing."""
     chosen = [line for line in matching(lines, table=table) if line["measure"] not in SEARCHES]
-    found, parts = [_shown(line) for line in chosen], []
+    largest = largest_searched(lines, table)
+    found, parts = [_shown(line, largest) for line in chosen], []
     for measure in dict.fromkeys(line["measure"] for line in found):
         some = matching(found, measure=measure)
         shown = [name for name in COLUMNS if any(name in line for line in some)]
-        parts.append(markdown_table(shown, [[_cell(line, name) for name in shown] for line in some]))
+        parts.append(markdown_table(shown, [[_cell(line, name, largest) for name in shown] for line in some]))
     rows = {line["row"] for line in found}
     if missing := [name for name in EXPECTED[table] if name not in rows]:
         what = "" if not rows else f": {'; '.join(missing)}"
@@ -338,11 +340,11 @@ def searched_table(lines: list[Line]) -> str:
     fewest = min((line["samples"] for line in lines), default=0)
     for line in matching(lines, samples=fewest):
         settings = line["settings"]
-        if (settings["guidance_schedule"], settings["guidance"]) == ("linear", 3.0):
+        if (settings["guidance_schedule"], settings["guidance"]) == ("linear", FIRST_GUIDANCE):
             found.setdefault((settings["order"], settings["schedule"]), {})[line["steps"]] = line["fid"]
     steps = sorted({each for fids in found.values() for each in fids})
     rows = [[*name, *(f"{fids[s]:.1f}" if s in fids else None for s in steps)] for name, fids in found.items()]
-    about = f"FID of {fewest} samples by order, schedule and number of steps, linear guidance 3:\n\n"
+    about = f"FID of {fewest} samples by order, schedule and number of steps, linear guidance {FIRST_GUIDANCE:g}:\n\n"
     return about + markdown_table(["order", "schedule", *map(str, steps)], rows) if rows else ""
 
 
@@ -374,7 +376,7 @@ def scales_table(lines: list[Line]) -> str:
     return about + markdown_table(["steps", "attention", *map(str, scales)], rows) if rows else ""
 
 
-def _shown(line: Line) -> Line:
+def _shown(line: Line, largest: Mapping[str, float]) -> Line:
     """Return a line with its final losses, and its settings as one text: those that are not the defaults."""
     losses = {name: curve[-1][1] for name, curve in line.get("losses", {}).items() if curve}
     if losses:
@@ -382,26 +384,35 @@ def _shown(line: Line) -> Line:
     settings = line.get("settings")
     if settings is None:
         return {**line, **losses}
-    plain = json_settings(SamplingSettings())
+    plain, shape = json_settings(SamplingSettings()), settings["guidance_schedule"]
     chosen = [
-        f"{name.replace('_', ' ')} {_scale(value) if name == 'guidance' else value}"
+        f"{name.replace('_', ' ')} {_scale(value, largest[shape]) if name == 'guidance' else value}"
         for name, value in settings.items()
         if name != "steps" and value != plain[name]
     ]
     return {**line, **losses, "settings": ", ".join(chosen)}
 
 
-def _scale(value: float) -> str:
-    """Return a guidance scale as text, marked where it is the largest that is searched: the best may be larger."""
-    return f"{value} (largest searched)" if value == SCALES[-1] else str(value)
+def largest_searched(lines: list[Line], table: str) -> Mapping[str, float]:
+    """Return the largest guidance scale that was searched for a table, by guidance schedule; infinity: none was."""
+    found: defaultdict[str, float] = defaultdict(lambda: math.inf)
+    for line in matching(lines, table=table, measure="search"):
+        shape, scale = line["settings"]["guidance_schedule"], line["settings"]["guidance"]
+        found[shape] = max(found.get(shape, scale), scale)
+    return found
 
 
-def _cell(line: Line, name: str) -> str | None:
+def _scale(value: float, largest: float) -> str:
+    """Return a guidance scale as text, marked where it is the largest that was searched: the best may be larger."""
+    return f"{value} (largest searched)" if value == largest else str(value)
+
+
+def _cell(line: Line, name: str, largest: Mapping[str, float]) -> str | None:
     if name not in line:
         return None
     value = line[name]
-    if name.startswith("guidance"):
-        return _scale(value)
+    if name.startswith("guidance"):  # of `block-causal`, which is linear
+        return _scale(value, largest["linear"])
     text = (
         f"{value:.4g}" if isinstance(value, float) else f"{value / 1e6:.1f} M" if name == "parameters" else str(value)
     )

@@ -147,8 +147,21 @@ def test_the_guidance_that_is_searched_covers_the_papers():
     assert bench.SCALES[0] < min(papers)
     assert max(papers) < bench.SCALES[-1] <= bench.GUIDANCE_RANGE[1]
     pair = {"table": "block-causal", "row": report.SUBJECT, "measure": "paired", "steps": 8, "guidance block": 9.5}
-    page = report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
+    settings = json_settings(SamplingSettings())
+    searches = [
+        {"table": "block-causal", "measure": "search", "settings": {**settings, "guidance": scale}}
+        for scale in (9.5, 4.5)
+    ]
+    page = report.measured_table([{**pair, "guidance causal": 4.5}, *searches], "block-causal")
     assert "| 9.5 (largest searched) | 4.5 |" in page
+    assert "searched" not in report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
+
+
+def test_speed_alone_trains_nothing(world, tmp_path):
+    assert main(["designs", *world, "--rows", "2+2", "--speed-only"]) == 0
+    lines = read_lines(tmp_path / "out" / "lines")
+    assert [(line["measure"], line["batch"]) for line in lines] == [("speed", 64), ("speed", 1)]
+    assert not (tmp_path / "out" / "weights").exists()
 
 
 def test_few_steps_search_the_settings_that_are_best_for_meadow():
@@ -156,6 +169,30 @@ def test_few_steps_search_the_settings_that_are_best_for_meadow():
     assert best.order in queue.ORDERS
     assert best.schedule in queue.SCHEDULES
     assert best.guidance_schedule in queue.SHAPES
+
+
+def test_the_best_of_few_steps_become_the_defaults_of_a_folder(world, tmp_path):
+    folder = tmp_path / "tok"
+    write = ["defaults", str(folder), "--out", str(tmp_path / "out")]
+    assert main(write) == 2  # nothing was searched
+    plain = json_settings(SamplingSettings())
+    found = [
+        *((steps, "raster", "linear", scale, fid) for steps, scale, fid in ((8, 9.5, 20.0), (8, 13.5, 19.0))),
+        *((steps, "random", "constant", 3.0, 18.0 if steps == 8 else 25.0) for steps in (8, 24)),
+        (24, "raster", "linear", 9.5, 15.0),
+        *((steps, "confident, noise 2", "linear", 9.5, 1.0) for steps in (8, 24)),
+    ]
+    lines = [
+        {"table": "few-steps", "row": str(folder), "measure": "search", "steps": steps, "samples": 2000, "fid": fid}
+        | {"settings": {**plain, "order": order, "guidance_schedule": shape, "guidance": scale}}
+        for steps, order, shape, scale, fid in found
+    ]
+    (tmp_path / "out" / "lines").mkdir(parents=True)
+    (tmp_path / "out" / "lines" / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(write) == 0
+    best = read_folder(folder).sampling
+    assert (best.steps, best.order, best.guidance_schedule) == (24, "raster", "linear")
+    assert best.guidance_by_steps == ((8, 13.5), (24, 9.5))
 
 
 def test_the_reference_of_a_trial_run_is_not_that_of_a_run(world, tmp_path, monkeypatch):
@@ -228,6 +265,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.Inception, "load", lambda *_, **__: Eye())
     monkeypatch.setattr(bench, "SCALES", (1.5, 3.0))
     monkeypatch.setattr(queue, "SCALES", (1.5, 3.0))
+    monkeypatch.setattr(queue, "SHAPES", {"linear": (3.0, 5.0), "constant": (2.0,)})
     monkeypatch.setattr(queue, "ORDERS", ("random", "raster"))
     monkeypatch.setattr(queue, "CONFIDENCES", (1.0,))
     tokenizer = small_tokenizer()
@@ -601,13 +639,20 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
     assert "Nothing has been measured yet." in empty
     searched = [
-        {"table": "few-steps", "row": report.SUBJECT, "measure": "search", "steps": steps, "samples": samples, "fid": fid}
+        {
+            "table": "few-steps",
+            "row": report.SUBJECT,
+            "measure": "search",
+            "steps": steps,
+            "samples": samples,
+            "fid": fid,
+        }
         | {"settings": {**settings, "order": order, "guidance": guidance}}
         for steps, samples, order, guidance, fid in (
-            (8, 1000, "random", 3.0, 41.0),
-            (12, 1000, "random", 3.0, 31.0),
-            (8, 1000, "halton", 3.0, 40.0),
-            (8, 2000, "halton", 3.0, 38.0),
+            (8, 1000, "random", 9.5, 41.0),
+            (12, 1000, "random", 9.5, 31.0),
+            (8, 1000, "halton", 9.5, 40.0),
+            (8, 2000, "halton", 9.5, 38.0),
             (8, 1000, "halton", 4.0, 39.0),
         )
         for settings in [json_settings(SamplingSettings())]

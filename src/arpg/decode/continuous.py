@@ -442,7 +442,8 @@ class ContinuousBatch:
         inputs = send(flat, self.model.device)
         self._run(shape, inputs)
         if self.graphs is not None and self.graphs.worth_capturing(shape):
-            self._graph_pool = self._graph_pool or GraphPool(self.model.device)
+            if self._graph_pool is None or not self.graphs.captured:  # torch frees a pool with the last of its graphs
+                self._graph_pool = GraphPool(self.model.device)
             pool = self._graph_pool
             made = self.graphs.capture(shape, lambda: CapturedStep(lambda: self._run(shape, inputs), inputs, pool))
             if made is not None:
