@@ -306,14 +306,14 @@ def test_two_graphs_at_once(rows):
         expected, graph = layer(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             parts = [layer() for _ in range(20)]
-        runs.append((expected, graph, parts, torch.cuda.Stream()))
+        runs.append((layer, expected, graph, parts, torch.cuda.Stream()))  # the graph reads the weights of the layer
     torch.cuda.synchronize()
     for _ in range(50):
-        for _, graph, _, stream in runs:
+        for _, _, graph, _, stream in runs:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for expected, _, parts, _ in runs:
+    for _, expected, _, parts, _ in runs:
         assert all(torch.equal(a, b) for made in parts for a, b in zip(made, expected, strict=True))
 
 
