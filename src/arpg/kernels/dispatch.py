@@ -31,7 +31,8 @@ _OLDEST_GPU = (8, 0)  # compute capability: Ampere has tensor cores for bfloat16
 class KernelPolicy:
     """Which optional kernel features may be used; benchmarks and tests turn them off to compare."""
 
-    small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`, `wgmma_gemm.py`)
+    small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
+    wgmma_gemm: bool = False  # also those of 24 to 64 rows on Hopper (`wgmma_gemm.py`); off until generations are timed
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
@@ -105,12 +106,13 @@ def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
     Only where programmatic dependent launch exists: other GPUs have not been measured. The choice depends on the shape
     of the stream, so all layers of a pass have the same.
     """
-    if not can_fuse_inference(x) or not supports_pdl(x) or not _policy.get().small_gemm:
+    policy = _policy.get()
+    if not can_fuse_inference(x) or not supports_pdl(x) or not policy.small_gemm:
         return None
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return None
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    few, more = rows <= SMALL_BATCH_ROWS, rows in WGMMA_ROWS and has_wgmma(x)
+    few, more = rows <= SMALL_BATCH_ROWS, policy.wgmma_gemm and rows in WGMMA_ROWS and has_wgmma(x)
     if not few and not more:
         return None
     if width % 16 or layer.in_features % 16 or not gluon_works(x.device, "small_gemm"):  # loads of 16 bytes
