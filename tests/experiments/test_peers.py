@@ -316,7 +316,7 @@ def test_unmasked_queries_of_the_last_layer_receive_no_gradient():
     seen = {}
     for i, block in enumerate(peer.pass1):
         block.attn.register_forward_pre_hook(
-            lambda module, args, i=i: (args[0].product_BSO.retain_grad(), seen.__setitem__(i, args[0].product_BSO))[0]
+            lambda module, args, i=i: (args[0].retain_grad(), seen.__setitem__(i, args[0]))[0]
         )
     PeerObjective(peer, CONFIG.grid)(data).backward()
     known = known_tokens(data.order_BN, data.dropout_key_B)
