@@ -46,8 +46,6 @@ class FreeNetwork(ARPG):
 class FreeGraphs:
     """Stands for `GraphPool`: graphs whose replay costs nothing."""
 
-    bytes = 0
-
     def __init__(self, device: torch.device) -> None:
         """Take no memory."""
 

@@ -31,8 +31,6 @@ def played_graphs(monkeypatch):
     made = []
 
     class Pool:
-        bytes = 0
-
         def __init__(self, device):
             self.used, self.graphs = False, WeakSet()
 

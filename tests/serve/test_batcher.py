@@ -9,7 +9,7 @@ import torch
 
 from arpg import tasks
 from arpg.decode import Request
-from arpg.decode.continuous import Slots, TokenCopy
+from arpg.decode.continuous import ContinuousBatch, Slots, TokenCopy
 from arpg.decode.graphs import GraphCache
 from arpg.model import class_condition
 from arpg.serve.batcher import Batcher, choose_max_batch, warm_up
@@ -288,13 +288,30 @@ def test_the_size_of_a_batch_follows_from_the_memory(model, monkeypatch):
         assert choose_max_batch(gpu) == expected
 
 
-def test_a_warm_up_decodes_batches_of_all_sizes(model):
+@pytest.mark.parametrize("steps", [2, 4])  # with two steps, two samples join at a time
+def test_a_warm_up_decodes_batches_of_all_sizes(model, steps):
+    """All samples at one step, and at different ones."""
     batcher = Batcher(model, max_batch=4)
-    seen, step = [], batcher._step
-    batcher._step = lambda: (seen.extend(len(batch.rows) for batch in batcher._batches), step())
+    seen, step = set(), batcher._step
+
+    def look_and_step():
+        seen.update(tuple(sorted(row.done for row in batch.decode.rows)) for batch in batcher._batches)
+        step()
+
+    batcher._step = look_and_step
+    warm_up(batcher, tasks.generate(model, [0], [0]), dataclasses.replace(SETTINGS, steps=steps))
+    batcher.close()
+    assert {(0,), (0, 0), (0, 0, 0, 0)} <= seen
+    assert {len(set(done)) for done in seen if len(done) == 4} == {1, steps}
+    assert batcher.num_running == batcher.num_waiting == 0
+
+
+def test_a_warm_up_ends_where_the_model_fails(model, monkeypatch):
+    batcher = Batcher(model, max_batch=2)
+    monkeypatch.setattr(ContinuousBatch, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     warm_up(batcher, tasks.generate(model, [0], [0]), SETTINGS)
     batcher.close()
-    assert {1, 2, 4} <= set(seen)
 
 
 def test_everything_known_needs_no_step(model, batcher):

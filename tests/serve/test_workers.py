@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,9 +71,24 @@ def test_finished_images_share_a_call_below_float32_only(pipeline):
         served = ServedModel("small", lambda dtype=dtype: copy.deepcopy(pipeline).to(dtype=dtype))
         served.open(ServeSettings(), Metrics())
         lanes = served.loaded.tokenizer
-        assert lanes.small._max_batch == (1 if dtype == torch.float32 else 16)
-        assert (lanes.large._max_batch, lanes.preview._max_batch) == (1, 16)
+        assert lanes.small.max_batch == (1 if dtype == torch.float32 else 16)
+        assert (lanes.large.max_batch, lanes.preview.max_batch) == (1, 16)
         served.close()
+
+
+def test_a_warm_up_decodes_all_sizes_twice_in_the_thread_of_finished_images(pipeline, monkeypatch):
+    served = ServedModel("small", lambda: copy.deepcopy(pipeline).to(dtype=torch.bfloat16))
+    served.open(ServeSettings(), Metrics())
+    lanes, sizes = served.loaded.tokenizer, []
+    decode = lanes.small._tokenizer.decode
+    noted = SimpleNamespace(
+        decode=lambda ids, *a, **k: (sizes.append((len(ids), threading.current_thread())), decode(ids, *a, **k))[1]
+    )
+    monkeypatch.setattr(lanes.small, "_tokenizer", noted)
+    lanes.warm_up((4, 4))
+    assert [size for size, _ in sizes] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    assert {thread for _, thread in sizes} == {lanes.small._thread}
+    served.close()
 
 
 def test_a_failure_is_raised_in_the_caller_and_the_thread_goes_on():

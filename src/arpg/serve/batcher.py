@@ -11,9 +11,9 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -432,19 +432,37 @@ def choose_max_batch(model: ARPG) -> int:
 
 
 def warm_up(batcher: Batcher | BatcherLanes, request: Request, settings: SamplingSettings) -> None:
-    """Decode a sample once, twice at the same time, four times, ... up to a full batch; wait for the last.
+    """Decode batches of 1, 2, 4, ... samples up to a full one: begun together, then joining step by step.
 
     Where every bucket is captured when it first occurs, the usual ones then are before the first request.
     """
-    plan, num = make_plan(request.grid, request.known_BN, request.seeds, settings), 1
-    ended = threading.Semaphore(0)
+    plan, ended = make_plan(request.grid, request.known_BN, request.seeds, settings), threading.Semaphore(0)
+
+    def submit(groups: Iterator[int]) -> None:
+        """Submit a group of samples; the first step of the last of them submits the next group."""
+        size = next(groups, 0)
+        for i in range(size):
+            rows = PendingRows(object(), request, plan, settings, lambda: False, end)
+            if i == size - 1:
+                rows.on_step = partial(go_on, groups)
+            batcher.submit(rows)
+
+    def go_on(groups: Iterator[int], rows: PendingRows) -> None:
+        rows.on_step = None
+        submit(groups)
+
+    def end(rows: PendingRows, error: BaseException | None) -> None:
+        if rows.on_step is not None:  # it failed before its first step
+            rows.on_step(rows)
+        ended.release()
+
+    num = 1
     while num <= batcher.max_batch:
-        for owner in range(num):
-            batcher.submit(
-                PendingRows(("warm up", owner), request, plan, settings, lambda: False, lambda *_: ended.release())
-            )
-        for _ in range(num):
-            ended.acquire()
+        joining = -(-num // len(plan.samples[0].sizes))  # at each step, so that about `num` are decoded at a time
+        for groups in ([num], [joining] * (2 * num // joining)):
+            submit(iter(groups))
+            for _ in range(sum(groups)):
+                ended.acquire()
         num *= 2
 
 

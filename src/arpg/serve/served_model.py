@@ -84,6 +84,9 @@ class ServedModel:
         """Load the model and start its threads; this takes a while."""
         loaded = self._load()
         size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
+        wait_ms = settings.max_wait_ms
+        if wait_ms is None:
+            wait_ms = 0.0 if loaded.device.type == "cuda" else 10.0
         tokens, stride = math.prod(loaded.model.config.grid), loaded.tokenizer.config.stride
         tokenizer = TokenizerLanes(
             loaded.graphed_tokenizer,
@@ -98,7 +101,7 @@ class ServedModel:
             Batcher,
             pipeline.model,
             max_batch=size,
-            max_wait=settings.max_wait_ms / 1000,
+            max_wait=wait_ms / 1000,
             threads=threads,
             metrics=metrics,
             engine=settings.engine,
@@ -107,6 +110,8 @@ class ServedModel:
         if settings.engine == "graph":
             task = pipeline.generate_task(["an image"] if pipeline.model.text is not None else [0])
             warm_up(batcher, present(task.next_request(), "a new task has a request"), task.spec.settings)
+        if loaded.device.type == "cuda":
+            tokenizer.warm_up(loaded.model.config.grid)
         builder = TaskBuilder(pipeline, self.name, settings.limits)
         weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
         self._state = LoadedModel(pipeline, tokenizer, batcher, builder, weight_bytes)

@@ -57,7 +57,9 @@ class ServeSettings:
     max_batch: int | None = _option(
         None, "Images decoded together; by default 16, on a GPU up to 128 as its memory allows."
     )
-    max_wait_ms: float = _option(10.0, "How long an idle server waits for more requests.")
+    max_wait_ms: float | None = _option(
+        None, "How long an idle server waits for more requests; by default 10, on a GPU 0: others join at every step."
+    )
     max_pending_requests: int = _option(64, "Requests waiting or running; more get a 429.")
     max_pending_cost: float = _option(  # large tasks have as much again
         256.0, "Work waiting or running, in images of the model's own size; more gets a 429."
@@ -108,7 +110,10 @@ class ServeSettings:
             not self.public_url or urlsplit(self.public_url).scheme in ("http", "https"),
             f"public_url is {self.public_url!r}; expected an address such as https://images.example.org",
         )
-        require(self.max_wait_ms >= 0, f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds")
+        require(
+            self.max_wait_ms is None or self.max_wait_ms >= 0,
+            f"max_wait_ms is {self.max_wait_ms}; expected 0 or more milliseconds",
+        )
         require(self.drain_delay_s >= 0, f"drain_delay_s is {self.drain_delay_s}; expected 0 or more seconds")
 
 

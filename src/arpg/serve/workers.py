@@ -6,6 +6,7 @@ Shapes: B images, N tokens.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -43,7 +44,7 @@ class TokenizerThread:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_batch: int = 1, threads: int | None = None) -> None:
-        self._tokenizer, self._max_batch, self._threads = tokenizer, max_batch, threads
+        self._tokenizer, self.max_batch, self._threads = tokenizer, max_batch, threads
         self._wake = threading.Condition()
         self._calls: list[TokenizerCall] = []  # that wait, the oldest first
         self._closing = self._ended = False
@@ -95,7 +96,7 @@ class TokenizerThread:
             rows = sum(len(call.value) for call in chosen)
             for call in self._calls[1:]:
                 same = call.grid is not None and call.key == chosen[0].key
-                if same and rows + len(call.value) <= self._max_batch:
+                if same and rows + len(call.value) <= self.max_batch:
                     chosen.append(call)
                     rows += len(call.value)
             self._calls = [call for call in self._calls if call not in chosen]
@@ -161,6 +162,18 @@ class TokenizerLanes:
         pixels, stride = image_B3HW.shape[-2] * image_B3HW.shape[-1], self.config.stride
         self._limits.check_tokens(pixels // stride**2, stride=stride)
         return self._lane(pixels).run(TokenizerCall(image_B3HW))
+
+    def warm_up(self, grid: tuple[int, int]) -> None:
+        """Decode 1, 2, 4, ... images of a grid twice each, in the thread that decodes finished ones.
+
+        A size is tuned and captured when it comes for the second time, which takes longer than many images.
+        """
+        num = 1
+        while num <= self.small.max_batch:
+            ids_BN = torch.zeros(num, math.prod(grid), dtype=torch.long, device=self.device)
+            for _ in range(2):
+                self.small.run(TokenizerCall(ids_BN, grid))
+            num *= 2
 
     def close(self) -> None:
         """Stop the threads after the calls that are waiting."""
