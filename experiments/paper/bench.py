@@ -79,17 +79,20 @@ class Bench:
 
     @cached_property
     def base(self) -> Any:
-        """The configuration that rows vary, with the tokens' vocabulary, classes and grid."""
-        tokens, o = open_tokens(self.options.tokens), self.options
-        return dataclasses.replace(
+        """The configuration that rows vary, of the tokens' vocabulary, classes and grid; speed needs no tokens."""
+        o = self.options
+        config = dataclasses.replace(
             BASE,
             width=o.width,
             num_heads=max(1, o.width // 64),
             pass1_layers=o.layers // 2,
             pass2_layers=o.layers - o.layers // 2,
-            vocab_size=tokens.vocab_size,
-            num_classes=tokens.num_classes,
-            grid=tokens.grid,
+        )
+        if o.speed_only:
+            return config
+        tokens = open_tokens(o.tokens)
+        return dataclasses.replace(
+            config, vocab_size=tokens.vocab_size, num_classes=tokens.num_classes, grid=tokens.grid
         )
 
     @cached_property

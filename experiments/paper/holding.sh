@@ -3,8 +3,9 @@
 #
 #   experiments/paper/holding.sh 'designs --rows 12+12 "unshared KV" --train-only' 'steps'
 #
-# From the root of the repository. What was carried under runs/ and weights/ is copied to $KEEP, where the verbs work and
-# where it stays while the machine is held; tokens are unpacked once. What comes back lies in $OUT.
+# From the root of the repository. What was carried under runs/, weights/ and data/ is copied to $KEEP, where the verbs
+# work and where it stays while the machine is held. Tokens are unpacked, or made once all photographs and the tokenizer
+# are there. What comes back lies in $OUT.
 set -u
 repo=$PWD keep=${KEEP:-/tmp/paper} minutes=${MINUTES:-9}
 export PYTHONPATH="$repo:$repo/src" PYTHONUNBUFFERED=1
@@ -22,7 +23,12 @@ for packed in Path("runs/carry-tokens").iterdir():
     unpack_tokens(packed, Path("runs/tokens", f"meadow-{packed.name}"))
 ' || exit 1
 done
-common=()
+photographs=(data/meadow-*.zip)
+if [ ${#photographs[@]} = 5 ] && [ -d weights/meadow-tokenizer ] && [ ! -f runs/tokens/meadow-test/tokens.json ]; then
+  python3 -m experiments.meadow tokenize --tokenizer weights/meadow-tokenizer --views 3 || exit 1
+fi
+[ -d runs/meadow ] && ln -sfn runs/meadow meadow # `--model meadow`
+common=(--features features)
 [ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
 [ -d weights/classifier ] && common+=(--classifier weights/classifier)
 code=0

@@ -157,7 +157,8 @@ def test_the_guidance_that_is_searched_covers_the_papers():
     assert "searched" not in report.measured_table([{**pair, "guidance causal": 4.5}], "block-causal")
 
 
-def test_speed_alone_trains_nothing(world, tmp_path):
+def test_speed_alone_trains_nothing_and_needs_no_tokens(world, tmp_path):
+    shutil.rmtree(tmp_path / "tokens")
     assert main(["designs", *world, "--rows", "2+2", "--speed-only"]) == 0
     lines = read_lines(tmp_path / "out" / "lines")
     assert [(line["measure"], line["batch"]) for line in lines] == [("speed", 64), ("speed", 1)]
@@ -536,7 +537,7 @@ def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
     )
     assert late.stdout.startswith("== steps: not begun, ")
     verb, send = ((tmp_path / "calls").read_text()).splitlines()
-    before = "-m|experiments.paper|designs|--inception|weights/inception.safetensors|--minutes|"
+    before = "-m|experiments.paper|designs|--features|features|--inception|weights/inception.safetensors|--minutes|"
     after = f"|--pieces|{tmp_path}/back|--rows|12+12|24+0, raster order|--train-only|"
     assert verb.startswith(before)
     assert verb.endswith(after)
@@ -544,6 +545,19 @@ def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
     assert send == f"-m|experiments.paper|send|--pieces|{tmp_path}/back|--first|4|"
     for split in ("train", "test"):
         assert len(open_tokens(keep / "runs" / "tokens" / f"meadow-{split}")) == 8
+    # Without tokens they are made, once all photographs and the tokenizer are there.
+    shutil.rmtree(repo / "runs" / "carry-tokens")
+    (repo / "runs" / "meadow").mkdir()
+    (repo / "weights" / "meadow-tokenizer").mkdir()
+    (repo / "data").mkdir()
+    env["KEEP"] = str(tmp_path / "another")
+    for domain in ("pets", "flowers", "birds", "things", "dogs"):
+        (repo / "data" / f"meadow-{domain}.zip").touch()
+        (tmp_path / "calls").write_text("")
+        subprocess.run(command[:1], cwd=repo, env=env, check=True)
+    tokenize = "-m|experiments.meadow|tokenize|--tokenizer|weights/meadow-tokenizer|--views|3|"
+    assert (tmp_path / "calls").read_text() == tokenize + "\n"
+    assert (tmp_path / "another" / "meadow").is_dir()  # as `--model meadow` finds it
 
 
 def test_verdicts_come_from_intervals():
