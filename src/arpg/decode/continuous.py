@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.decode.engine import check, make_strategy, row_progress, run_step
+from arpg.decode.engine import check, make_strategy, run_step
 from arpg.decode.exact import Exact
 from arpg.decode.graphs import CapturedStep, GraphCache, GraphPool
 from arpg.decode.plan import Plan, SamplePlan
@@ -527,13 +528,21 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
+@dataclass
+class DraftingRow:
+    """A sample of a `DraftingBatch`: how far it is."""
+
+    done: int = 0  # steps
+    finished: bool = False
+
+
 class DraftingBatch:
     """Samples of exact or speculative decoding, which draft and verify together: none can join, each may leave."""
 
     @torch.no_grad()
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:
         check(model, request, plan)
-        self.model, self.settings, self.rows = model, settings, row_progress(request, plan)
+        self.model, self.settings, self.rows = model, settings, [DraftingRow() for _ in request.seeds]
         strategy = make_strategy(request, plan, settings, model.device)
         assert isinstance(strategy, Exact | Speculative)
         self.strategy = strategy

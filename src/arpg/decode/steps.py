@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.decode.plan import Plan, SamplePlan
+from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.device import send, send_all
 from arpg.errors import require
@@ -68,24 +68,6 @@ class DecodeStrategy(Protocol):
     def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the ids for the positions just predicted, and which of them are final (None: all)."""
         ...
-
-
-@dataclass
-class RowProgress:
-    """How far one sample is in its plan."""
-
-    plan: SamplePlan
-    length: int  # image tokens in the cache
-    done: int = 0  # steps
-    finished: bool = False
-
-    def positions(self, step: int) -> tuple[int, ...]:
-        """The positions of one step; none before the first and after the last."""
-        sizes = self.plan.sizes
-        if not 0 <= step < len(sizes):
-            return ()
-        first = sum(sizes[:step])
-        return self.plan.order[first : first + sizes[step]]
 
 
 class PlanCursor:
