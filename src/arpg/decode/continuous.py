@@ -22,13 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arpg.decode.drafting import Exact, Speculative
 from arpg.decode.engine import check, make_strategy, run_step
-from arpg.decode.exact import Exact
 from arpg.decode.graphs import CapturedStep, GraphCache, GraphPool
 from arpg.decode.plan import Plan, SamplePlan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
-from arpg.decode.speculative import Speculative
 from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.device import send
 from arpg.errors import require

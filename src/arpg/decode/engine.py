@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from arpg.config import ENGINES
-from arpg.decode.exact import Exact
+from arpg.decode.drafting import Exact, Speculative
 from arpg.decode.graphs import CapturedGraphs, GraphCache, copy_tensors, graph_key, run_and_measure
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
-from arpg.decode.speculative import Speculative
 from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, StepPlan
 from arpg.device import nvidia_capability
