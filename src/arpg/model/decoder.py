@@ -17,11 +17,10 @@ from arpg.config import ModelConfig
 from arpg.kernels import ops
 from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheWriter
-from arpg.model.condition import Condition
-from arpg.model.control import ControlQueries
+from arpg.model.condition import Condition, TextPrefix
 from arpg.model.layers import Block, Dropout, ResidualNorm, SelfAttention
+from arpg.model.queries import ControlQueries
 from arpg.model.rope import BASE, make_rope, sinusoids
-from arpg.model.text import TextPrefix
 
 
 class DropoutKeys(NamedTuple):
