@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from arpg.bench.record import error_line
 from arpg.config import KV_CACHE_DTYPES, MODELS, ModelConfig
-from arpg.decode.schedule import step_sizes
+from arpg.decode.plan import step_sizes
 from arpg.kernels import attention, small_gemm
 from arpg.kernels.dispatch import FLOAT8
 from arpg.kernels.ops import Rope, apply_rope

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from arpg import make_plan, tasks
 from arpg.decode import Engine, Plan, Request
+from arpg.decode.plan import guidance_scales
 from arpg.decode.sampling import warp
-from arpg.decode.schedule import guidance_scales
 from arpg.decode.state import DecodeState
 from arpg.decode.steps import DecodeStrategy, EncodeArgs, PlanCursor, PlannedSteps, StepPlan
 from arpg.errors import require

@@ -619,3 +619,11 @@ class Pipeline:
         bits = image_bits(self.model, self.tokenizer, image, labels, orders=orders, order="random", seed=seed)
         means: NDArray[np.float32] = bits.mean((1, 2, 3))
         return means
+
+
+def load_with_adapters(name: str | AnyPath, adapters: Sequence[tuple[str, float]], **options: Any) -> Pipeline:
+    """Load a pipeline as `Pipeline.from_pretrained` does, then LoRA adapters: (path, scale) each."""
+    pipe = Pipeline.from_pretrained(name, **options)
+    for path, scale in adapters:
+        pipe.load_lora(path, scale)
+    return pipe

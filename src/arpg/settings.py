@@ -254,7 +254,6 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
 
 ORDERS = SETTINGS["order"].names
 SCHEDULES = SETTINGS["schedule"].names
-ATTENTIONS = SETTINGS["attention"].names
 EXPAND_METHODS = TASK_SETTINGS["method"].names
 CONTROL_KINDS = TASK_SETTINGS["kind"].names
 ALIASES = {

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from arpg import InputError, ModelConfig, Request, SamplingDefaults, SamplingSettings, decode, make_plan, tasks
-from arpg.decode import engine, speculative
-from arpg.decode.exact import Exact
+from arpg.decode import drafting, engine
+from arpg.decode.drafting import Exact, Speculative, TokenCursor
 from arpg.decode.sampling import probs
-from arpg.decode.speculative import Speculative
-from arpg.decode.steps import TokenCursor
 from arpg.kernels.ops import guide
 from arpg.model import Condition, class_condition
 from support.small import small_model
@@ -201,10 +199,8 @@ def play_speculative(fork, patch):
             return accepted
 
     patch.setattr(engine, "sample", sample)
-    patch.setattr(speculative, "uniform", lambda key, stream, position, num: Uniform(position))
-    patch.setattr(
-        speculative, "gumbel_argmax", lambda logits, key, stream, position: choose(logits.softmax(-1), position)
-    )
+    patch.setattr(drafting, "uniform", lambda key, stream, position, num: Uniform(position))
+    patch.setattr(drafting, "gumbel_argmax", lambda logits, key, stream, position: choose(logits.softmax(-1), position))
 
 
 def sequential_distribution(model, settings):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from arpg import Plan, Request, SamplingSettings, VQTokenizer, decode
 from arpg.convert import tokenizer_from_published
 from arpg.decode import SamplePlan
-from arpg.decode.schedule import guidance_scales, step_sizes
+from arpg.decode.plan import guidance_scales, step_sizes
 from arpg.image import to_uint8
 from arpg.model import class_condition
 from support import oracle

@@ -11,8 +11,9 @@ from arpg.data import open_images, tokenize
 from arpg.data.dataset import write_text_states
 from arpg.errors import InputError
 from arpg.evaluation.features import read_features
-from arpg.evaluation.sample import balanced_labels, load_pipeline, sample_images
+from arpg.evaluation.sample import balanced_labels, sample_images
 from arpg.executor import RayOptions, open_workers
+from arpg.pipeline import load_with_adapters
 from arpg.storage import LEASE, list_files
 from support.ray_work import Deadly, FakeEncoder, MovableTiny, Square
 from support.small import noise, small_tokenizer
@@ -107,7 +108,7 @@ def test_samples_are_the_same_bytes(pipeline, tmp_path):
     pipeline.save_pretrained(tmp_path / "model")
     labels = balanced_labels(22, len(pipeline.classes))
     settings = {"labels": labels, "seed": 3, "batch_size": 2, "steps": 3}
-    load = partial(load_pipeline, str(tmp_path / "model"), {"device": "cpu"})
+    load = partial(load_with_adapters, str(tmp_path / "model"), (), device="cpu")
     sample_images(load(), tmp_path / "one.npz", **settings)
     done = []
     sample_images(

@@ -13,8 +13,7 @@ from arpg.decode import SamplePlan
 from arpg.decode import order as order_module
 from arpg.decode.engine import check
 from arpg.decode.order import fill_orders
-from arpg.decode.plan import plan_sample
-from arpg.decode.schedule import guidance_scales, step_sizes
+from arpg.decode.plan import guidance_scales, plan_sample, step_sizes
 from arpg.decode.steps import PlanCursor
 from arpg.figures import draw_plans
 from arpg.model import class_condition

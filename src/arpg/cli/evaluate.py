@@ -292,14 +292,14 @@ def sweep(
 def _remote_pipeline(sampling: SamplingOptions) -> tuple[Any, Callable[[], Any]]:
     """Return the classes of a model, and the function that loads it in a worker."""
     from arpg.checkpoint import read_folder
-    from arpg.evaluation.sample import load_pipeline
     from arpg.hub import resolve
+    from arpg.pipeline import load_with_adapters
 
     named = sampling.model if sampling.named else None
     model, adapters = model_and_adapters(named, sampling.lora, default=sampling.model)
     # An adapter may add classes.
-    found = load_pipeline(model, {"device": "cpu"}, adapters) if adapters else read_folder(resolve(model))
-    return found.classes, partial(load_pipeline, model, sampling.loading, adapters)
+    found = load_with_adapters(model, adapters, device="cpu") if adapters else read_folder(resolve(model))
+    return found.classes, partial(load_with_adapters, model, adapters, **sampling.loading)
 
 
 def _labels(classes: Any, num: int, like: list[str] | None) -> Any:

@@ -187,14 +187,11 @@ def load_pipeline(
     """Load a pipeline and its adapters, with a spinner meanwhile; none named: an adapter's base, or `default`."""
     with err.status("loading"):
         from arpg.device import set_threads
-        from arpg.pipeline import Pipeline
+        from arpg.pipeline import load_with_adapters
 
         set_threads()
         name, adapters = model_and_adapters(model, lora, default=default)
-        pipe = Pipeline.from_pretrained(name, **options)
-        for path, scale in adapters:
-            pipe.load_lora(path, scale)
-        return pipe
+        return load_with_adapters(name, adapters, **options)
 
 
 def model_and_adapters(

@@ -200,7 +200,7 @@ def train_cost(
     gpu: Annotated[str, typer.Option(help="The GPU, like H200 or A100.")] = "H200",
     mfu: Annotated[
         float, typer.Option(help="Share of the peak that forward and backward reach on one GPU; measure it.")
-    ] = 0.49,
+    ] = 0.49,  # ARPG-L, 256 images on an NVIDIA H200: 0.484 of 258.2 ms, of which the optimizer takes 2.7 ms
     overlap: Annotated[float, typer.Option(help="Share of computation that hides communication.")] = 0.8,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8,
     node_bandwidth: Annotated[float, typer.Option(help="GB/s of each GPU to those of its machine.")] = 360,

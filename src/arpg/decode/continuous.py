@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,20 +22,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.decode.engine import check, make_strategy, row_progress, run_step
-from arpg.decode.exact import Exact
+from arpg.decode.drafting import Exact, Speculative
+from arpg.decode.engine import check, make_strategy, run_step
 from arpg.decode.graphs import CapturedStep, GraphCache, GraphPool
 from arpg.decode.plan import Plan, SamplePlan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
-from arpg.decode.speculative import Speculative
 from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.device import send
 from arpg.errors import require
-from arpg.kernels import ops
 from arpg.kernels.ops import Packing
 from arpg.model import ARPG, Cache
-from arpg.model.rope import BASE, NO_POSITION
+from arpg.model.rope import NO_POSITION
 from arpg.noise import seed_words
 from arpg.settings import SamplingSettings
 
@@ -452,29 +451,18 @@ class ContinuousBatch:
     def _run(self, shape: StepShape, flat: Tensor) -> None:
         """Encode the tokens sampled last, predict and sample the next ones. All that changes is in tensors."""
         model, pool, copies = self.model, self._filled, self.copies
-        config = model.config
-        head_dim = config.head_dim if config.positions == "rope" else None
         inputs = StepInputs.of(flat, shape, copies)
         rows = slice(copies * shape.first, copies * (shape.first + shape.slots))
         cache = pool.cache.view(rows, shape.longest, inputs.length_R if shape.ragged else None)
         if shape.encoded:
             cache.packing = Packing(inputs.encode_token_RW, inputs.encode_place_CT) if shape.packed else None
-            x_CTD, pos = ops.embed_at(
-                model.embedding.weight,
-                pool.ids_X.expand(copies, -1),
-                pool.pos_X2.expand(copies, -1, -1),
-                inputs.encode_CT,
-                copies=1,
-                head_dim=head_dim,
-                base=BASE,
-            )
+            ids_CX, pos_CX2 = pool.ids_X.expand(copies, -1), pool.pos_X2.expand(copies, -1, -1)
+            x_CTD, pos = model.embed_at(ids_CX, pos_CX2, inputs.encode_CT, copies=1)
             causal, count_R = self.settings.attention == "causal", inputs.count_R if shape.ragged else None
             model.encode(x_CTD, pos, cache, causal=causal, count_B=count_R, end=shape.end)
         cache.packing = Packing(inputs.predict_token_RW, inputs.predict_place_CT) if shape.packed else None
         index_T, query = inputs.predict_T, None if pool.query_CXD is None else pool.query_CXD[:, inputs.predict_T]
-        pos = ops.rope_at(
-            pool.pos_X2[None], index_T[None], model.embedding.weight, copies=copies, head_dim=head_dim, base=BASE
-        )
+        pos = model.rope_at(pool.pos_X2[None], index_T[None], copies=copies)
         scale_1T = inputs.scale_T[None] if self.guided else None
         logits_1TV = model.predict(pos, query, cache, scale_BS=scale_1T)
         sampled_T1 = sample(logits_1TV.transpose(0, 1), self.settings, inputs.key_T2, inputs.position_T[:, None])
@@ -527,13 +515,21 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
+@dataclass
+class DraftingRow:
+    """A sample of a `DraftingBatch`: how far it is."""
+
+    done: int = 0  # steps
+    finished: bool = False
+
+
 class DraftingBatch:
     """Samples of exact or speculative decoding, which draft and verify together: none can join, each may leave."""
 
     @torch.no_grad()
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:
         check(model, request, plan)
-        self.model, self.settings, self.rows = model, settings, row_progress(request, plan)
+        self.model, self.settings, self.rows = model, settings, [DraftingRow() for _ in request.seeds]
         strategy = make_strategy(request, plan, settings, model.device)
         assert isinstance(strategy, Exact | Speculative)
         self.strategy = strategy

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from arpg.config import ENGINES
-from arpg.decode.exact import Exact
+from arpg.decode.drafting import Exact, Speculative
 from arpg.decode.graphs import CapturedGraphs, GraphCache, copy_tensors, graph_key, run_and_measure
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
-from arpg.decode.speculative import Speculative
 from arpg.decode.state import DecodeState, prefill, to_device
-from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, RowProgress, StepPlan
+from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, StepPlan
 from arpg.device import nvidia_capability
 from arpg.errors import one_of, require
 from arpg.model import TokenDecoder
@@ -119,11 +118,6 @@ def run_step(
         sampled_BS = sampled_BS if replaced_BS is None else replaced_BS
     state.scatter(args.position_BS, *strategy.accept(state, logits_BSV, sampled_BS))
     return True
-
-
-def row_progress(request: Request, plan: Plan) -> list[RowProgress]:
-    """The samples of a request before their first step."""
-    return [RowProgress(*row) for row in zip(plan.samples, request.known_BN.sum(dim=1).tolist(), strict=True)]
 
 
 def make_strategy(

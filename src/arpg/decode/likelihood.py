@@ -22,6 +22,7 @@ from arpg.model import Condition, TokenDecoder
 from arpg.settings import Order
 from arpg.tokenizer import Tokenizer
 
+_BATCH = 32  # orders of an image that are scored together
 _CHUNK_TOKENS = 4608  # tokens whose logits are in memory together
 
 
@@ -76,7 +77,6 @@ def image_bits(
     orders: int,
     order: Order,
     seed: int,
-    batch_size: int = 32,
 ) -> NDArray[np.float32]:
     """`[C, orders, h, w]`: the bits of each token of the image's centre under each of the C samples of `condition`."""
     require(orders >= 1, f"the number of orders is {orders}; expected 1 or more")
@@ -88,7 +88,7 @@ def image_bits(
     sample_R = torch.arange(len(condition)).repeat_interleave(orders)
     order_R = torch.arange(orders).repeat(len(condition))
     parts = []
-    for some_B, ks_B in zip(torch.split(sample_R, batch_size), torch.split(order_R, batch_size), strict=True):
+    for some_B, ks_B in zip(torch.split(sample_R, _BATCH), torch.split(order_R, _BATCH), strict=True):
         ids_BN = ids_N.expand(len(some_B), -1)
         parts.append(token_bits(model, ids_BN, condition.rows(some_B), order_KN[ks_B]).cpu())
     bits: NDArray[np.float32] = torch.cat(parts).numpy().reshape(len(condition), orders, *grid)

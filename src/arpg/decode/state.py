@@ -21,7 +21,6 @@ from arpg.decode.steps import EncodeArgs, PredictArgs
 from arpg.device import send_all
 from arpg.kernels import ops
 from arpg.model import Cache, Condition, TokenDecoder
-from arpg.model.rope import BASE
 from arpg.noise import seed_keys
 
 
@@ -62,17 +61,7 @@ class DecodeState:
 
     def encode(self, model: TokenDecoder, args: EncodeArgs, *, causal: bool) -> None:
         """Pass 1: write the tokens at these positions to the cache."""
-        config = model.config
-        x_RSD, pos = ops.embed_at(
-            model.embedding.weight,
-            self.ids_BN,
-            self.pos_BN2,
-            args.position_BS,
-            copies=self.copies,
-            head_dim=config.head_dim if config.positions == "rope" else None,
-            base=BASE,
-            static=args.static,
-        )
+        x_RSD, pos = model.embed_at(self.ids_BN, self.pos_BN2, args.position_BS, copies=self.copies, static=args.static)
         count_R = None if args.count_B is None else ops.repeat_rows(args.count_B, self.copies)
         end = None if args.longest is None else self.num_prefix + args.longest
         model.encode(x_RSD, pos, self.filled_cache, causal=causal, count_B=count_R, end=end)
@@ -88,15 +77,7 @@ class DecodeState:
             query_RSD = self.query_RND.take_along_dim(index_RS[..., None], dim=1)
         if args.visible_BS is not None:
             visible_RS = self._prefix_lengths() + ops.repeat_rows(args.visible_BS, self.copies)
-        pos = ops.rope_at(
-            self.pos_BN2,
-            position_BS,
-            model.embedding.weight,
-            copies=self.copies,
-            head_dim=model.config.head_dim if model.config.positions == "rope" else None,
-            base=BASE,
-            static=args.static,
-        )
+        pos = model.rope_at(self.pos_BN2, position_BS, copies=self.copies, static=args.static)
         logits_BSV = model.predict(pos, query_RSD, self.filled_cache, visible_RS, scale_BS=args.scale_BS)
         return logits_BSV.expand(-1, num_predicted, -1)
 

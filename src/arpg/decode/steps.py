@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpg.decode.plan import Plan, SamplePlan
+from arpg.decode.plan import Plan
 from arpg.decode.request import Request
-from arpg.device import send, send_all
-from arpg.errors import require
+from arpg.device import send_all
 
 if TYPE_CHECKING:
     from arpg.decode.state import DecodeState
@@ -68,24 +67,6 @@ class DecodeStrategy(Protocol):
     def accept(self, state: DecodeState, logits_BSV: Tensor, sampled_BS: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the ids for the positions just predicted, and which of them are final (None: all)."""
         ...
-
-
-@dataclass
-class RowProgress:
-    """How far one sample is in its plan."""
-
-    plan: SamplePlan
-    length: int  # image tokens in the cache
-    done: int = 0  # steps
-    finished: bool = False
-
-    def positions(self, step: int) -> tuple[int, ...]:
-        """The positions of one step; none before the first and after the last."""
-        sizes = self.plan.sizes
-        if not 0 <= step < len(sizes):
-            return ()
-        first = sum(sizes[:step])
-        return self.plan.order[first : first + sizes[step]]
 
 
 class PlanCursor:
@@ -146,64 +127,6 @@ class PlanCursor:
     def tensors(self) -> list[Tensor]:
         """The tensors that differ between batches of the same shape."""
         return [x for x in (self.position_BT, self.scale_BK, self.count_BK) if x is not None]
-
-
-class TokenCursor(PlanCursor):
-    """A cursor over plans of one token per step in which each row moves on by a number that only the device knows.
-
-    `done_B` places of each order are decided. Offsets count from there: -1 is the last decided place, 0 the next. The
-    cache holds what is decided except for that last one, which is encoded first. Guidance belongs to a place of the
-    order, whichever call decides it.
-    """
-
-    def __init__(self, request: Request, plan: Plan, device: torch.device, *, lookahead: int) -> None:
-        """`lookahead`: how far beyond the end of an order offsets may reach."""
-        require(
-            bool((plan.count_BK <= 1).all()),
-            "the plan fills several tokens at once; exact and speculative decoding need a plan of single tokens",
-        )
-        super().__init__(request, plan, device, lookahead=lookahead)
-        total_B, known_B = torch.from_numpy(plan.count_BK.sum(axis=1)), request.known_BN.sum(dim=1)
-        self.total_B, self.known_B = send(total_B, device), send(known_B, device)
-        self.done_B = torch.zeros_like(self.total_B)
-        self.left = self.num_steps  # places that the row with the most of them still has
-        self.started = False
-        # Rows that are done still encode their padding.
-        self.num_slots = int((known_B + total_B).max()) + lookahead
-
-    def encode(self, first: int, stop: int) -> EncodeArgs | None:
-        """Encode the tokens at these offsets, if there are any: there is none at -1 before the first call."""
-        first = first if self.started else max(first, 0)
-        return EncodeArgs(self.position_BT.gather(1, self._places(first, stop))) if first < stop else None
-
-    def predict(self, first: int, stop: int, *, drafts: int) -> PredictArgs:
-        """Predict these offsets; each sees what is decided, and the `drafts` at the offsets before its own."""
-        place_BS = self._places(first, stop)
-        offset_S = torch.arange(first, stop, device=place_BS.device).clamp_max(drafts)
-        return PredictArgs(
-            self.position_BT.gather(1, place_BS),
-            None if self.scale_BK is None else self.scale_BK.gather(1, place_BS),
-            (self.known_B + self.done_B)[:, None] + offset_S,
-        )
-
-    def advance(self, state: DecodeState, count_B: Tensor) -> None:
-        """Decide `count_B` more places and drop whatever else is in the cache. Waits for the device."""
-        self.started = True
-        self.done_B = torch.minimum(self.done_B + count_B, self.total_B)
-        length_B = self.known_B + (self.done_B - 1).clamp_min(0)
-        self.left, longest = torch.stack(((self.total_B - self.done_B).max(), length_B.max())).tolist()
-        state.roll_back(length_B, longest)
-
-    def select(self, rows_B: Tensor) -> None:
-        """Keep only these rows."""
-        self.position_BT, self.total_B = self.position_BT[rows_B], self.total_B[rows_B]
-        self.known_B, self.done_B = self.known_B[rows_B], self.done_B[rows_B]
-        self.scale_BK = None if self.scale_BK is None else self.scale_BK[rows_B]
-        self.left = int((self.total_B - self.done_B).max())
-
-    def _places(self, first: int, stop: int) -> Tensor:
-        offset_S = torch.arange(first, stop, device=self.done_B.device)
-        return (self.done_B[:, None] + offset_S).clamp(0, self.position_BT.shape[1] - 1)
 
 
 class PlannedSteps:

@@ -198,14 +198,6 @@ def sample_images(
         remove_folder(parts)
 
 
-def load_pipeline(model: str, options: dict[str, Any], adapters: Sequence[tuple[str, float]] = ()) -> Pipeline:
-    """Load a pipeline and adapters (path, scale) in a worker; unlike a method of a class, this can be sent there."""
-    pipe = Pipeline.from_pretrained(model, **options)
-    for path, scale in adapters:
-        pipe.load_lora(path, scale)
-    return pipe
-
-
 def _start_sampler(
     load: Callable[[], Pipeline],
     parts: AnyPath,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from arpg.kernels.dispatch import (
 )
 from arpg.noise import Stream as NoiseStream
 from arpg.noise import gumbel
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # How many slots each query sees, the first ones: `[B, S]` (either may be 1), "causal", or None for all of them.
 Limit = Tensor | Literal["causal"] | None
@@ -578,7 +581,7 @@ class _GradFanout(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         if len(given) < 2:
             return (given[0] if given else None), None
-        return (_compiled_sum() if can_compile(given[0]) else _sum)(given), None
+        return compiled(_sum, given[0])(given), None
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -590,9 +593,14 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+def compiled(function: Callable[P, T], given: Tensor) -> Callable[P, T]:
+    """Return a small function, compiled where that is worth it on the device of `given`."""
+    return _compile(function) if can_compile(given) else function
+
+
 @functools.cache
-def _compiled_sum() -> Callable[[list[Tensor]], Tensor]:
-    return torch.compile(_sum, dynamic=False)
+def _compile(function: Callable[P, T]) -> Callable[P, T]:
+    return torch.compile(function, dynamic=False)
 
 
 def compile_each(modules: Sequence[nn.Module], *, dynamic: bool | None = None) -> None:

@@ -18,13 +18,11 @@ from arpg.config import ModelConfig
 from arpg.kernels import ops
 from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheSlots, CacheWriter, KeyValue
-from arpg.model.condition import Condition
-from arpg.model.control import ControlQueries, PatchEncoder
+from arpg.model.condition import Condition, TextPrefix
 from arpg.model.decoder import DropoutKeys, TokenDecoder
-from arpg.model.guidance import GuidanceQueries
 from arpg.model.layers import Block, CrossAttention, ResidualNorm
+from arpg.model.queries import ControlQueries, GuidanceQueries, PatchEncoder
 from arpg.model.rope import grid_positions
-from arpg.model.text import TextPrefix
 
 
 class ARPG(TokenDecoder):

@@ -17,11 +17,10 @@ from arpg.config import ModelConfig
 from arpg.kernels import ops
 from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheWriter
-from arpg.model.condition import Condition
-from arpg.model.control import ControlQueries
+from arpg.model.condition import Condition, TextPrefix
 from arpg.model.layers import Block, Dropout, ResidualNorm, SelfAttention
-from arpg.model.rope import make_rope, sinusoids
-from arpg.model.text import TextPrefix
+from arpg.model.queries import ControlQueries
+from arpg.model.rope import BASE, make_rope, sinusoids
 
 
 class DropoutKeys(NamedTuple):
@@ -69,6 +68,31 @@ class TokenDecoder(nn.Module, ABC):
         """`[B, S, D]`: the embeddings of codes, classes or `[MASK]`."""
         out: Tensor = self.embedding(ids_BS)
         return out
+
+    def embed_at(
+        self, ids_BN: Tensor, pos_BN2: Tensor, position_BS: Tensor, *, copies: int, static: bool = False
+    ) -> tuple[Tensor, Tensor | Rope]:
+        """Return what `encode` takes for the tokens at `position_BS`, see `ops.embed_at`."""
+        return ops.embed_at(
+            self.embedding.weight,
+            ids_BN,
+            pos_BN2,
+            position_BS,
+            copies=copies,
+            head_dim=self._rotated_channels,
+            base=BASE,
+            static=static,
+        )
+
+    def rope_at(self, pos_BN2: Tensor, position_BS: Tensor, *, copies: int, static: bool = False) -> Tensor | Rope:
+        """Return what `predict` takes as the positions at `position_BS`, see `ops.rope_at`."""
+        weight_VD, head_dim = self.embedding.weight, self._rotated_channels
+        return ops.rope_at(pos_BN2, position_BS, weight_VD, copies=copies, head_dim=head_dim, base=BASE, static=static)
+
+    @property
+    def _rotated_channels(self) -> int | None:
+        """The channels of a head; None where queries and keys are not rotated."""
+        return self.config.head_dim if self.config.positions == "rope" else None
 
     def compile_blocks(self, *, dynamic: bool | None = None) -> None:
         """Compile the parts that repeat, each on its own; `dynamic` as in `ops.compile_each`."""

@@ -21,7 +21,7 @@ from arpg.files import hash_file
 from arpg.hub import resolve
 from arpg.installed import installed_folder, installed_models
 from arpg.lora import parse_lora, read_adapter
-from arpg.pipeline import Pipeline, choose_device
+from arpg.pipeline import Pipeline, choose_device, load_with_adapters
 from arpg.serve.api_error import ApiError
 from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, warm_up
 from arpg.serve.build_task import TaskBuilder
@@ -70,14 +70,8 @@ class ServedModel:
         choose_mode(settings.engine, choose_device(settings.device))
         folder = resolve(model)
         lora = [text for text in settings.lora if _is_base(folder, parse_lora(text)[0])]
-
-        def load() -> Pipeline:
-            names = ("device", "precision", "engine", "kv_cache_dtype")
-            pipe = Pipeline.from_pretrained(folder, **{name: getattr(settings, name) for name in names})
-            for text in lora:
-                pipe.load_lora(*parse_lora(text))
-            return pipe
-
+        options = {name: getattr(settings, name) for name in ("device", "precision", "engine", "kv_cache_dtype")}
+        load = partial(load_with_adapters, folder, [parse_lora(text) for text in lora], **options)
         return cls(Path(model).name or model, load, folder=folder, lora=lora)
 
     def open(self, settings: ServeSettings, metrics: Metrics) -> None:

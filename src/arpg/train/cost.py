@@ -30,7 +30,6 @@ STATE_BYTES = 20  # of a parameter: weight, gradient, two moments, moving averag
 OPTIMIZER_BYTES = 40  # read and written for each parameter: clip, AdamW, moving average
 ACTIVATION_BYTES = 32  # of a token, layer and channel: ARPG-L with 256 images takes 53.9 GiB (train-arpg-l.json)
 FILLING_BATCH = 32  # images
-MEASURED_MFU = 0.49  # ARPG-L, 256 images on an NVIDIA H200: 0.484 of 258.2 ms, of which the optimizer takes 2.7 ms
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,11 @@ def finetune(
     )
 
 
-def hold_out(images: ImageSet, share: float = HELD_OUT) -> tuple[ImageSet, ImageSet]:
+def hold_out(images: ImageSet) -> tuple[ImageSet, ImageSet]:
     """Split off the images whose names have the smallest hashes: the same ones whatever the order of the files."""
     require(len(images) >= 2, f"{images.where} has {len(images)} image; expected 2 or more, since some are held out")
     order = sorted(range(len(images)), key=lambda i: hashlib.sha256(images.names[i].encode()).digest())
-    count = max(1, round(share * len(images)))
+    count = max(1, round(HELD_OUT * len(images)))
     return images.only(sorted(order[count:])), images.only(sorted(order[:count]))
 
 

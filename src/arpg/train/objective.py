@@ -7,24 +7,21 @@ states, H W pixels.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from arpg.data.dataset import Batch
-from arpg.kernels.dispatch import can_compile
+from arpg.kernels.ops import compiled, to_autocast
 from arpg.model import ARPG, Condition, class_condition
 from arpg.model.condition import training_condition, training_control
 
 CHUNK = 16384  # tokens whose logits exist at the same time
 GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this much around a circle never come close to each other
 WARMUP = 3  # calls before the capture, which compile and autotune
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Objective(nn.Module):
@@ -118,7 +115,7 @@ def linear_cross_entropy(x_MD: Tensor, weight_VD: Tensor, target_M: Tensor, *, c
     """
 
     def loss_and_grad(part: slice, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
-        return _compiled(_softmax_grad, logits_MV)(logits_MV, target_M[part], len(target_M))
+        return compiled(_softmax_grad, logits_MV)(logits_MV, target_M[part], len(target_M))
 
     return _linear_loss(x_MD, weight_VD, loss_and_grad, chunk)
 
@@ -136,11 +133,11 @@ def linear_divergence(
 
     `teacher`: its conditional and unconditional outputs `[M, D]`, whose logits are guided with `scale_M`.
     """
-    cond_MD, null_MD, teacher_weight_VD = _autocast(*teacher, teacher_weight_VD)
+    cond_MD, null_MD, teacher_weight_VD = map(to_autocast, (*teacher, teacher_weight_VD))
 
     def loss_and_grad(part: slice, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
         sides = (cond_MD[part] @ teacher_weight_VD.T, null_MD[part] @ teacher_weight_VD.T)
-        return _compiled(_divergence_grad, logits_MV)(logits_MV, *sides, scale_M[part], len(scale_M))
+        return compiled(_divergence_grad, logits_MV)(logits_MV, *sides, scale_M[part], len(scale_M))
 
     return _linear_loss(x_MD, weight_VD, loss_and_grad, chunk)
 
@@ -150,16 +147,9 @@ LossAndGrad = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
 
 
 def _linear_loss(x_MD: Tensor, weight_VD: Tensor, loss_and_grad: LossAndGrad, chunk: int) -> Tensor:
-    x_MD, weight_VD = _autocast(x_MD, weight_VD)
+    x_MD, weight_VD = to_autocast(x_MD), to_autocast(weight_VD)
     loss: Tensor = _LinearLoss.apply(x_MD, weight_VD, loss_and_grad, chunk)  # type: ignore[no-untyped-call]
     return loss
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -184,7 +174,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled = _compiled(_scaled, grads[0])
+        scaled = compiled(_scaled, grads[0])
         to_x = None if grad_x is None else scaled(grad_x, grads[0], grad_x.dtype)
         to_weight = None if grad_weight is None else scaled(grad_weight, grads[0], ctx.weight_dtype)
         return to_x, to_weight, None, None
@@ -213,16 +203,6 @@ def _divergence_grad(
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * scale).to(dtype)
-
-
-def _compiled(function: Callable[P, T], given: Tensor) -> Callable[P, T]:
-    """Return the function, compiled where that works on the device of `given`."""
-    return _compile(function) if can_compile(given) else function
-
-
-@functools.cache
-def _compile(function: Callable[P, T]) -> Callable[P, T]:
-    return torch.compile(function, dynamic=False)
 
 
 class GraphedGradients:

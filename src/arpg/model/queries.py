@@ -1,12 +1,18 @@
-"""Condition images to queries: an encoder with a state for each grid position, and an MLP to the network's width.
+"""What is added to the [MASK] queries of Pass 2: a condition image, and the guidance scale where it is an input.
 
-The queries are [MASK] plus the output of the MLP, whose last layer starts at zero: a fine-tune starts exactly at the
-pre-trained network, and a factor on the output interpolates between plain [MASK] and the condition.
-Shapes: B batch, H W pixels, N grid tokens, E width of the encoder's states, D width of the network.
+Each is an MLP whose last layer starts at zero: a fine-tune starts exactly at the pre-trained network. A condition image
+has an encoder with a state for each grid position; a factor on what it adds interpolates between plain [MASK] and the
+condition. A model that was trained to match guided logits (`arpg.train.objective.GuidanceDistillation`) needs no
+unconditional rows: Pass 1 does not depend on the scale, and Pass 2 has it in its queries, so every step and token may
+have its own.
+
+Shapes: B batch, H W pixels, N grid tokens, S positions, F features, E width of the encoder's states, D width of the
+network.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +26,7 @@ from arpg.kernels.ops import Stream
 from arpg.model.layers import Block, ResidualNorm, SelfAttention
 from arpg.model.rope import grid_positions, make_rope
 
+FREQUENCIES = 16  # of the guidance scale
 FAMILIES = ("vit", "dinov2", "dinov2_with_registers")  # whose patch tokens come last, in raster order
 
 
@@ -131,6 +138,28 @@ class PretrainedEncoder(nn.Module):
         states = states[:, -grid[0] * grid[1] :]
         kind: Tensor = self.kind(kind_B)
         return states + kind[:, None].to(states)
+
+
+class GuidanceQueries(nn.Module):
+    """What the guidance scale adds to the [MASK] queries: sines and cosines of its logarithm, then an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(2 * FREQUENCIES, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Zero the last layer, after the common initialisation: training starts at the model without this input."""
+        self.down.weight.zero_()
+
+    def forward(self, scale_BS: Tensor) -> Tensor:
+        """Return `[B, S, D]`."""
+        octaves = torch.arange(FREQUENCIES, device=scale_BS.device) * (6 / (FREQUENCIES - 1)) - 1
+        angle_BSF = torch.log1p(scale_BS.float())[..., None] * (math.pi / 2 * 2**octaves)
+        features = torch.cat((angle_BSF.sin(), angle_BSF.cos()), dim=-1).to(self.up.weight.dtype)
+        added: Tensor = self.down(F.gelu(self.up(features), approximate="tanh"))
+        return added
 
 
 def _transformers() -> Any:
