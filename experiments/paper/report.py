@@ -442,15 +442,17 @@ SECTIONS = (
 )
 SUMMARIES = {"block-causal": (paired_table, scales_table), "few-steps": (searched_table,)}
 INTRODUCTION = """\
-A comparison on equal terms: all models share the same layers, training data (`meadow`: photographs of 225 classes, 128
-x 128 pixels, 256 tokens), optimizer, seed and number of steps. FID is against the training split, with weights in 8
-bits, at the best guidance of a search with other seeds; speed and memory are measured with random weights at the size
-of ARPG-L, in the same engine (CUDA graphs). A verdict is "agrees" or "contradicts" if the whole 95% interval is on one
-side of the claim, else "cannot tell"; "narrowly" means closer to the bound than two half intervals, so that three seeds
-are needed. "One training" means that each model was trained once: the interval covers the noise of sampling (or of
-images), not the differences between trainings with other seeds, so the verdict is about these models. With more
-trainings the interval is Student's, from the variance between trainings. `python -m experiments.paper report` writes
-this page; `experiments/paper/README.md` describes the runs."""
+The paper compares models that were trained differently. Here all models of a table share the layers, training data
+(that of `meadow`: photographs of 225 classes, 128 x 128 pixels, 256 tokens), optimizer, seed and number of steps.
+`experiments/paper/README.md` describes the runs; `python -m experiments.paper report` writes this page.
+
+- FID is against the training split, with weights in 8 bits, at the best guidance of a search with other seeds.
+- Speed and memory are measured with random weights at the size of ARPG-L, in the same engine (CUDA graphs).
+- A verdict is "agrees" or "contradicts" if the whole 95% interval is on one side of the claim, else "cannot tell".
+  "Narrowly": the distance to the bound is less than the width of the interval; more seeds are needed.
+- "One training": each model was trained once. The interval covers the noise of sampling, not the differences between
+  trainings with other seeds, so the verdict is about these models only. With more trainings the interval is Student's,
+  from the variance between trainings."""
 
 
 def page(lines: list[Line]) -> str:
@@ -459,7 +461,7 @@ def page(lines: list[Line]) -> str:
     text += [f"{_unfilled(lines)} Quoted: {QUOTED['source']}; {QUOTED['hardware']}.", ""]
     headings = ["claim", "paper", "ours (95% interval)", "verdict"]
     text += ["## Claims", "", markdown_table(headings, [claim.row(lines) for claim in CLAIMS])]
-    text += ["There is no VAR-like peer here: its memory is quoted below.", ""]
+    text += ["There is no VAR-like peer here; the memory of VAR is quoted below.", ""]
     asked = [[row[0], *row[2:]] for row in (claim.row(lines) for claim in QUESTIONS)]
     text += ["Beyond the paper:", "", markdown_table(["question", *headings[2:]], asked)]
     if (fitted := exponent(lines)) is not None:
@@ -482,7 +484,7 @@ def _unfilled(lines: list[Line]) -> str:
     tables = [table for _, table, _ in SECTIONS if not matching(lines, table=table)]
     if not lines:
         return "Nothing has been measured yet."
-    empty = f"; no line yet: {', '.join(tables)}" if tables else ""
+    empty = f"; not measured yet: {', '.join(tables)}" if tables else ""
     return f"{answered} of {len(claims)} claims and questions are answered{empty}."
 
 

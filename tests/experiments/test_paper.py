@@ -647,7 +647,7 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert "Not measured yet (`python -m experiments.paper few-steps`)" in text
     missing = "cosine positions; unshared KV; 6+18; 24+0, random orders; 24+0, raster order"
     assert f"Not measured yet: {missing} (`python -m experiments.paper designs`)" in text
-    assert "6 of 19 claims and questions are answered; no line yet: steps, few-steps, orders, guidance" in text
+    assert "6 of 19 claims and questions are answered; not measured yet: steps, few-steps, orders, guidance" in text
     empty = report.page([])
     assert all(f"experiments.paper {table}" in empty for table in queue.TABLES if table != "reference")
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)

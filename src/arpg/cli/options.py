@@ -130,8 +130,8 @@ KvCacheOption = Annotated[
     str,
     typer.Option(
         "--kv-cache-dtype",
-        help="Type of the key-value cache: auto, the type that the model computes in, or fp8. auto stays 16 bits with "
-        "--precision fp8 until the quality and speed of an fp8 cache are measured.",
+        help="Type of the key-value cache: auto, the type that the model computes in (16 bits with --precision fp8), "
+        "or fp8, which takes half the memory.",
     ),
 ]
 RayOption = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster of $RAY_ADDRESS, or on a local one.")]

@@ -114,7 +114,7 @@ class Batcher:
         engine: str = "eager",
     ) -> None:
         """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph` the steps of a batch are
-        captured, bucket by bucket. `auto` captures none, also on a GPU: that has not been measured there.
+        captured, bucket by bucket. `auto` captures none, also on a GPU: there the two have not been compared.
         """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
         self.metrics = metrics or Metrics()
