@@ -320,6 +320,8 @@ COLUMNS = (
 def measured_table(lines: list[Line], table: str) -> str:
     """Return the measured rows as Markdown, one part for each measure, and name the rows that are missing."""
     chosen = [line for line in matching(lines, table=table) if line["measure"] not in SEARCHES]
+    rows_in_order = list(dict.fromkeys(line["row"] for line in chosen))
+    chosen.sort(key=lambda line: (rows_in_order.index(line["row"]), line.get("steps", 0)))  # stable: seeds as measured
     largest = largest_searched(lines, table)
     found, parts = [_shown(line, largest) for line in chosen], []
     for measure in dict.fromkeys(line["measure"] for line in found):
