@@ -67,11 +67,11 @@ def test_workers_of_a_cluster_load_the_adapters_and_the_cache_type(base, tmp_pat
 
 def test_workers_load_the_model_as_this_process_does(run, base, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr("arpg.evaluation.sample.sample_images", lambda *_, load, **__: given.extend(load.args))
+    monkeypatch.setattr("arpg.evaluation.sample.sample_images", lambda *_, load, **__: given.append(load))
     options = ("-n", 4, "-m", base, "-o", tmp_path / "s.npz", "--ray", "--kv-cache-dtype", "fp8", "--precision", "int8")
     assert run("sample", *options)[0] == 0
     loading = {"device": "auto", "dtype": "int8", "engine": "auto", "kv_cache_dtype": "fp8"}
-    assert given == [str(base), loading, []]
+    assert [(load.args, load.keywords) for load in given] == [((str(base), []), loading)]
 
 
 def test_a_server_merges_adapters_into_their_base(base, tmp_path):
