@@ -21,7 +21,7 @@ from arpg import InputError, cli
 from arpg.serve import task_run
 from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
-from arpg.serve.server import Server
+from arpg.serve.server import SWITCH_INTERVAL_S, Server
 from arpg.serve.service import ImageService
 from support.http import until
 from support.paths import ROOT
@@ -227,6 +227,16 @@ def test_a_second_signal_ends_at_once_and_a_third_is_quiet(folder):
             assert time.monotonic() - start < 10
         messages = [json.loads(line)["message"] for line in process.stderr.read().splitlines()]
         assert messages[-1] == "a second signal; exiting at once"
+
+
+def test_threads_of_a_server_take_turns_often(served, monkeypatch):
+    seen, before = [], sys.getswitchinterval()
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: seen.append((sys.getswitchinterval(), sockets)))
+    try:
+        Server(served()).run(sockets=["a socket"])
+    finally:
+        sys.setswitchinterval(before)
+    assert seen == [(pytest.approx(SWITCH_INTERVAL_S), ["a socket"])]
 
 
 def test_readiness_ends_before_requests_are_refused(served):
