@@ -478,7 +478,7 @@ class Pipeline:
     ) -> list[Image.Image]:
         """Enlarge an image to `size` (width, height) with newly sampled detail; without an image, generate one first.
 
-        `method` is checkerboard (the default), positions or windows, see `arpg.tasks.stages.expand_stage`.
+        `method` is windows (the default), checkerboard or positions, see `arpg.tasks.stages.expand_stage`.
         """
         return self._run(self.expand_task(image, class_, size=size, **options), on_step)
 

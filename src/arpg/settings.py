@@ -226,9 +226,9 @@ TASK_SETTINGS: Mapping[str, Setting] = _table(
         "method",
         "How an image is enlarged.",
         {
+            "windows": "Keep every other token of the resized image, sample the rest window by window.",
             "checkerboard": "Keep every other token of the resized image, sample the rest in one grid.",
             "positions": "Spread the image's own tokens over the larger grid, sample those between them.",
-            "windows": "Keep every other token of the resized image, sample the rest window by window.",
         },
         aliases=("way",),
     ),

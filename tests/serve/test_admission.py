@@ -45,7 +45,7 @@ def test_a_default_image_costs_one(pipeline):
     assert cost(guidance=1.0) == 0.5
     assert cost(schedule=[4, 4, 4, 4]) == 0.25
     assert cost(decode="exact", attention="causal") == 1
-    expand = pipeline.expand_task(noise(8, 8), 1, size=(16, 16), steps=16)
+    expand = pipeline.expand_task(noise(8, 8), 1, size=(16, 16), method="checkerboard", steps=16)
     assert task_cost(expand, pipeline) == 4  # four times the tokens
     windows = pipeline.outpaint_task(noise(8, 8), 1, right=8, steps=16)
     assert task_cost(windows, pipeline) == len(windows)
@@ -140,7 +140,7 @@ def test_a_step_over_a_large_grid_delays_no_small_request(served, pipeline, monk
 
     monkeypatch.setattr(ContinuousBatch, "step", held_step)
     large, options = [], {"seed": 3, "steps": 4}
-    body = {"class": 1, "size": [32, 32], **options}
+    body = {"class": 1, "size": [32, 32], "method": "checkerboard", **options}
     thread = threading.Thread(target=lambda: large.append(post(client, "expand", body)))
     thread.start()
     assert inside.wait(60)
@@ -149,7 +149,7 @@ def test_a_step_over_a_large_grid_delays_no_small_request(served, pipeline, monk
     assert not large
     go.set()
     thread.join(60)
-    expected = pipeline.expand(None, 1, size=(32, 32), **options)
+    expected = pipeline.expand(None, 1, size=(32, 32), method="checkerboard", **options)
     assert (pixels(image_of(large[0]["images"][0])) == pixels(expected[0])).all()
 
 

@@ -153,7 +153,8 @@ def test_known_tokens_and_windows_are_reported(client):
         assert (after[before != -1] == before[before != -1]).all()
     assert (maps[-1][:, :4] == -2).all()
     assert sorted(set(maps[-1][:, 4:].ravel())) == list(range(len(steps)))
-    body = {"class": 1, "size": [16, 16], "steps": 2, "stream": True}  # two grids: of the model, then the larger
+    # Two grids: of the model, then the larger.
+    body = {"class": 1, "size": [16, 16], "method": "checkerboard", "steps": 2, "stream": True}
     steps = [data for name, data in events(client.post("/v1/arpg/expand", json=body).text) if name == "step"]
     assert [(data["window"], data["grid"], max(data["decoded_at"][0])) for data in steps] == [
         (0, [4, 4], 0), (0, [4, 4], 1), (1, [8, 8], 0), (1, [8, 8], 1)
