@@ -12,7 +12,7 @@ from arpg.decode import Request
 from arpg.decode.continuous import ContinuousBatch, Slots, TokenCopy
 from arpg.decode.graphs import GraphCache
 from arpg.model import class_condition
-from arpg.serve.batcher import Batcher, choose_max_batch, warm_up
+from arpg.serve.batcher import Batcher, choose_max_batch, choose_max_wait, warm_up
 from arpg.settings import SamplingSettings
 from support.rows import SETTINGS, SteppedBatcher, SubmittedRows
 from support.small import SMALL
@@ -273,6 +273,11 @@ def test_a_batch_with_captured_steps_is_kept(model, slow, monkeypatch):
     batcher.submit(other.pending)
     assert other.is_right()
     assert [len(batch.rows) for batch in batcher._idle.values()] == [0, 0]
+
+
+def test_an_idle_gpu_does_not_wait_for_more_rows(model):
+    assert choose_max_wait(model) == 0.01
+    assert choose_max_wait(SimpleNamespace(device=torch.device("cuda"))) == 0.0
 
 
 def test_the_size_of_a_batch_follows_from_the_memory(model, monkeypatch):

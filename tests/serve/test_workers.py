@@ -76,6 +76,15 @@ def test_finished_images_share_a_call_below_float32_only(pipeline):
         served.close()
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 0.25), (0.0, 0.0), (100.0, 0.1)])
+def test_how_long_an_idle_server_waits(pipeline, monkeypatch, given, expected):
+    monkeypatch.setattr("arpg.serve.served_model.choose_max_wait", lambda model: 0.25)
+    served = ServedModel("small", lambda: pipeline)
+    served.open(ServeSettings(max_wait_ms=given), Metrics())
+    assert served.loaded.batcher.small.max_wait == expected
+    served.close()
+
+
 def test_a_warm_up_decodes_all_sizes_twice_in_the_thread_of_finished_images(pipeline, monkeypatch):
     served = ServedModel("small", lambda: copy.deepcopy(pipeline).to(dtype=torch.bfloat16))
     served.open(ServeSettings(), Metrics())

@@ -431,6 +431,11 @@ def choose_max_batch(model: ARPG) -> int:
     return chosen
 
 
+def choose_max_wait(model: ARPG) -> float:
+    """Return the seconds that an idle batcher waits for more rows: on a GPU a step is short, others join the next."""
+    return 0.0 if model.device.type == "cuda" else 0.01
+
+
 def warm_up(batcher: Batcher | BatcherLanes, request: Request, settings: SamplingSettings) -> None:
     """Decode batches of 1, 2, 4, ... samples up to a full one: begun together, then joining step by step.
 

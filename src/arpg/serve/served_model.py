@@ -23,7 +23,7 @@ from arpg.installed import installed_folder, installed_models
 from arpg.lora import parse_lora, read_adapter
 from arpg.pipeline import Pipeline, choose_device, load_with_adapters
 from arpg.serve.api_error import ApiError
-from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, warm_up
+from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, choose_max_wait, warm_up
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import Metrics
 from arpg.serve.schemas import model_info
@@ -78,9 +78,7 @@ class ServedModel:
         """Load the model and start its threads; this takes a while."""
         loaded = self._load()
         size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
-        wait_ms = settings.max_wait_ms
-        if wait_ms is None:
-            wait_ms = 0.0 if loaded.device.type == "cuda" else 10.0
+        max_wait = choose_max_wait(loaded.model) if settings.max_wait_ms is None else settings.max_wait_ms / 1000
         tokens, stride = math.prod(loaded.model.config.grid), loaded.tokenizer.config.stride
         tokenizer = TokenizerLanes(
             loaded.graphed_tokenizer,
@@ -95,7 +93,7 @@ class ServedModel:
             Batcher,
             pipeline.model,
             max_batch=size,
-            max_wait=wait_ms / 1000,
+            max_wait=max_wait,
             threads=threads,
             metrics=metrics,
             engine=settings.engine,
