@@ -205,7 +205,7 @@ def test_expansion_keeps_tokens_at_their_places(pipeline):
     assert torch.equal(request.ids_BN.reshape(8, 8)[board], large_ids[board])
     assert torch.equal(request.positions(), grid_positions(8, 8) / 2)
 
-    task = pipeline.expand_task(image, 1, size=(16, 16), method="windows", steps=3)
+    task = pipeline.expand_task(image, 1, size=(16, 16), steps=3)  # windows are the default
     seen = torch.zeros(8, 8, dtype=torch.int64)
     for part in task._requests:
         seen[part.corner[0] : part.corner[0] + 4, part.corner[1] : part.corner[1] + 4] += 1
