@@ -20,7 +20,7 @@ from torch import Tensor
 
 from arpg import tasks
 from arpg.bench.throughput import idle_graph_bytes
-from arpg.checkpoint import load_model, load_tokenizer
+from arpg.checkpoint import load_model, load_tokenizer, read_folder
 from arpg.data.tokens import open_tokens
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.device import choose_device, peak_bytes, reset_peak, synchronize
@@ -42,7 +42,7 @@ from experiments.paper.engine import RowEngine, plan_from_nothing
 from experiments.paper.lines import OutOfTimeError, Queue
 from experiments.paper.orders import write_orders
 from experiments.paper.rows import BASE, Row, designs, load_row, store_row, train_row
-from experiments.photos import photo_set
+from experiments.photos import class_ids, photo_set
 from experiments.settings_search import halving
 from experiments.staged_run import FINISHED, train_until, write_pieces
 
@@ -79,8 +79,13 @@ class Bench:
 
     @cached_property
     def base(self) -> Any:
-        """The configuration that rows vary, of the tokens' vocabulary, classes and grid; speed needs no tokens."""
+        """The configuration that rows vary, of the tokens' vocabulary, classes and grid, or that of `--model`.
+
+        Speed and `--model` need no tokens.
+        """
         o = self.options
+        if o.model is not None:
+            return read_folder(resolve(o.model)).model
         config = dataclasses.replace(
             BASE,
             width=o.width,
@@ -124,7 +129,13 @@ class Bench:
 
     @cached_property
     def counts(self) -> Any:
-        return np.bincount(open_tokens(self.options.tokens).labels, minlength=self.base.num_classes)
+        """The number of training images of each class, `[classes]`."""
+        o = self.options
+        if o.model is None:
+            labels = open_tokens(o.tokens).labels
+        else:
+            labels = class_ids(photo_set(o.set).open(o.data, "train"), read_folder(resolve(o.model)).classes)
+        return np.bincount(labels, minlength=self.base.num_classes)
 
     def key(self, row: str, **more: Any) -> dict[str, Any]:
         return {"table": self.table, "row": row, **more}
