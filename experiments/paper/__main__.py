@@ -23,8 +23,7 @@ VERBS = {
     "guidance": ("queue:measure_table guidance", "guidance as an input against guidance by a second pass"),
     "attention": ("queue:measure_table attention", "Figures 3 and 11: attention maps, evenness over 1,000 images"),
     "surest-orders": ("orders:main", "the order that a model is surest of, for every image, as training orders"),
-    "collect": ("queue:collect", "what a call sent back, into the results"),
-    "send": ("queue:send", "the pieces that did not come back with the last call"),
+    "collect": ("queue:collect", "lines and figures that came back, into the results"),
     "report": ("report:main", "tables, figures and verdicts from the lines"),
 }
 

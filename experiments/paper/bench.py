@@ -44,22 +44,20 @@ from experiments.paper.orders import write_orders
 from experiments.paper.rows import BASE, Row, designs, load_row, store_row, train_row
 from experiments.photos import class_ids, photo_set
 from experiments.settings_search import halving
-from experiments.staged_run import FINISHED, train_until, write_pieces
+from experiments.staged_run import train_until
 
 log = logging.getLogger("experiments")
 
 LINES, WEIGHTS, TRAIN = "lines", "weights", "train"  # folders of the results
-PIECES = "pieces"  # of the working folder
 METRICS = "metrics.jsonl"
 TRAINING = "training.json"  # the options that a row was trained with
 SCALES = (2.0, 3.0, 4.5, 6.5, 9.5, 13.5, 19.0)  # of the guidance that is searched; the paper's are 4.3 to 9.3
 GUIDANCE_RANGE = (1.0, 20.0)  # of the guidance that is distilled
 TRAINED_WITH = ("steps", "batch_size", "lr")  # options that all rows share; width and layers are in their names
 # Options that all lines of a folder share, as the precision is: rows of other photographs, trainings and numbers of
-# samples do not compare.
-SHARED = ("set", "width", "layers", *TRAINED_WITH, "num", "limit", "large")
-SENT = 60_000_000  # bytes that come back with a call
-SENT_BACK = "sent-back"  # the file that marks a training whose weights came back
+# samples do not compare. Those of training do not apply to `--model`.
+SHARED = ("set", "num", "limit", "large")
+SHARED_BY_ROWS = ("width", "layers", *TRAINED_WITH)
 
 Sampler = tuple[RowEngine, SamplingSettings]
 
@@ -73,8 +71,9 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.deadline = time.monotonic() + 60 * options.minutes
         precision = str(self.dtype).removeprefix("torch.")
-        shared = {name: getattr(options, name) for name in SHARED} | {"precision": precision}
-        self.queue = Queue(options.out / LINES, shared, deadline=self.deadline, copy_to=options.pieces)
+        names = SHARED if options.model else (*SHARED, *SHARED_BY_ROWS)
+        shared = {name: getattr(options, name) for name in names} | {"precision": precision}
+        self.queue = Queue(options.out / LINES, shared, deadline=self.deadline)
         self._engine: tuple[Any, RowEngine] | None = None  # that was loaded last
 
     @cached_property
@@ -93,7 +92,7 @@ class Bench:
             pass1_layers=o.layers // 2,
             pass2_layers=o.layers - o.layers // 2,
         )
-        if o.speed_only:
+        if o.only == "speed":
             return config
         tokens = open_tokens(o.tokens)
         return dataclasses.replace(
@@ -120,11 +119,9 @@ class Bench:
         path = o.out / f"reference-{o.set if o.limit is None else f'{o.set}-{o.limit}'}.npz"
         if path.exists() and (kept := Features.load(path)).network == self.inception.identity:
             return kept
-        self.reserve_return()
         found = photo_set(o.set).features(o.data, "train", self.inception, limit=o.limit, folder=o.features)
         found = dataclasses.replace(found, spatial=None, pool_MF=None, gain_M=None)
         found.save(path)
-        self.send_back(path)
         return found
 
     @cached_property
@@ -187,24 +184,14 @@ class Bench:
         )
 
     def weights(self, row: Row, *, seed: int = 0) -> Path:
-        """Return the folder of a row's weights, in 8 bits; train the row where there is none.
-
-        With `--pieces`, one row per call: more weights do not come back at once.
-        """
+        """Return the folder of a row's weights, in 8 bits; train the row where there is none."""
         o, name = self.options, f"{row.trained_as}-seed{seed}"
         target, work = o.out / WEIGHTS / name, o.work / name
-        for folder in (target, work, *([] if o.weights is None else [o.weights / name])):
+        for folder in (target, work):
             self._check_training(folder)
         if target.exists():
-            if (work / FINISHED).exists() and not (work / SENT_BACK).exists() and not self.sends_back:
-                self.send_back(target, mark=work / SENT_BACK)  # the call that trained it was killed
             return target
-        if o.weights is not None and (o.weights / name).exists():
-            return Path(o.weights / name)
-        self.reserve_return()
         recipe = self.recipe(row, seed=seed)
-        self.reserve_return()  # what a fine-tune starts from may have been trained
-
         write_json(work / TRAINING, {name: getattr(o, name) for name in TRAINED_WITH})
 
         def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
@@ -217,7 +204,6 @@ class Bench:
         for file in (METRICS, TRAINING):
             shutil.copyfile(work / file, part / file)
         part.rename(target)
-        self.send_back(target, mark=work / SENT_BACK)
         return target
 
     def _check_training(self, folder: Path) -> None:
@@ -267,29 +253,6 @@ class Bench:
             name: [[e["step"] * size, round(e[name], 4)] for e in entries if name in e]
             for name in ("loss", "validation loss")
         }
-
-    @property
-    def sends_back(self) -> bool:
-        """Whether this call sends something back already, perhaps by another verb: nothing else may take its place."""
-        return self.options.pieces is not None and any(self.options.pieces.glob("*.zip.*"))
-
-    def reserve_return(self) -> None:
-        """Raise `OutOfTimeError` where something is sent back already: what is made next would be lost."""
-        if self.sends_back:
-            raise OutOfTimeError
-
-    def send_back(self, made: Path, *, mark: Path | None = None) -> None:
-        """Write a file or folder of the results where it comes back with this call; then touch `mark`.
-
-        What does not fit is fetched by later calls (`send_pieces`).
-        """
-        o = self.options
-        if o.pieces is not None and not self.sends_back:
-            others = {path for path in o.out.rglob("*") if path.is_file() and made not in (path, *path.parents)}
-            write_pieces(o.out, o.work / PIECES, leave_out=others)
-            send_pieces(o.work / PIECES, o.pieces, first=0)
-            if mark is not None:
-                mark.touch()
 
     # Quality
 
@@ -442,19 +405,6 @@ class Bench:
             return RowEngine(network, confidence=row.confidence)
 
         return self._loaded(("random", row.peer, config, row.confidence), load)
-
-
-def send_pieces(folder: Path, target: Path, *, first: int) -> int:
-    """Copy pieces from number `first` on, as many as come back with a call; return the number of the next one."""
-    target.mkdir(parents=True, exist_ok=True)
-    pieces, sent, number = sorted(folder.glob("*.zip.*")), 0, first
-    while number < len(pieces) and sent + pieces[number].stat().st_size <= SENT:
-        shutil.copyfile(pieces[number], target / pieces[number].name)
-        sent += pieces[number].stat().st_size
-        number += 1
-    left = f"; the others: python -m experiments.paper send --first {number}" if number < len(pieces) else ""
-    log.info("pieces %d to %d of %d are sent%s", first, number - 1, len(pieces), left)
-    return number
 
 
 def sampler_settings(engine: RowEngine, settings: SamplingSettings) -> dict[str, Any]:

@@ -1,51 +1,62 @@
 #!/usr/bin/env bash
-# One call of a holding: run verbs of experiments.paper one after the other, until $MINUTES of this call are over.
+# Run verbs of experiments.paper, one after the other, on a remote machine that is held for several short calls.
 #
-#   experiments/paper/holding.sh 'designs --rows 12+12 "unshared KV" --train-only' 'steps'
+#   experiments/paper/holding.sh                                                       # keep what was uploaded
+#   experiments/paper/holding.sh 'designs --rows 12+12 "unshared KV"' 'peers'          # start the verbs, then wait
+#   experiments/paper/holding.sh                                                       # wait on
 #
-# From the root of the repository. What was carried under runs/, weights/ and data/ is copied to $KEEP, where the verbs
-# work and where it stays while the machine is held. Tokens are unpacked, or made once all photographs and the tokenizer
-# are there. What comes back lies in $OUT.
+# From the root of the repository. The verbs run in $KEEP, in the background, until $MINUTES are over. Every call waits
+# for them, at most $WAIT minutes, and copies lines, figures and the log so far to $OUT. What was uploaded as parts of a
+# tar file in runs/carry is unpacked into $KEEP; with photographs but without tokens, the tokens are made first.
 set -u
-repo=$PWD keep=${KEEP:-/tmp/paper} minutes=${MINUTES:-9}
-export PYTHONPATH="$repo:$repo/src" PYTHONUNBUFFERED=1
-mkdir -p "$keep"
-for folder in runs weights data; do
-  [ -d "$folder" ] && cp -rn "$folder" "$keep/"
-done
-cd "$keep" || exit 1
-for packed in runs/carry-tokens/*/; do
-  [ -d "$packed" ] && [ ! -f "runs/tokens/meadow-$(basename "$packed")/tokens.json" ] || continue
-  python3 -c '
-from pathlib import Path
-from experiments.token_bits import unpack_tokens
-for packed in Path("runs/carry-tokens").iterdir():
-    unpack_tokens(packed, Path("runs/tokens", f"meadow-{packed.name}"))
-' || exit 1
-done
-photographs=(data/meadow-*.zip)
-if [ ${#photographs[@]} = 5 ] && [ -d weights/meadow-tokenizer ] && [ ! -f runs/tokens/meadow-test/tokens.json ]; then
-  python3 -m experiments.meadow tokenize --tokenizer weights/meadow-tokenizer --views 3 || exit 1
-fi
-[ -d runs/meadow ] && ln -sfn runs/meadow meadow # `--model meadow`
-common=(--features features)
-[ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
-[ -d weights/classifier ] && common+=(--classifier weights/classifier)
-code=0
-for verb in "$@"; do
-  eval "set -- $verb"
-  table=$1
+export KEEP=${KEEP:-/tmp/paper} MINUTES=${MINUTES:-25}
+
+run_verbs() {
+  cd "$KEEP" || return 1
+  export PYTHONPATH="$KEEP/repository:$KEEP/repository/src" PYTHONUNBUFFERED=1
+  [ -d carry ] && cat carry/* | tar x
+  [ -d runs/meadow ] && ln -sfn runs/meadow meadow # as the bundled model, which is too large to come with the code
+  photographs=(data/meadow-*.zip)
+  if [ ${#photographs[@]} = 5 ] && [ ! -f runs/tokens/meadow-test/tokens.json ]; then
+    python3 -m experiments.meadow tokenize --tokenizer meadow --views 3 || return 1
+  fi
+  common=(--features features)
+  [ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
+  [ -d weights/classifier ] && common+=(--classifier weights/classifier)
+  for verb in "$@"; do
+    eval "set -- $verb"
+    if ! left=$(awk -v m="$MINUTES" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then
+      echo "== $verb: not begun, $left minutes left"
+      continue
+    fi
+    echo "== $verb: $left minutes left"
+    python3 -m experiments.paper "$1" "${common[@]}" --minutes "$left" "${@:2}"
+    echo "== $SECONDS s"
+  done
+}
+
+if [ "${1:-}" = --run ]; then
   shift
-  if [ "$table" = send ]; then
-    python3 -m experiments.paper send --pieces "$OUT" "$@" || code=$?
-    continue
-  fi
-  if ! left=$(awk -v m="$minutes" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then
-    echo "== $verb: not begun, $left minutes left"
-    continue
-  fi
-  echo "== $verb: $left minutes left"
-  python3 -m experiments.paper "$table" "${common[@]}" --minutes "$left" --pieces "$OUT" "$@" || code=$?
-  echo "== $SECONDS s"
+  trap 'touch "$KEEP/finished"' EXIT
+  run_verbs "$@"
+  exit
+fi
+mkdir -p "$KEEP/repository"
+[ -d runs/carry ] && cp -r runs/carry "$KEEP/"
+if [ $# -gt 0 ]; then
+  cp -r src experiments "$KEEP/repository/" # the next call replaces the files of this one
+  rm -f "$KEEP/finished"
+  : >"$KEEP/log"
+  setsid "$KEEP/repository/experiments/paper/holding.sh" --run "$@" >"$KEEP/log" 2>&1 </dev/null &
+fi
+[ -f "$KEEP/log" ] || exit 0
+last=$(awk -v m="${WAIT:-9.5}" -v s="$SECONDS" 'BEGIN { print int(s + 60 * m) }')
+while [ ! -f "$KEEP/finished" ] && [ "$SECONDS" -lt "$last" ]; do
+  sleep 1
 done
-exit "$code"
+results=$KEEP/runs/paper/results
+ls "$results"/lines/*.jsonl >/dev/null 2>&1 && cat "$results"/lines/*.jsonl >"$OUT/$(date -u +%Y%m%d-%H%M%S).jsonl"
+cp "$results"/*.png "$OUT/" 2>/dev/null
+cp "$KEEP/log" "$OUT/"
+tail -n 60 "$KEEP/log"
+[ -f "$KEEP/finished" ] || echo "== not finished; call again without verbs"

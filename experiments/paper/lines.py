@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from arpg.errors import InputError, require
-from arpg.files import write_text
 
 Line = dict[str, Any]
 
@@ -58,24 +57,21 @@ def matching(lines: list[Line], **key: Any) -> list[Line]:
 class Queue:
     """Measures what a folder of lines does not have yet, until a deadline.
 
-    `shared`: options that are written into every line, and that all lines of the folder must have alike.
-    `copy_to`: a folder that gets a file of all lines after every measurement, should the call be killed, or should what
-    an earlier call sent back be lost.
+    `shared`: options that are written into every line; lines of the folder that have them must have the same.
     """
 
-    def __init__(
-        self, folder: Path, shared: Mapping[str, Any], *, deadline: float, copy_to: Path | None = None
-    ) -> None:
-        self.deadline, self.copy_to, self.shared = deadline, copy_to, dict(shared)
+    def __init__(self, folder: Path, shared: Mapping[str, Any], *, deadline: float) -> None:
+        self.deadline, self.shared = deadline, dict(shared)
         self.lines = read_lines(folder)
         for line in self.lines:
-            found = line.get("options", self.shared)
+            found = line.get("options", {})
             other = [
-                f"{name} {found.get(name)}, not {value}" for name, value in shared.items() if found.get(name) != value
+                f"{name} {found[name]}, not {shared[name]}"
+                for name in shared
+                if found.get(name, shared[name]) != shared[name]
             ]
             require(not other, f"{folder} has lines of other options ({'; '.join(other)}); choose another --out")
         self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.jsonl"
-        self._copy()
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Whether there is a line of `key`."""
@@ -107,9 +103,4 @@ class Queue:
             file.flush()
             os.fsync(file.fileno())
         self.lines.append(json.loads(json.dumps(line)))
-        self._copy()
         return self.lines[-1]
-
-    def _copy(self) -> None:
-        if self.copy_to is not None and self.lines:
-            write_text(self.copy_to / self.path.name, "".join(json.dumps(line) + "\n" for line in self.lines))

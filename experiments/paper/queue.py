@@ -1,7 +1,7 @@
 r"""Measure the paper's tables on photographs: one verb per table, each a queue of measurements that continues.
 
     python -m experiments.paper designs --tokens runs/tokens/meadow-train --validation runs/tokens/meadow-test \
-        --tokenizer weights/meadow-tokenizer --inception weights/inception.safetensors --minutes 9 --pieces $OUT
+        --tokenizer weights/meadow-tokenizer --inception weights/inception.safetensors --minutes 9
 
 `designs`, `peers` and `scaling` train their rows (the same tokens, optimizer, seed and number of steps), then sample
 them: FID against the training split at the best guidance of a search by halves, class accuracy where there is a
@@ -17,6 +17,7 @@ import dataclasses
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,13 +36,12 @@ from arpg.hub import resolve
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
 from experiments.paper.attention import attention_line, draw_last_layer
-from experiments.paper.bench import LINES, PIECES, SCALES, WEIGHTS, Bench, row_settings, send_pieces
+from experiments.paper.bench import LINES, SCALES, Bench, row_settings
 from experiments.paper.engine import RowEngine
 from experiments.paper.lines import OutOfTimeError, matching, read_lines
 from experiments.paper.rows import BASE, Row, designs, distilled, fine_tuned_orders, load_row, peers, sizes
 from experiments.photos import PHOTO_SETS
 from experiments.settings_search import recommend
-from experiments.staged_run import join_pieces
 
 log = logging.getLogger("experiments")
 
@@ -53,13 +53,9 @@ RESULTS, WORK = Path("runs/paper/results"), Path("runs/paper/work")
 
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
     """Train each row and measure its quality at its numbers of steps; a row that is measured is not trained again."""
-    for row in [] if bench.options.speed_only else bench.chosen(rows):
+    for row in [] if bench.options.only == "speed" else bench.chosen(rows):
         wanted = [(steps, seed) for steps in row.steps for seed in range(bench.options.quality_seeds)]
         keys = [bench.key(row.name, steps=steps, seed=seed, measure="quality") for steps, seed in wanted]
-        if bench.options.train_only:
-            if not all(map(bench.queue.has, keys)):
-                bench.weights(row)
-            continue
         engine: RowEngine | None = None
         for (steps, seed), key in zip(wanted, keys, strict=True):
 
@@ -87,7 +83,7 @@ def speed_rows(bench: Bench, rows: Sequence[Row]) -> None:
     This comes before anything else is on the device.
     """
     large = MODELS["arpg-l"] if bench.options.large else bench.base
-    for row in [] if bench.options.train_only else bench.chosen(rows):
+    for row in [] if bench.options.only == "quality" else bench.chosen(rows):
         config = dataclasses.replace(
             row.model, width=large.width, num_heads=large.num_heads, vocab_size=large.vocab_size
         )
@@ -172,12 +168,6 @@ def run_block_causal(bench: Bench) -> None:
         where = {"steps": steps, "training seed": training_seed, "seed": seed}
         return bench.key(bench.subject_name, **where, measure="paired")
 
-    if bench.options.train_only:
-        for training_seed in range(0 if bench.options.model else trainings):
-            keys = [paired_key(steps, training_seed, seed) for steps in numbers for seed in range(bench.options.seeds)]
-            if not all(map(bench.queue.has, keys)):
-                bench.weights(designs(bench.base)[0], seed=training_seed)
-        return
     for steps in numbers:
         attentions = ("block", "causal") if steps < tokens else ("block",)
         for training_seed in range(trainings):
@@ -298,9 +288,6 @@ def run_orders(bench: Bench) -> None:
     the bits of random orders.
     """
     for row in bench.chosen(fine_tuned_orders(bench.base)):
-        if bench.options.train_only:
-            bench.weights(row)
-            continue
         for steps in (s for s in (8, 12) if s <= math.prod(bench.base.grid)):
             for order, noises in (("random", (None,)), ("confident", CONFIDENCES)):
 
@@ -345,16 +332,11 @@ def run_attention(bench: Bench) -> None:
     """Figures 3 and 11: how evenly attention is spread, ours and the interleaved peer's, over 1,000 test images."""
     rows = [row for row in peers(bench.base) if row.peer in (None, "interleaved")]
     for row in bench.chosen(rows):
-        if bench.options.train_only:
-            bench.weights(row)
-            continue
 
         def measure(row: Row = row) -> dict[str, Any]:
             network = load_row(row, bench.weights(row), device=bench.device, dtype=torch.float32)
-            bench.reserve_return()
             figure = bench.options.out / f"attention-{row.trained_as}.png"
-            if draw_last_layer(network, next(bench.test_images(8, 8)), figure):
-                bench.send_back(figure)
+            draw_last_layer(network, next(bench.test_images(8, 8)), figure)
             return attention_line(bench.test_images(1000, 8), network)
 
         line = bench.queue.line(bench.key(row.name, measure="attention"), measure)
@@ -382,7 +364,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=Path, default=Path("runs/tokens/meadow-train"))
     parser.add_argument("--validation", type=Path, default=Path("runs/tokens/meadow-test"))
-    parser.add_argument("--tokenizer", default="weights/meadow-tokenizer")
+    parser.add_argument("--tokenizer", default="meadow", help="Of the tokens.")
     parser.add_argument("--model", help="Sample this model instead of a trained row (block-causal, few-steps).")
     parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
     parser.add_argument("--data", type=Path, default=Path("data"))
@@ -391,7 +373,7 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--classifier", type=Path, help="Folder of a trained classifier; without it no accuracy.")
     parser.add_argument("--width", type=int, default=BASE.width)
     parser.add_argument("--layers", type=int, default=24, help="Of both passes together.")
-    parser.add_argument("--steps", type=int, default=2000, help="Of training.")
+    parser.add_argument("--steps", type=int, default=1500, help="Of training.")
     parser.add_argument("--batch-size", type=int, default=512, help="Of training.")
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--num", type=int, default=10_000, help="Samples of a measurement.")
@@ -403,14 +385,13 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", dest="large", action="store_false", help="Speed at the trained size (a trial run).")
     parser.add_argument("--limit", type=int, help="So many training photographs as the reference (a trial run).")
     parser.add_argument("--rows", nargs="+", help="These rows of the table alone.")
-    parser.add_argument("--train-only", action="store_true", help="Train rows, measure nothing.")
-    parser.add_argument("--speed-only", action="store_true", help="Measure speed, train nothing (designs, peers).")
+    parser.add_argument(
+        "--only", choices=("quality", "speed"), help="Of rows: FID alone, or speed, which trains nothing."
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="Time of this call.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--work", type=Path, default=WORK, help="Snapshots; kept while a machine is.")
-    parser.add_argument("--weights", type=Path, help="More trained rows, beside those in OUT/weights.")
     parser.add_argument("--out", type=Path, default=RESULTS, help="Lines, weights, losses.")
-    parser.add_argument("--pieces", type=Path, help="Also write what this call adds to OUT here, in pieces.")
     bench = Bench(parser.parse_args(arguments), table)
     try:
         TABLES[table](bench)
@@ -420,29 +401,18 @@ def measure_table(table: str, arguments: Sequence[str] | None = None) -> None:
 
 
 def collect(arguments: Sequence[str] | None = None) -> None:
-    """Put what a call sent back, the lines and what it has made, into the results."""
+    """Add the lines and figures that came back from a machine to the results."""
     parser = argparse.ArgumentParser(prog="experiments.paper collect", description=collect.__doc__)
-    parser.add_argument("folder", type=Path, help="What came back; pieces of one call that came in two: in one folder.")
+    parser.add_argument("folder", type=Path, help="What came back.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    lines, pieces = (list(options.folder.glob(kind)) for kind in ("*.jsonl", "*.zip.*"))
-    require(bool(lines or pieces), f"{options.folder} has neither lines (*.jsonl) nor pieces (*.zip.*) of a call")
+    files = sorted(options.folder.glob("*.jsonl"))
+    require(bool(files), f"{options.folder} has no lines (*.jsonl)")
     known = read_lines(options.out / LINES)
     if new := [line for line in read_lines(options.folder) if line not in known]:  # calls return all lines they know
-        path = options.out / LINES / max(path.name for path in lines)
+        path = options.out / LINES / files[-1].name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         write_text(path, text + "".join(json.dumps(line) + "\n" for line in new))
-    if pieces:
-        join_pieces(options.folder, options.out)
-    weights = sorted(path.name for path in (options.out / WEIGHTS).glob("*"))
-    log.info("%d lines; weights: %s", len(read_lines(options.out / LINES)), ", ".join(weights))
-
-
-def send(arguments: Sequence[str] | None = None) -> None:
-    """Copy the pieces of the last call that did not come back with it."""
-    parser = argparse.ArgumentParser(prog="experiments.paper send", description=send.__doc__)
-    parser.add_argument("--first", type=int, required=True, help="Number of the first piece to copy.")
-    parser.add_argument("--work", type=Path, default=WORK)
-    parser.add_argument("--pieces", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    send_pieces(options.work / PIECES, options.pieces, first=options.first)
+    for figure in options.folder.glob("*.png"):
+        shutil.copyfile(figure, options.out / figure.name)
+    log.info("%d lines, %d of them new", len(read_lines(options.out / LINES)), len(new))

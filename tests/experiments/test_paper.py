@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
@@ -41,7 +40,6 @@ from experiments.paper.report import (
     verdict,
 )
 from experiments.paper.rows import designs, peers, sizes
-from experiments.token_bits import pack_tokens
 from support.features import Eye
 from support.small import noise, small_model, small_tokenizer
 
@@ -70,12 +68,9 @@ def test_a_cut_off_line_is_measured_again(tmp_path):
         late.line({"row": 3}, measure(3))
     same = late.line({"row": 4}, measure(4), same={"row": 1, "value": 1})  # measured for another table
     assert (same["row"], same["value"]) == (4, 1)
-    copied = tmp_path / "copies"
-    everything = Queue(tmp_path, {}, deadline=0.0, copy_to=copied)
-    (copy,) = copied.iterdir()
-    assert read_lines(copied) == everything.lines
-    shutil.copy(copy, tmp_path / "collected.jsonl")
-    assert read_lines(tmp_path) == everything.lines  # each once
+    everything = read_lines(tmp_path)
+    shutil.copy(path, tmp_path / "collected.jsonl")
+    assert read_lines(tmp_path) == everything  # each once
     (tmp_path / "collected.jsonl").unlink()
     path.write_text("{\n" + path.read_text())
     with pytest.raises(InputError, match="line 1 is not valid JSON"):
@@ -105,13 +100,18 @@ def test_collected_lines_are_stored_once(tmp_path):
     """Every call returns all lines it knows: their files would grow with the square of the number of calls."""
     machine, home = tmp_path / "machine", tmp_path / "home"
     for call in range(3):
-        lines = Queue(machine, {}, deadline=time.monotonic() + 100, copy_to=tmp_path / f"call{call}")
+        lines = Queue(machine, {}, deadline=time.monotonic() + 100)
         lines.path = machine / f"{call}.jsonl"
         for seed in range(2):
             lines.line({"row": call, "seed": seed}, lambda: {"fid": 1.0})
-            assert main(["collect", str(tmp_path / f"call{call}"), "--out", str(home)]) == 0  # in the middle, too
+            returned = tmp_path / f"call{call}-{seed}"
+            shutil.copytree(machine, returned)
+            (returned / "attention.png").touch()
+            assert main(["collect", str(returned), "--out", str(home)]) == 0  # in the middle, too
     assert read_lines(home / "lines") == read_lines(machine)
     assert sum(len(path.read_text().splitlines()) for path in (home / "lines").iterdir()) == 6
+    assert (home / "attention.png").exists()
+    assert main(["collect", str(tmp_path), "--out", str(home)]) == 2  # no lines
 
 
 def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
@@ -129,17 +129,16 @@ def test_lines_of_other_options_are_not_mixed(world, tmp_path, capsys):
 
 
 def test_weights_of_another_training_are_refused(world, tmp_path, capsys):
-    """Rows that were only trained have no lines yet, which would name their options."""
-    train = ["designs", *world, "--rows", "2+2", "--train-only"]
-    assert main(train) == 0
-    assert main([*train, "--steps", "3"]) == 2
+    """A row whose measurement was cut off has no lines yet, which would name its options."""
+    run = ["designs", *world, "--rows", "2+2", "--only", "quality"]
+    assert main(run) == 0
+    shutil.rmtree(tmp_path / "out" / "lines")
+    assert main([*run, "--steps", "3"]) == 2
     assert "2-2-32-rope-seed0 was trained with other options (steps 2, not 3)" in capsys.readouterr().err
-    weights = (tmp_path / "out" / "weights").rename(tmp_path / "weights")
-    assert main([*train, "--weights", str(weights), "--lr", "1e-3"]) == 2
-    shutil.rmtree(weights)
-    assert main([*train, "--batch-size", "2"]) == 2  # nor is a run resumed
+    shutil.rmtree(tmp_path / "out" / "weights")
+    assert main([*run, "--batch-size", "2"]) == 2  # nor is a run resumed
     shutil.rmtree(tmp_path / "work")
-    assert main([*train, "--batch-size", "2"]) == 0
+    assert main([*run, "--batch-size", "2"]) == 0
 
 
 def test_the_guidance_that_is_searched_covers_the_papers():
@@ -159,7 +158,7 @@ def test_the_guidance_that_is_searched_covers_the_papers():
 
 def test_speed_alone_trains_nothing_and_needs_no_tokens(world, tmp_path):
     shutil.rmtree(tmp_path / "tokens")
-    assert main(["designs", *world, "--rows", "2+2", "--speed-only"]) == 0
+    assert main(["designs", *world, "--rows", "2+2", "--only", "speed"]) == 0
     lines = read_lines(tmp_path / "out" / "lines")
     assert [(line["measure"], line["batch"]) for line in lines] == [("speed", 64), ("speed", 1)]
     assert not (tmp_path / "out" / "weights").exists()
@@ -361,20 +360,11 @@ def test_each_attention_is_measured_at_its_own_best_guidance(world, tmp_path, mo
 
 def test_block_causal_samples_several_trainings(world, tmp_path, monkeypatch):
     monkeypatch.setattr(queue, "BLOCK_CAUSAL_STEPS", (8, 4))
-    weights, pieces = tmp_path / "out" / "weights", tmp_path / "pieces"
-    training = ["block-causal", *world, "--training-seeds", "2"]
-    for number in (1, 2):  # one training per call
-        shutil.rmtree(pieces, ignore_errors=True)
-        assert main([*training, "--train-only", "--pieces", str(pieces)]) == 0
-        assert len(list(weights.iterdir())) == number
-    assert main(training) == 0
+    assert main(["block-causal", *world, "--training-seeds", "2"]) == 0
+    assert len(list((tmp_path / "out" / "weights").iterdir())) == 2
     paired = [line for line in read_lines(tmp_path / "out" / "lines") if line["measure"] == "paired"]
     # All trainings of one number of steps before the next: what is cut off is what matters least.
     assert [(line["steps"], line["training seed"]) for line in paired] == [(8, 0), (8, 1), (4, 0), (4, 1)]
-    shutil.rmtree(weights)
-    shutil.rmtree(tmp_path / "work")
-    assert main([*training, "--train-only"]) == 0  # is measured already
-    assert not weights.exists()
 
 
 def test_block_wise_and_causal_attention_agree_with_one_token_per_step():
@@ -389,7 +379,7 @@ def test_block_wise_and_causal_attention_agree_with_one_token_per_step():
 
 
 def test_surest_orders_are_training_orders(world, tmp_path):
-    assert main(["designs", *world, "--rows", "2+2", "--train-only"]) == 0
+    assert main(["designs", *world, "--rows", "2+2", "--only", "quality"]) == 0
     (weights,) = (tmp_path / "out" / "weights").iterdir()
     path = tmp_path / "orders.npy"
     arguments = [
@@ -409,7 +399,7 @@ def test_surest_orders_are_training_orders(world, tmp_path):
 
 
 def test_the_fine_tune_on_own_orders_is_compared_with_as_much_training(world, tmp_path, monkeypatch):
-    assert main(["designs", *world, "--rows", "2+2", "--train-only"]) == 0
+    assert main(["designs", *world, "--rows", "2+2", "--only", "quality"]) == 0
     recipes, train_until = [], bench.train_until
 
     def record(deadline, recipe, *args, **options):
@@ -417,7 +407,7 @@ def test_the_fine_tune_on_own_orders_is_compared_with_as_much_training(world, tm
         return train_until(deadline, recipe, *args, **options)
 
     monkeypatch.setattr(bench, "train_until", record)
-    assert main(["orders", *world, "--train-only"]) == 0
+    assert main(["orders", *world]) == 0
     random, own = recipes
     assert (random.data.orders, own.data.orders is None) == (None, False)
     assert dataclasses.replace(own, data=random.data) == random
@@ -429,62 +419,27 @@ def test_the_fine_tune_on_own_orders_is_compared_with_as_much_training(world, tm
     assert inpaints.row(lines)[2:] == ["0.5 (0.359 to 0.641)", AGREES + ONE_TRAINING]
 
 
-def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, tmp_path, monkeypatch, capsys):
-    """Two machines that forget: the first trains, the second has nothing but what came back."""
+def test_rows_are_trained_and_measured(world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(queue, "peers", lambda base: [row for row in peers(base) if row.peer in (None, "interleaved")])
     assert main(["peers", *world, "--rows", "MAR"]) == 2
     assert "row 'MAR' does not exist; peers has ARPG; interleaved positions" in capsys.readouterr().err
+    out = tmp_path / "out"
     assert main(["peers", *world, "--minutes", "0"]) == 0
-    assert read_lines(tmp_path / "out" / "lines") == []
-    pieces, home, sizes = tmp_path / "pieces", tmp_path / "home", []
-    monkeypatch.setattr(staged_run.write_pieces, "__defaults__", (20_000,))
-    monkeypatch.setattr(bench, "SENT", 45_000)
-    for _ in range(3):
-        shutil.rmtree(pieces, ignore_errors=True)
-        pieces.mkdir()
-        assert main(["peers", *world, "--train-only", "--pieces", str(pieces)]) == 0
-        sent = len(list(pieces.iterdir()))
-        assert sent <= 2
-        for first in range(sent, len(list((tmp_path / "work" / "pieces").iterdir())), 2):
-            assert main(["send", "--first", str(first), "--pieces", str(pieces), "--work", str(tmp_path / "work")]) == 0
-        assert main(["collect", str(pieces), "--out", str(home)]) == 0
-        sizes.append(len(list((home / "weights").iterdir())))
-    assert sizes == [1, 2, 2]
-    assert not (home / "lines").exists()
-    for name in ("sent-back", "finished"):
-        assert len(list((tmp_path / "work").glob(f"*/{name}"))) == 2
-    marks = sorted((tmp_path / "work").glob("*/sent-back"))
-    marks[0].unlink()  # as if the call that trained it was killed before it came back
-    shutil.rmtree(pieces)
-    assert main(["peers", *world, "--train-only", "--pieces", str(pieces)]) == 0
-    assert marks[0].exists()
-    assert len(list(pieces.iterdir())) == 2
-    monkeypatch.setattr(bench, "SENT", 10**8)
-    monkeypatch.setattr(staged_run.write_pieces, "__defaults__", (10**8,))
-    shutil.rmtree(pieces)
-    assert main(["reference", *world, "--pieces", str(pieces)]) == 0
-    staged_run.join_pieces(pieces, home)
-    for folder in ("work", "out"):
-        shutil.rmtree(tmp_path / folder)
-    (tmp_path / "meadow-pets.zip").unlink()
-    moved = home.rename(tmp_path / "out")
-    weights = (moved / "weights").rename(tmp_path / "sent")
-    shutil.rmtree(pieces)
-    assert main(["peers", *world, "--weights", str(weights), "--pieces", str(pieces)]) == 0
-    assert [path.suffix for path in pieces.iterdir()] == [".jsonl"]  # nothing was made
-    assert main(["collect", str(tmp_path / "missing"), "--out", str(home)]) == 2
-    assert main(["collect", str(pieces), "--out", str(home)]) == 0
-    lines = read_lines(home / "lines")
-    assert lines == read_lines(moved / "lines")
+    assert read_lines(out / "lines") == []
+    assert main(["peers", *world, "--only", "quality"]) == 0
+    assert {line["measure"] for line in read_lines(out / "lines")} == {"search", "quality"}
+    assert len(list((out / "weights").iterdir())) == 2
+    shutil.rmtree(out / "weights")
+    shutil.rmtree(tmp_path / "work")
+    assert main(["peers", *world]) == 0
+    assert not (out / "weights").exists()  # a row that is measured is not trained again
+    lines = read_lines(out / "lines")
     searched = [line for line in lines if line["measure"] == "search"]
     assert len(searched) == 2 * (2 + 1)  # two rows: two scales, then the better one
     lines = [line for line in lines if line not in searched]
     assert {(line["row"], line["measure"]) for line in lines} == {
         (name, measure) for name in ("ARPG", "interleaved positions") for measure in ("quality", "speed")
     }
-    shutil.rmtree(weights)
-    assert main(["peers", *world, "--train-only", "--rows", "ARPG"]) == 0  # is measured already
-    assert not (moved / "weights").exists()
     quality = next(line for line in lines if line["measure"] == "quality")
     assert quality["steps"] == 16
     assert [samples for samples, _ in quality["losses"]["loss"]] == [4, 8]
@@ -492,72 +447,64 @@ def test_rows_are_trained_one_per_call_sent_back_and_measured_elsewhere(world, t
     assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
 
 
-def test_what_cannot_be_sent_back_with_this_call_is_made_by_the_next(world, tmp_path):
-    pieces, home = tmp_path / "pieces", tmp_path / "home"
-
-    def call(*verbs):
-        shutil.rmtree(pieces, ignore_errors=True)
-        for verb in verbs:
-            assert main([*verb, *world, "--pieces", str(pieces)]) == 0
-        assert main(["collect", str(pieces), "--out", str(home)]) == 0
-        return {path.name for path in home.iterdir()}
-
-    train, attention = ["designs", "--rows", "2+2", "--train-only"], ["attention", "--rows", "ARPG"]
-    assert call(train, ["reference"], attention) == {"weights"}
-    figure = {"attention-arpg-2-2-32-rope.png"}
-    assert call(attention, ["reference"]) - {"lines"} == {"weights"} | figure
-    assert call(["reference"]) - {"lines"} == {"weights", "reference-meadow.npz"} | figure
-
-
-def test_a_call_of_a_holding_runs_verbs_on_what_was_carried(tmp_path):
+def test_a_holding_runs_verbs_in_the_background_and_returns_their_lines(tmp_path):
     """With a python3 that writes down the arguments of verbs."""
-    stub = tmp_path / "bin" / "python3"
+    stub, keep, back = tmp_path / "bin" / "python3", tmp_path / "keep", tmp_path / "back"
     stub.parent.mkdir()
-    record = f'for x; do printf "%s|" "$x"; done >> {tmp_path}/calls; echo >> {tmp_path}/calls'
-    stub.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n{record}\n')
-    stub.chmod(0o755)
-    root, keep = Path(queue.__file__).parents[2], tmp_path / "keep"
-    repo = tmp_path / "repo"
-    for split in ("train", "test"):
-        writer = TokenWriter(tmp_path / split, grid=(4, 4), vocab_size=24, classes=("a", "b"), views=1)
-        writer.add(np.random.default_rng(0).integers(24, size=(8, 1, 16)), np.arange(8) % 2)
-        writer.close()
-        pack_tokens(open_tokens(tmp_path / split), repo / "runs" / "carry-tokens" / split, views=1)
-    (repo / "weights").mkdir()
-    (repo / "weights" / "inception.safetensors").touch()
-    for name in ("src", "experiments"):
-        (repo / name).symlink_to(root / name)
-    command = ["experiments/paper/holding.sh"]
-    command += ["""designs --rows 12+12 "24+0, raster order" --train-only""", "send --first 4"]
-    path = f"{stub.parent}:{os.environ['PATH']}"
-    env = {"PATH": path, "OUT": f"{tmp_path}/back", "KEEP": str(keep), "MINUTES": "8"}
-    subprocess.run(command, cwd=repo, env=env, check=True)
-    late = subprocess.run(
-        [command[0], "steps"], cwd=repo, env={**env, "MINUTES": "0"}, check=True, capture_output=True, text=True
+    stub.write_text(
+        f"""#!/bin/sh
+for x; do printf "%s|" "$x"; done >> {tmp_path}/calls; echo >> {tmp_path}/calls
+case "$*" in *slow*) while [ ! -f {tmp_path}/go ]; do sleep 0.1; done;; esac
+mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/results/lines/$3.jsonl
+"""
     )
-    assert late.stdout.startswith("== steps: not begun, ")
-    verb, send = ((tmp_path / "calls").read_text()).splitlines()
+    stub.chmod(0o755)
+    root, repo = Path(queue.__file__).parents[2], tmp_path / "repo"
+    for name in ("src/arpg", "experiments/paper"):
+        (repo / name).mkdir(parents=True)
+    script = repo / "experiments" / "paper" / "holding.sh"
+    shutil.copy(root / "experiments" / "paper" / "holding.sh", script)
+    names = ["weights/inception.safetensors", "runs/meadow/model.safetensors"]
+    names += [f"data/meadow-{domain}.zip" for domain in ("pets", "flowers", "birds", "things", "dogs")]
+    for name in names:
+        path = tmp_path / "given" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(1000))
+    subprocess.run(
+        ["tar", "cf", tmp_path / "given.tar", "-C", tmp_path / "given", "data", "weights", "runs"], check=True
+    )
+    whole = (tmp_path / "given.tar").read_bytes()
+    env = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "OUT": str(back), "KEEP": str(keep), "WAIT": "0.5"}
+
+    def call(*verbs, **more):
+        shutil.rmtree(back, ignore_errors=True)
+        back.mkdir()
+        done = subprocess.run([script, *verbs], cwd=repo, env=env | more, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    for number, start in enumerate(range(0, len(whole), 5000)):  # a call brings one part
+        shutil.rmtree(repo / "runs", ignore_errors=True)
+        part = repo / "runs" / "carry" / f"part.{number:03d}"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(whole[start : start + 5000])
+        assert call() == ""
+    said = call('designs --rows 12+12 "24+0, raster order"', "slow", WAIT="0.01", MINUTES="8")
+    assert "not finished" in said
+    (tmp_path / "go").touch()
+    assert "not finished" not in call()
+    tokenize, designs_, slow = (tmp_path / "calls").read_text().splitlines()
+    assert tokenize == "-m|experiments.meadow|tokenize|--tokenizer|meadow|--views|3|"
     before = "-m|experiments.paper|designs|--features|features|--inception|weights/inception.safetensors|--minutes|"
-    after = f"|--pieces|{tmp_path}/back|--rows|12+12|24+0, raster order|--train-only|"
-    assert verb.startswith(before)
-    assert verb.endswith(after)
-    assert 0 < float(verb.removeprefix(before).removesuffix(after)) <= 8
-    assert send == f"-m|experiments.paper|send|--pieces|{tmp_path}/back|--first|4|"
-    for split in ("train", "test"):
-        assert len(open_tokens(keep / "runs" / "tokens" / f"meadow-{split}")) == 8
-    # Without tokens they are made, once all photographs and the tokenizer are there.
-    shutil.rmtree(repo / "runs" / "carry-tokens")
-    (repo / "runs" / "meadow").mkdir()
-    (repo / "weights" / "meadow-tokenizer").mkdir()
-    (repo / "data").mkdir()
-    env["KEEP"] = str(tmp_path / "another")
-    for domain in ("pets", "flowers", "birds", "things", "dogs"):
-        (repo / "data" / f"meadow-{domain}.zip").touch()
-        (tmp_path / "calls").write_text("")
-        subprocess.run(command[:1], cwd=repo, env=env, check=True)
-    tokenize = "-m|experiments.meadow|tokenize|--tokenizer|weights/meadow-tokenizer|--views|3|"
-    assert (tmp_path / "calls").read_text() == tokenize + "\n"
-    assert (tmp_path / "another" / "meadow").is_dir()  # as `--model meadow` finds it
+    after = "|--rows|12+12|24+0, raster order|"
+    assert designs_.startswith(before)
+    assert designs_.endswith(after)
+    assert 0 < float(designs_.removeprefix(before).removesuffix(after)) <= 8
+    assert "|slow|" in slow
+    (lines,) = back.glob("*.jsonl")
+    assert {json.loads(line)["row"] for line in lines.read_text().splitlines()} == {"tokenize", "designs", "slow"}
+    assert (keep / "meadow").is_dir()  # as `--model meadow` finds it
+    assert (keep / "data" / "meadow-dogs.zip").read_bytes() == (tmp_path / "given/data/meadow-dogs.zip").read_bytes()
+    assert "== steps: not begun, " in call("steps", MINUTES="0")
 
 
 def test_verdicts_come_from_intervals():
