@@ -463,7 +463,7 @@ def page(lines: list[Line]) -> str:
     text += [f"{_unfilled(lines)} Quoted: {QUOTED['source']}; {QUOTED['hardware']}.", ""]
     headings = ["claim", "paper", "ours (95% interval)", "verdict"]
     text += ["## Claims", "", markdown_table(headings, [claim.row(lines) for claim in CLAIMS])]
-    text += ["There is no VAR-like peer here; the memory of VAR is quoted below.", ""]
+    text += [_trained(lines), "There is no VAR-like peer here; the memory of VAR is quoted below.", ""]
     asked = [[row[0], *row[2:]] for row in (claim.row(lines) for claim in QUESTIONS)]
     text += ["Beyond the paper:", "", markdown_table(["question", *headings[2:]], asked)]
     if (fitted := exponent(lines)) is not None:
@@ -488,6 +488,18 @@ def _unfilled(lines: list[Line]) -> str:
         return "Nothing has been measured yet."
     empty = f"; not measured yet: {', '.join(tables)}" if tables else ""
     return f"{answered} of {len(claims)} claims and questions are answered{empty}."
+
+
+def _trained(lines: list[Line]) -> str:
+    """Say how long the rows were trained, beside the paper's models."""
+    found = {line["losses"]["loss"][-1][0] for line in lines if line.get("losses", {}).get("loss")}
+    if not found:
+        return ""
+    theirs, images = QUOTED["training images of table 5"], " or ".join(f"{each:,}" for each in sorted(found))
+    return (
+        f"Each row saw {images} images in training, {max(found) / theirs:.1%} of the {theirs / 1e6:.0f} million (150 "
+        "epochs of ImageNet) of the paper's Table 5. Claims about quality are answered for models trained this long.\n"
+    )
 
 
 def _given_table(given: dict[str, Any]) -> str:
