@@ -128,8 +128,10 @@ def test_the_card_was_measured_with_the_bundled_weights():
     pipe = Pipeline.from_pretrained("meadow", device="cpu", precision=record["precision"])
     assert record["model"] == fingerprint(pipe)
     fid = record["fid"][f"{pipe.sampling.steps} steps"]
-    assert (fid["settings"]["order"], fid["settings"]["schedule"]) == (pipe.sampling.order, pipe.sampling.schedule)
-    assert fid["settings"]["guidance"] == pipe.sampling.guidance_for(pipe.sampling.steps)
+    for name in ("order", "schedule", "guidance_schedule"):
+        assert fid["settings"][name] == getattr(pipe.sampling, name)
+    for measured in record["fid"].values():
+        assert measured["settings"]["guidance"] == pipe.sampling.guidance_for(measured["settings"]["steps"])
     card = (ROOT / "src" / "arpg" / "assets" / "meadow" / "README.md").read_text()
     report = fid["train" if "train" in fid else "test"]
     assert f"| FID | {report['fid']['value']:.2f} (" in card
