@@ -35,6 +35,7 @@ log = logging.getLogger("experiments")
 
 AXES = ("guidance", "guidance_schedule", "order", "schedule", "temperature", "top_p")  # what is searched
 
+GuidanceTable = tuple[tuple[int, float], ...]  # (steps, guidance scale)
 T = TypeVar("T")  # settings, or whatever is measured with a number of samples
 
 
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def recommend(searched: Mapping[int, Sequence[Mapping[str, Any]]]) -> SamplingDefaults:
-    """Return the settings that suit all numbers of steps best, with a guidance scale for each of them.
+    """Return the settings that suit all numbers of steps best, with the guidance scales that are best for each of them.
 
     The product of the FIDs is least, each with its best scale. Settings count that reached the same, largest possible
     number of samples for every number of steps.
@@ -147,6 +148,16 @@ def recommend(searched: Mapping[int, Sequence[Mapping[str, Any]]]) -> SamplingDe
             best = min(common, key=lambda key: (math.prod(found[key][0] for found in per_steps), key))
             table = tuple((steps, found[best][1]) for steps, found in zip(sorted(searched), per_steps, strict=True))
             return SamplingDefaults(
-                steps=max(searched), guidance_by_steps=table, **dict(zip(shared, best, strict=True))
+                steps=max(searched), guidance_by_steps=shortened(table), **dict(zip(shared, best, strict=True))
             )
     raise AssertionError("the first round measures all settings")
+
+
+def shortened(table: GuidanceTable) -> GuidanceTable:
+    """Leave out the entries of `guidance_by_steps` that follow from the others, by interpolation or as the nearest."""
+    left = table
+    for entry in table:
+        others = tuple(each for each in left if each != entry)
+        if others and all(SamplingDefaults(guidance_by_steps=others).guidance_for(n) == scale for n, scale in table):
+            left = others
+    return left

@@ -91,7 +91,9 @@ def _shape(folder: Path, *, training: str) -> str:
     else:
         stored = [f"that of `{base}`", f"differences from `{base}`, {_megabytes(folder / MODEL)}"]
     sampling = present(read_folder(folder).sampling, f"{folder / CONFIG} has no sampling section")
-    scales = [f"{scale:g} at {steps} steps" for steps, scale in sampling.guidance_by_steps]
+    table = sampling.guidance_by_steps
+    scales = ", ".join(f"{scale:g} at {steps} steps" for steps, scale in table)
+    guidance = f"{table[0][1]:g}" if len(table) == 1 else f"({scales})"  # one applies to every number of steps
     levels = ", ".join(map(str, tokenizer.multipliers))
     rows = [
         ["parameters", *(f"{count:.2f} M" for count in counts)],
@@ -107,7 +109,7 @@ def _shape(folder: Path, *, training: str) -> str:
             "defaults",
             "",
             f"{sampling.steps} steps, `{sampling.order}` order, `{sampling.schedule}` schedule, "
-            f"{sampling.guidance_schedule} guidance ({', '.join(scales)})",
+            f"{sampling.guidance_schedule} guidance {guidance}",
         ],
     ]
     return markdown_table(["", "tokenizer", "network"], rows)

@@ -7,6 +7,7 @@ import pytest
 from arpg import Pipeline, checkpoint
 from arpg.checkpoint import read_folder
 from arpg.evaluation.sample import fingerprint
+from arpg.settings import SamplingDefaults
 from experiments.meadow import bundle
 from experiments.meadow.__main__ import main
 from support.paths import ROOT
@@ -70,6 +71,7 @@ def test_the_card_says_what_the_records_say(world, tmp_path, monkeypatch, capsys
         "8 x 8 pixels (4 x 4 = 16 tokens)",
         "15 photographs, 10 of them in the training split",
         "| training | 4,900 steps of 256 images, 19 minutes of steps on one NVIDIA H200 | 3 steps on a CPU |",
+        "| defaults | | 2 steps, `random` order, `arccos` schedule, linear guidance 4 |",
         "| FID | 18.50 (17.50 to 19.50) | 21.25 (20.25 to 22.25) |",
         "| precision | 0.500 | 0.500 |",
         "The tokenizer has rFID 6.25 on 5,310 test photographs (another GPU).",
@@ -104,6 +106,8 @@ def test_a_fine_tune_is_bundled_as_differences(world, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "EXAMPLES", ("class 2", "class 4"))
     monkeypatch.setattr(checkpoint, "installed_folder", lambda name, **_: tmp_path / name)
     Pipeline.from_pretrained("m").save_pretrained(tmp_path / "base")
+    sampling = SamplingDefaults(guidance_by_steps=((12, 5.0), (24, 4.0)))
+    checkpoint.write_folder(tmp_path / "base", checkpoint.FolderConfig(sampling=sampling))
     checkpoint.write_difference(tmp_path / "base", tmp_path / "tuned", base="base", form="int6")
     (tmp_path / "card.json").write_text(json.dumps(RECORD))
     (tmp_path / "limits.md").write_text("- Eyes are uneven.\n")
@@ -114,6 +118,7 @@ def test_a_fine_tune_is_bundled_as_differences(world, tmp_path, monkeypatch):
     assert described.examples == ("class 2", "class 4")
     assert not (out / "tokenizer.safetensors").exists()
     text = " ".join((out / "README.md").read_text().split())
+    assert "linear guidance (5 at 12 steps, 4 at 24 steps) |" in text
     assert "fine-tuned from `base` by this project. It uses the tokenizer of `base`." in text
     assert "| stored as | that of `base` | differences from `base`, 0." in text
 
@@ -123,8 +128,10 @@ def test_the_card_was_measured_with_the_bundled_weights():
     pipe = Pipeline.from_pretrained("meadow", device="cpu", precision=record["precision"])
     assert record["model"] == fingerprint(pipe)
     fid = record["fid"][f"{pipe.sampling.steps} steps"]
-    assert (fid["settings"]["order"], fid["settings"]["schedule"]) == (pipe.sampling.order, pipe.sampling.schedule)
-    assert fid["settings"]["guidance"] == pipe.sampling.guidance_for(pipe.sampling.steps)
+    for name in ("order", "schedule", "guidance_schedule"):
+        assert fid["settings"][name] == getattr(pipe.sampling, name)
+    for measured in record["fid"].values():
+        assert measured["settings"]["guidance"] == pipe.sampling.guidance_for(measured["settings"]["steps"])
     card = (ROOT / "src" / "arpg" / "assets" / "meadow" / "README.md").read_text()
     report = fid["train" if "train" in fid else "test"]
     assert f"| FID | {report['fid']['value']:.2f} (" in card

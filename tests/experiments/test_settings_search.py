@@ -10,9 +10,10 @@ from PIL import Image
 from arpg import InputError, Pipeline
 from arpg.checkpoint import read_folder
 from arpg.evaluation.features import Features
+from arpg.settings import SamplingDefaults
 from experiments import model_card, photos
 from experiments.meadow.__main__ import main
-from experiments.settings_search import AXES, halving, recommend
+from experiments.settings_search import AXES, halving, recommend, shortened
 
 
 def test_the_better_half_goes_on_with_twice_as_many_samples():
@@ -68,6 +69,25 @@ def test_defaults_share_all_but_the_guidance():
     assert (found.steps, found.temperature, found.order) == (24, 1.0, "halton")
     assert found.guidance_by_steps == ((12, 4.0), (24, 2.5))
     assert recommend({12: few, 24: many[2:]}).temperature == 0.8  # the only one with as many samples for both
+    alike = [{**each, "guidance": 4.0} for each in many]
+    assert recommend({24: alike, 12: few}).guidance_by_steps == ((24, 4.0),)
+
+
+@pytest.mark.parametrize(
+    ("table", "short"),
+    [
+        (((8, 9.5), (12, 9.5), (16, 9.5), (24, 9.5)), ((24, 9.5),)),
+        (((8, 5.0), (12, 5.0), (24, 3.0)), ((12, 5.0), (24, 3.0))),
+        (((8, 5.0), (12, 3.0), (24, 3.0)), ((8, 5.0), (12, 3.0))),
+        (((4, 5.0), (8, 4.0), (16, 3.0)), ((4, 5.0), (16, 3.0))),  # on a line over log(steps)
+        (((8, 4.0), (12, 3.0), (24, 4.0)), ((8, 4.0), (12, 3.0), (24, 4.0))),
+        (((24, 3.0),), ((24, 3.0),)),
+    ],
+)
+def test_entries_that_follow_from_the_others_are_left_out(table, short):
+    assert shortened(table) == short
+    whole, left = (SamplingDefaults(guidance_by_steps=each) for each in (table, short))
+    assert [left.guidance_for(n) for n in range(1, 65)] == [whole.guidance_for(n) for n in range(1, 65)]
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
