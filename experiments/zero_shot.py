@@ -212,7 +212,7 @@ class ZeroShot(PhotoMeasures):
             "bicubic through the tokenizer": lambda: self.reconstruct(given),
         }
         for method in EXPAND_METHODS:
-            for guidance in (1.0, 3.0):
+            for guidance in sorted({1.0, self.pipe.sampling.settings().guidance}):
                 methods[f"{method}, guidance {guidance:g}"] = partial(expanded, method, guidance)
         shown = evenly_spaced(len(small), SHOWN)
         sheet_rows, rows = [], {}
