@@ -49,7 +49,10 @@ if [ $# -gt 0 ]; then
   : >"$KEEP/log"
   setsid "$KEEP/repository/experiments/paper/holding.sh" --run "$@" >"$KEEP/log" 2>&1 </dev/null &
 fi
-[ -f "$KEEP/log" ] || exit 0
+if [ ! -f "$KEEP/log" ]; then
+  echo "== nothing runs here; parts of the upload: $(ls "$KEEP/carry" 2>/dev/null | wc -l)"
+  exit 0
+fi
 last=$(awk -v m="${WAIT:-9.5}" -v s="$SECONDS" 'BEGIN { print int(s + 60 * m) }')
 while [ ! -f "$KEEP/finished" ] && [ "$SECONDS" -lt "$last" ]; do
   sleep 1
