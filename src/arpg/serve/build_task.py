@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import math
 import re
 import struct
 from typing import Any, cast
 
+import pybase64
 from PIL import Image
 
 from arpg.errors import InputError
@@ -238,6 +237,6 @@ def decode_base64(text: str, *, param: str) -> bytes:
     is_url = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", text[:64]) is not None
     check(not is_url, f"{param} is a URL; nothing is fetched here, send the image itself in base64", param=param)
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
         raise ApiError(400, f"{param} is not base64; send a PNG, JPEG or WebP file in base64", param=param) from None
