@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from arpg import ARPG, ControlInput, Pipeline
+from arpg import ARPG, Pipeline
 from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
 from arpg.data.crops import center_crops
 from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
@@ -33,6 +34,7 @@ from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.control_images import generate_pixels, strength_zero_is_plain
 from experiments.garden.control_score import main as evaluate_control
 from experiments.garden.control_score import scene_sources
 from experiments.garden.depth_net import train_and_save
@@ -179,7 +181,8 @@ class ControlRun(StagedRun):
         garden = load_model(resolve("garden"), device=self.device, dtype=torch.float32)
         report["garden"] = {"validation loss": self._losses(garden)}
         pipe = Pipeline.from_pretrained(self.results / "garden-control", device=self.device, dtype="float32")
-        report["strength 0 is the model without control"] = self._strength_zero(pipe)
+        same = strength_zero_is_plain(partial(generate_pixels, pipe), size=SIZE, kind="depth")
+        report["strength 0 is the model without control"] = same
         for kind, folder in zip(("canny", "depth"), self.test, strict=True):
             save(self._sheet(pipe, folder, kind), self.results / f"{kind}.png")
         write_json(self.results / "control.json", report)
@@ -217,14 +220,6 @@ class ControlRun(StagedRun):
                     losses.append(objective(batch))
                 found[f"{kind}, {name} the image"] = round(float(torch.stack(losses).mean()), 4)
         return found
-
-    def _strength_zero(self, pipe: Pipeline) -> bool:
-        control = ControlInput(
-            Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE), np.uint8)), "depth", 0
-        )
-        plain, controlled = (pipe.generate([0, 60, 135], control=c, seed=0) for c in (None, control))
-        pairs = zip(plain, controlled, strict=True)
-        return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
     def _sheet(self, pipe: Pipeline, folder: str, kind: str) -> Image.Image:
         """Return test condition images, each with two results."""
