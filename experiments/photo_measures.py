@@ -44,6 +44,7 @@ from experiments.photos import (
 
 INTERVAL = " interval"  # behind the name of a number: its 95 % interval
 
+Index = NDArray[np.int64]
 Row = dict[str, Any]
 
 log = logging.getLogger("experiments")
@@ -141,14 +142,10 @@ class PhotoMeasures:
         domains = self.domain_of[labels]
         return row | {f"{name}, {each}": float(hits[domains == each].mean()) for each in np.unique(domains) if each}
 
-    @torch.no_grad()
     def distances(self, a: Pixels, b: Pixels) -> NDArray[np.float64]:
         """Return the LPIPS of each pair."""
-        found = []
-        for start in range(0, len(a), self.batch):
-            pair = (to_images(x[start : start + self.batch], self.lpips.device) for x in (a, b))
-            found.append(self.lpips(*pair))
-        return torch.cat(found).double().cpu().numpy()
+        index = np.arange(len(a))
+        return pair_distances(self.lpips, a, index, b, index, self.batch)
 
     def features(self, pixels: Pixels) -> torch.Tensor:
         """Return Inception's pooled features."""
@@ -163,6 +160,19 @@ class PhotoMeasures:
         """Write rows of images to OUT/NAME.webp."""
         whole = sheet([Image.fromarray(pixels) for row in rows for pixels in row], columns=len(rows[0]))
         write_whole(self.options.out / f"{name}.webp", lambda path: whole.save(path, format="webp", quality=85))
+
+
+@torch.no_grad()
+def pair_distances(
+    lpips: LPIPS, a: Pixels, index_a: Index, b: Pixels, index_b: Index, batch_size: int
+) -> NDArray[np.float64]:
+    """Return the LPIPS of images `index_a` of `a` to images `index_b` of `b`, pair by pair."""
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    parts = []
+    for start in range(0, len(index_a), batch_size):
+        part = slice(start, start + batch_size)
+        parts.append(lpips(to_images(a[index_a[part]], lpips.device), to_images(b[index_b[part]], lpips.device)))
+    return torch.cat(parts).double().cpu().numpy()
 
 
 def share(name: str, hits: NDArray[np.bool_]) -> Row:
