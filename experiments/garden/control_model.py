@@ -28,7 +28,6 @@ from arpg.data.crops import center_crops
 from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
-from arpg.device import usable_cpus
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import save, sheet
@@ -38,7 +37,7 @@ from experiments.control_images import generate_pixels, strength_zero_is_plain
 from experiments.garden.control_score import main as evaluate_control
 from experiments.garden.control_score import scene_sources
 from experiments.garden.depth_net import train_and_save
-from experiments.garden.scene_sets import compose_tokens
+from experiments.garden.scene_sets import compose_tokens, num_processes
 from experiments.photos import GARDEN, class_ids, load_or_train_classifier
 from experiments.staged_run import Stage, StagedRun, add_run_options
 
@@ -83,7 +82,6 @@ class ControlRun(StagedRun):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self.processes = len(usable_cpus())
         folders = {split: [str(self.work / kind / split) for kind in ("canny", "depth")] for split in ("train", "test")}
         train = [folders["train"][0]] * EDGE_WEIGHT + folders["train"][1:]
         own = [f"data.train={json.dumps(train)}", f"data.validation={json.dumps(folders['test'])}"]
@@ -115,7 +113,6 @@ class ControlRun(StagedRun):
         """Encode composed scenes with their exact depth."""
         tokenizer, num = self._tokenizer(), self.options.scenes
         for split, count, seed in (("train", num, 0), ("test", max(32, min(2048, num // 40)), 10**9)):
-            processes = self.processes if count > 2000 else 0
             compose_tokens(
                 tokenizer,
                 scene_sources(self.options.data, split),
@@ -123,7 +120,7 @@ class ControlRun(StagedRun):
                 num=count,
                 seed=seed,
                 size=SIZE,
-                processes=processes,
+                processes=num_processes(count),
                 shard_size=8192,
                 depth=True,
             )
@@ -138,7 +135,7 @@ class ControlRun(StagedRun):
             device=self.device,
             fresh=max(8, min(1000, options.depth_scenes // 30)),
             batch_size=self.batch_size(256),
-            processes=self.processes if options.depth_scenes > 4000 else 0,
+            processes=num_processes(options.depth_scenes),
         )
 
     def classifier(self) -> None:

@@ -29,7 +29,6 @@ from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folde
 from arpg.config import TextConfig
 from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
-from arpg.device import usable_cpus
 from arpg.files import read_tensors, write_json, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
@@ -41,7 +40,7 @@ from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import Detector, train_and_save
 from experiments.garden.geneval import TASKS, GenEvalPrompt, ceiling, generate, held_out_prompts, read_pixels, score
 from experiments.garden.objects import KINDS
-from experiments.garden.scene_sets import compose_tokens
+from experiments.garden.scene_sets import compose_tokens, num_processes
 from experiments.garden.scene_spec import caption, sample_spec
 from experiments.staged_run import Stage, StagedRun, add_run_options
 
@@ -162,16 +161,13 @@ class TextRun(StagedRun):
         assert self.recipe.model.text is not None
         self.text: TextConfig = self.recipe.model.text
         self.detector_folder = self.results / "detector"
-        self.processes = 0 if options.scenes < 2000 else len(usable_cpus())
 
     def compose(self) -> None:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
         few = max(64, min(4096, self.options.scenes // 100))
         for split, num, seed in (("train", self.options.scenes, 0), ("test", few, 10**9)):
-            count = self.processes if num > 2000 else 0
-            compose_tokens(
-                tokenizer, self.sets[split], self.work / "scenes" / split, num=num, seed=seed, processes=count
-            )
+            folder, processes = self.work / "scenes" / split, num_processes(num)
+            compose_tokens(tokenizer, self.sets[split], folder, num=num, seed=seed, processes=processes)
 
     def embed(self) -> None:
         encoder = self._encoder()
@@ -188,7 +184,7 @@ class TextRun(StagedRun):
             device=self.device,
             tokenizer=self.recipe.tokenizer or "garden",
             seed=5,
-            processes=self.processes,
+            processes=num_processes(self.options.detector_scenes),
         )
 
     def score(self) -> None:
