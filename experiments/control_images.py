@@ -6,10 +6,10 @@ Depth is 0 (near) to 1 (the background). Shapes: n m images, B batch, H W pixels
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,45 +133,34 @@ def rmse(depth_nHW: Depth, other_nHW: Depth) -> NDArray[np.float64]:
 NO_CLASS = -1
 
 
-class Generate(Protocol):
-    """Generates images uint8 [B, H, W, 3] of conditions uint8 [B, H, W]; label -1: no class, strength 0: no control."""
-
-    def __call__(
-        self, conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float
-    ) -> Pixels: ...
+Generate = Callable[..., Pixels]  # `generate_pixels` of a pipeline
 
 
-def with_control(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
-    """Return a generator of images that follow the conditions."""
-
-    def generate(conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float) -> Pixels:
-        controls = [ControlInput(Image.fromarray(condition), kind, strength) for condition in conditions_BHW]
-        return _pixels(pipe, labels_B, seeds, control=controls, **settings)
-
-    return generate
-
-
-def without_control(pipe: Pipeline, settings: dict[str, Any]) -> Generate:
-    """Return a generator of images with the same labels and seeds that ignores the conditions."""
-
-    def generate(conditions_BHW: Grey, labels_B: Labels, *, kind: str, seeds: Sequence[int], strength: float) -> Pixels:
-        return _pixels(pipe, labels_B, seeds, **settings)
-
-    return generate
-
-
-def _pixels(pipe: Pipeline, labels_B: Labels, seeds: Sequence[int], **options: Any) -> Pixels:
+def generate_pixels(
+    pipe: Pipeline,
+    conditions_BHW: Grey,
+    labels_B: Labels,
+    *,
+    kind: str,
+    seeds: Sequence[int],
+    strength: float | None,
+    **settings: Any,
+) -> Pixels:
+    """Generate images `[B, H, W, 3]` of conditions; label -1: no class. Strength None: conditions are not given."""
+    control = None
+    if strength is not None:
+        control = [ControlInput(Image.fromarray(condition), kind, strength) for condition in conditions_BHW]
     classes: list[Any] = [None if label < 0 else int(label) for label in labels_B]
-    made = pipe.generate(classes, seed=list(seeds), batch_size=len(classes), **options)
+    made = pipe.generate(classes, seed=list(seeds), batch_size=len(classes), control=control, **settings)
     return np.stack([np.asarray(image.convert("RGB")) for image in made])
 
 
-def strength_zero_is_plain(generate: Generate, plain: Generate, *, size: int, kind: str, num: int = 8) -> bool:
-    """Return whether at strength 0 every pixel of a few images is that of `plain`, which generates without control."""
+def strength_zero_is_plain(generate: Generate, *, size: int, kind: str, num: int = 8) -> bool:
+    """Return whether at strength 0 every pixel of a few images is that without conditions."""
     conditions = np.zeros((num, size, size), np.uint8)
     conditions[:, size // 4 : size // 2] = 255
     none = np.full(num, NO_CLASS, np.int64)
-    a, b = (make(conditions, none, kind=kind, seeds=range(num), strength=0.0) for make in (generate, plain))
+    a, b = (generate(conditions, none, kind=kind, seeds=range(num), strength=strength) for strength in (0.0, None))
     return np.array_equal(a, b)
 
 
@@ -202,7 +191,7 @@ def generate_missing(
     folder: Path | None,
     *,
     kind: str,
-    strength: float = 1.0,
+    strength: float | None = 1.0,
     seed: int = 0,
     batch_size: int = 64,
 ) -> Pixels:

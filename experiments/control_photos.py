@@ -49,13 +49,12 @@ from experiments.control_images import (
     agreement,
     choose_evenly,
     generate_missing,
+    generate_pixels,
     nearest,
     nearest_by_depth,
     rmse,
     strength_zero_is_plain,
     to_depth,
-    with_control,
-    without_control,
 )
 from experiments.photo_measures import INTERVAL, PhotoMeasures, Row, mean, measure_parser, measure_parts, share
 from experiments.photos import Labels, class_ids, evenly_spaced
@@ -166,7 +165,7 @@ class ControlScore(PhotoMeasures):
         some = images.only(choose_evenly(images.labels, min(number, len(images))).tolist())
         return {"train": reference_features(self.inception, some, self.size, keep=folder)}
 
-    def generate(self, generate: Generate, strength: float, tests: Conditions, name: str) -> Pixels:
+    def generate(self, generate: Generate, strength: float | None, tests: Conditions, name: str) -> Pixels:
         """Generate an image of each condition and its class; image i has the seed `--seed` + i."""
         options, labels = self.options, tests.labels_n
         return generate_missing(
@@ -183,12 +182,12 @@ class ControlScore(PhotoMeasures):
     def score(self, tests: Conditions) -> Row:
         """Return a row each for control, no control, the base model, the tokenizer, the real and the nearest images."""
         real, wanted, options = tests.real_nHW3, tests.wanted_nHW, self.options
-        ours, plain = with_control(self.pipe, {}), without_control(self.pipe, {})
-        generators = {CONTROL: (ours, 1.0), PLAIN: (ours, 0.0)}
+        ours = partial(generate_pixels, self.pipe)
+        generators: dict[str, tuple[Generate, float | None]] = {CONTROL: (ours, 1.0), PLAIN: (ours, 0.0)}
         for scale in options.guidance:
-            generators[f"{CONTROL}, guidance {scale:g}"] = (with_control(self.pipe, {"guidance": scale}), 1.0)
+            generators[f"{CONTROL}, guidance {scale:g}"] = (partial(ours, guidance=scale), 1.0)
         if options.base is not None and tests.labels_n is not None:
-            generators[BASE] = (self._base, 0.0)
+            generators[BASE] = (self._base, None)
         rows: dict[str, Callable[[], Pixels]] = {
             name: partial(self.generate, *generator, tests, name) for name, generator in generators.items()
         }
@@ -209,7 +208,7 @@ class ControlScore(PhotoMeasures):
             row = self.measure(tests.nearest(wanted[index]), tests, index)
             found[NEAREST] = row | {"images": len(index)}
         self.save_sheet(tests.kind, sheet_rows)
-        same = strength_zero_is_plain(ours, plain, size=self.size, kind=tests.kind)
+        same = strength_zero_is_plain(ours, size=self.size, kind=tests.kind)
         settings = json_settings(self.pipe.sampling.settings())
         about = {"images": len(real), "measure": MEASURES[tests.kind], "seed": options.seed}
         return about | {"strength 0 is no control": same, "settings": settings, "rows": found}
@@ -232,7 +231,7 @@ class ControlScore(PhotoMeasures):
     def _base(self) -> Generate:
         options = self.options
         base = Pipeline.from_pretrained(options.base, device=options.device, precision=options.precision)
-        return without_control(base, {})
+        return partial(generate_pixels, base)
 
 
 def control_parser(verb: str, about: str | None) -> argparse.ArgumentParser:

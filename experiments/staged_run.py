@@ -14,7 +14,7 @@ import logging
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from arpg.device import choose_device
@@ -32,31 +32,15 @@ FINISHED = "finished"  # the file that marks a run which has reached its end
 SHORTEST = 60.0  # seconds below which training is not begun
 
 
-def run_stages(
-    stages: Mapping[str, Callable[[], bool]],
-    deadline: float,
-    results: Path,
-    target: Path | None,
-    *,
-    leave_out: Collection[Path] = (),
-) -> None:
-    """Run one stage after the other until one returns that it is not finished; none begins after the deadline.
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of a run, which is finished where the results have the file `done`."""
 
-    With `target`, the results, except the files `leave_out`, are also written there as pieces of a zip file.
-    """
-    for name, stage in stages.items():
-        began = time.monotonic()
-        if began > deadline or not stage():
-            log.info("%s is not finished; run this again", name)
-            break
-        log.info("%s: %.0f s", name, time.monotonic() - began)
-    else:
-        log.info("done")
-    if target is not None:
-        write_pieces(results, target, leave_out=leave_out)
+    done: str = ""  # none: the stage itself knows what it has done
+    seconds: float = 0.0  # on a GPU, where it cannot be interrupted
 
 
-def add_run_options(parser: argparse.ArgumentParser, *, stages: Sequence[str], recipe: str) -> None:
+def add_run_options(parser: argparse.ArgumentParser, *, stages: Collection[str], recipe: str) -> None:
     """Add the options of a `StagedRun`; `recipe` is the default of --recipe."""
     parser.add_argument("--stages", nargs="*", default=list(stages), choices=stages)
     parser.add_argument("--recipe", type=Path, default=Path(recipe))
@@ -71,11 +55,10 @@ def add_run_options(parser: argparse.ArgumentParser, *, stages: Sequence[str], r
 class StagedRun:
     """One call of a run that makes a model: its stages that are not finished, until its time is over.
 
-    A stage is a method of that name, with _ for -, which returns whether it is finished.
+    A stage is a method of that name, with _ for -. One that returns False is not finished.
     """
 
-    stages: tuple[str, ...]
-    seconds: Mapping[str, float]  # on a GPU, of stages that cannot be interrupted
+    stages: Mapping[str, Stage]
     recipe: ModelRecipe
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -86,13 +69,22 @@ class StagedRun:
         self.device = choose_device(options.device)
 
     def run(self) -> None:
-        """Run the stages of `--stages`."""
-        stages = {name: getattr(self, name.replace("-", "_")) for name in self.stages if name in self.options.stages}
-        run_stages(stages, self.deadline, self.results, self.options.pieces)
+        """Run the stages of `--stages` until one is not finished; none begins that would end after the deadline.
 
-    def too_late(self, stage: str) -> bool:
-        """Return whether a stage that cannot be interrupted would end after the deadline."""
-        return time.monotonic() + self.seconds[stage] > self.deadline
+        With `--pieces`, the results are also written there as pieces of a zip file.
+        """
+        for name in (name for name in self.stages if name in self.options.stages):
+            stage, began = self.stages[name], time.monotonic()
+            if not (stage.done and (self.results / stage.done).exists()):
+                late = began + stage.seconds > self.deadline
+                if late or getattr(self, name.replace("-", "_"))() is False:
+                    log.info("%s is not finished; run this again", name)
+                    break
+                log.info("%s: %.0f s", name, time.monotonic() - began)
+        else:
+            log.info("done")
+        if self.options.pieces is not None:
+            write_pieces(self.results, self.options.pieces)
 
     def train(self) -> bool:
         """Train the model, or resume its training."""

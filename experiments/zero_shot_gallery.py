@@ -9,7 +9,7 @@ terms of its photographs do not allow to show them everywhere.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -97,21 +97,24 @@ def captioned(shown: Captioned, *, columns: int) -> Image.Image:
     return sheet([image for image, _ in shown], columns=columns, captions=[text for _, text in shown])
 
 
+def save_all(made: Iterable[tuple[str, Image.Image]], folder: Path, *, quality: int = 85) -> list[Path]:
+    """Write named images as WebP, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, image in made:
+        written.append(folder / f"{name}.webp")
+        image.save(written[-1], quality=quality, method=6)
+    return written
+
+
 def write_gallery(pipe: Pipeline, folder: Path, *, rows: int, seed: int, control: Pipeline | None = None) -> list[Path]:
     """Write all pictures as WebP, and return their paths."""
     gallery = Gallery(pipe, rows=rows, seed=seed)
-    made: dict[str, Callable[[], Image.Image]] = {
-        name: getattr(gallery, name) for name in ("inpaint", "edit", "outpaint", "expand")
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, make in made.items():
-        make().save(folder / f"{name}.webp", quality=85, method=6)
-    names = list(made)
+    written = save_all(((name, getattr(gallery, name)()) for name in ("inpaint", "edit", "outpaint", "expand")), folder)
     if control is not None and control.model.config.control is not None:
-        for kind in control.model.config.control.kinds:
-            gallery.follow(control, kind).save(folder / f"{kind}.webp", quality=85, method=6)
-            names.append(kind)
-    return [folder / f"{name}.webp" for name in names]
+        kinds = control.model.config.control.kinds
+        written += save_all(((kind, gallery.follow(control, kind)) for kind in kinds), folder)
+    return written
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from experiments.verbs import run_verb
 
@@ -27,11 +27,7 @@ VERBS = {
     "metric-truths": ("measurements.metric_truths:main", "check metrics on images that are known to be worse"),
 }
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; an error of the user is one line and exit code 2."""
-    return run_verb("garden", VERBS, arguments)
-
+main = partial(run_verb, "garden", VERBS)
 
 if __name__ == "__main__":
     sys.exit(main())

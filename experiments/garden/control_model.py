@@ -14,38 +14,47 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from arpg import ARPG, ControlInput, Pipeline
+from arpg import ARPG, Pipeline
 from arpg.checkpoint import load_model, load_tokenizer, read_folder, write_difference
 from arpg.data.crops import center_crops
 from arpg.data.dataset import ControlMaps, Dataset, TokenBatches
 from arpg.data.tokenize import tokenize
 from arpg.data.tokens import NO_CLASS, open_tokens
-from arpg.device import usable_cpus
 from arpg.files import write_json
 from arpg.hub import resolve
 from arpg.image import save, sheet
 from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe, read_recipe
+from experiments.control_images import generate_pixels, strength_zero_is_plain
 from experiments.garden.control_score import main as evaluate_control
 from experiments.garden.control_score import scene_sources
 from experiments.garden.depth_net import train_and_save
-from experiments.garden.scene_sets import compose_tokens
+from experiments.garden.scene_sets import compose_tokens, num_processes
 from experiments.photos import GARDEN, class_ids, load_or_train_classifier
-from experiments.staged_run import StagedRun, add_run_options
+from experiments.staged_run import Stage, StagedRun, add_run_options
 
 log = logging.getLogger("garden")
 SIZE = GARDEN.size
 FORMS = ("int6", "int4")  # the first is the distributed one
 EDGE_WEIGHT = 4  # how much more often training samples photographs with edges than scenes with depth
 TRAINING_SCENES = 5000  # among which the nearest is looked for, as `evaluate-control` does
-STAGES = ("compose", "depth-net", "tokenize", "classifier", "train", "finish", "score")
+STAGES = {
+    "compose": Stage(),
+    "depth-net": Stage("depth-net/depth.json", 120.0),
+    "tokenize": Stage(),
+    "classifier": Stage("classifier/classifier.json", 90.0),
+    "train": Stage(),
+    "finish": Stage("control.json", 60.0),
+    "score": Stage(seconds=180.0),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,11 +79,9 @@ class ControlRun(StagedRun):
     """One call of the making of garden-control."""
 
     stages = STAGES
-    seconds: ClassVar = {"depth-net": 120.0, "classifier": 90.0, "finish": 60.0, "score": 180.0}
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self.processes = len(usable_cpus())
         folders = {split: [str(self.work / kind / split) for kind in ("canny", "depth")] for split in ("train", "test")}
         train = [folders["train"][0]] * EDGE_WEIGHT + folders["train"][1:]
         own = [f"data.train={json.dumps(train)}", f"data.validation={json.dumps(folders['test'])}"]
@@ -84,7 +91,7 @@ class ControlRun(StagedRun):
     def _tokenizer(self) -> Any:
         return load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
 
-    def tokenize(self) -> bool:
+    def tokenize(self) -> None:
         """Encode ten views of each training photograph and one of each test photograph, with the edges of each view."""
         tokenizer = self._tokenizer()
         for split in ("train", "test"):
@@ -101,13 +108,11 @@ class ControlRun(StagedRun):
                 shard_size=8192,
                 control="canny",
             )
-        return True
 
-    def compose(self) -> bool:
+    def compose(self) -> None:
         """Encode composed scenes with their exact depth."""
         tokenizer, num = self._tokenizer(), self.options.scenes
         for split, count, seed in (("train", num, 0), ("test", max(32, min(2048, num // 40)), 10**9)):
-            processes = self.processes if count > 2000 else 0
             compose_tokens(
                 tokenizer,
                 scene_sources(self.options.data, split),
@@ -115,72 +120,53 @@ class ControlRun(StagedRun):
                 num=count,
                 seed=seed,
                 size=SIZE,
-                processes=processes,
+                processes=num_processes(count),
                 shard_size=8192,
                 depth=True,
             )
-        return True
 
-    def depth_net(self) -> bool:
-        options, folder = self.options, self.results / "depth-net"
-        if not (folder / "depth.json").exists():
-            if self.too_late("depth-net"):
-                return False
-            train_and_save(
-                scene_sources(self.options.data, "train"),
-                folder,
-                num=options.depth_scenes,
-                steps=options.depth_steps,
-                device=self.device,
-                fresh=max(8, min(1000, options.depth_scenes // 30)),
-                batch_size=self.batch_size(256),
-                processes=self.processes if options.depth_scenes > 4000 else 0,
-            )
-        return True
+    def depth_net(self) -> None:
+        options = self.options
+        train_and_save(
+            scene_sources(options.data, "train"),
+            self.results / "depth-net",
+            num=options.depth_scenes,
+            steps=options.depth_steps,
+            device=self.device,
+            fresh=max(8, min(1000, options.depth_scenes // 30)),
+            batch_size=self.batch_size(256),
+            processes=num_processes(options.depth_scenes),
+        )
 
-    def classifier(self) -> bool:
-        folder = self.results / "classifier"
-        if not (folder / "classifier.json").exists():
-            if self.too_late("classifier"):
-                return False
-            names = read_folder(resolve("garden")).classes
-            assert names is not None
-            train, test = (GARDEN.open(self.options.data, split) for split in ("train", "test"))
-            load_or_train_classifier(
-                folder,
-                lambda: (center_crops(train, SIZE), class_ids(train, names)),
-                num_classes=len(names),
-                steps=self.options.classifier_steps,
-                device=self.device,
-                batch_size=self.batch_size(256),
-                test=(center_crops(test, SIZE), class_ids(test, names)),
-            )
-        return True
+    def classifier(self) -> None:
+        names = read_folder(resolve("garden")).classes
+        assert names is not None
+        train, test = (GARDEN.open(self.options.data, split) for split in ("train", "test"))
+        load_or_train_classifier(
+            self.results / "classifier",
+            lambda: (center_crops(train, SIZE), class_ids(train, names)),
+            num_classes=len(names),
+            steps=self.options.classifier_steps,
+            device=self.device,
+            batch_size=self.batch_size(256),
+            test=(center_crops(test, SIZE), class_ids(test, names)),
+        )
 
     def batch_size(self, on_gpu: int) -> int:
         return on_gpu if self.device.type == "cuda" else 8
 
-    def score(self) -> bool:
+    def score(self) -> None:
         """Score edges, depth and classes against all baselines; FID needs Inception, and the images are kept for it."""
-        path, num = self.results / "control-score.json", self.options.num
-        if path.exists() and {"canny", "depth"} <= json.loads(path.read_text(encoding="utf-8")).keys():
-            return True
-        if self.too_late("score"):
-            return False
+        num = self.options.num
         folders = {"model": "garden-control", "classifier": "classifier", "depth-net": "depth-net"}
         options = {name: self.results / folder for name, folder in folders.items()}
         options |= {"out": self.results, "images": self.work / "score", "base": "garden", "data": self.options.data}
         options |= {"num": num, "train-scenes": TRAINING_SCENES if num >= 500 else 10 * num}
         options |= {"batch-size": self.batch_size(250), "device": self.options.device}
         evaluate_control(["--no-fid", *(f"--{name}={value}" for name, value in options.items())])
-        return True
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         """Store the model in every form, and measure size and loss of each. The first form is kept."""
-        if (self.results / "control.json").exists():
-            return True
-        if self.too_late("finish"):
-            return False
         made = self.work / "train" / "model"
         report: dict[str, Any] = {"as trained": {"validation loss": self._losses(load_model(made, device=self.device))}}
         for form in reversed(FORMS):
@@ -192,12 +178,12 @@ class ControlRun(StagedRun):
         garden = load_model(resolve("garden"), device=self.device, dtype=torch.float32)
         report["garden"] = {"validation loss": self._losses(garden)}
         pipe = Pipeline.from_pretrained(self.results / "garden-control", device=self.device, dtype="float32")
-        report["strength 0 is the model without control"] = self._strength_zero(pipe)
+        same = strength_zero_is_plain(partial(generate_pixels, pipe), size=SIZE, kind="depth")
+        report["strength 0 is the model without control"] = same
         for kind, folder in zip(("canny", "depth"), self.test, strict=True):
             save(self._sheet(pipe, folder, kind), self.results / f"{kind}.png")
         write_json(self.results / "control.json", report)
         log.info("%s", json.dumps(report, indent=1))
-        return True
 
     @torch.no_grad()
     def _losses(self, model: ARPG, batch_size: int = 256) -> dict[str, float]:
@@ -231,14 +217,6 @@ class ControlRun(StagedRun):
                     losses.append(objective(batch))
                 found[f"{kind}, {name} the image"] = round(float(torch.stack(losses).mean()), 4)
         return found
-
-    def _strength_zero(self, pipe: Pipeline) -> bool:
-        control = ControlInput(
-            Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE), np.uint8)), "depth", 0
-        )
-        plain, controlled = (pipe.generate([0, 60, 135], control=c, seed=0) for c in (None, control))
-        pairs = zip(plain, controlled, strict=True)
-        return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
     def _sheet(self, pipe: Pipeline, folder: str, kind: str) -> Image.Image:
         """Return test condition images, each with two results."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block, load_scorer, save_scorer
+from arpg.evaluation.classifier import Block, Scorer, check_width
 from arpg.files import write_json
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.control_images import Depth, rmse, to_depth
@@ -47,18 +47,17 @@ class DepthNetConfig:
     width: int = 32
 
     def __post_init__(self) -> None:
-        require(
-            self.width >= 8 and self.width % 8 == 0,
-            f"width is {self.width}; GroupNorm has 8 groups, so it must be a multiple of 8",
-        )
+        check_width(self.width)
 
 
-class DepthNet(nn.Module):
+class DepthNet(Scorer):
     """A small U-Net: down to 1/16 of the size and up again to 1/2; each cell has the depth of four pixels."""
 
+    name, config_type = "depth", DepthNetConfig
+    hint = "; `python -m experiments.garden train-depth` trains one"
+
     def __init__(self, config: DepthNetConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         widths = [config.width * n for n in (1, 2, 4, 6)]
         self.stem = nn.Conv2d(4, widths[0], 3, stride=2, padding=1)
         self.first = Block(widths[0], widths[0], stride=1)
@@ -66,16 +65,10 @@ class DepthNet(nn.Module):
         self.up = nn.ModuleList([nn.Conv2d(widths[i], widths[i - 1], 1) for i in (3, 2, 1)])
         self.merge = nn.ModuleList([Block(widths[i - 1], widths[i - 1], stride=1) for i in (3, 2, 1)])
         self.head = nn.Conv2d(widths[0], 4, 3, padding=1)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        self.init_convolutions()
         nn.init.normal_(self.head.weight, std=0.01)
         assert self.head.bias is not None
         nn.init.constant_(self.head.bias, 2.0)  # most of a scene is background
-
-    @property
-    def device(self) -> torch.device:
-        return self.stem.weight.device
 
     def forward(self, image_B3HW: Tensor) -> Tensor:
         """Return logits of the depth `[B, H, W]`, from images in [-1, 1]."""
@@ -100,14 +93,6 @@ class DepthNet(nn.Module):
         require(batch_size >= 1, f"batch_size is {batch_size}; expected 1 or more")
         parts = [pixels_nHW3[i : i + batch_size] for i in range(0, len(pixels_nHW3), batch_size)]
         return np.concatenate([self(to_images(part, self.device)).float().sigmoid().cpu().numpy() for part in parts])
-
-    def save(self, folder: Path) -> None:
-        save_scorer(self, folder, name="depth", config=self.config)
-
-    @staticmethod
-    def load(folder: Path, *, device: torch.device | str = "cpu") -> DepthNet:
-        hint = "; `python -m experiments.garden train-depth` trains one"
-        return load_scorer(DepthNet, folder, name="depth", config=DepthNetConfig, device=device, hint=hint)
 
 
 @dataclass(frozen=True, eq=False)

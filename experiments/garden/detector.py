@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
-from arpg.evaluation.classifier import Block, load_scorer, save_scorer
+from arpg.evaluation.classifier import Block, Scorer, check_width
 from arpg.image import Pixels, check_pixels, to_images
 from experiments.garden.composer import Composer, Scene
 from experiments.garden.objects import KINDS, TINTS
@@ -51,10 +51,7 @@ class DetectorConfig:
 
     def __post_init__(self) -> None:
         require(len(self.kinds) >= 1 and len(self.colours) >= 1, "kinds or colours are empty; expected names")
-        require(
-            self.width >= 8 and self.width % 8 == 0,
-            f"width is {self.width}; GroupNorm has 8 groups, so it must be a multiple of 8",
-        )
+        check_width(self.width)
         require(0 < self.threshold < 1, f"threshold is {self.threshold}; expected a number between 0 and 1")
 
 
@@ -77,12 +74,14 @@ class Maps(NamedTuple):
     colour_BChw: Tensor  # logits
 
 
-class Detector(nn.Module):
+class Detector(Scorer):
     """A small U-Net: down to 1/16 of the size and up again to 1/4, with skip connections."""
 
+    name, config_type = "detector", DetectorConfig
+    hint = "; `python -m experiments.garden train-detector` trains one"
+
     def __init__(self, config: DetectorConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         widths = [config.width * n for n in (1, 2, 4, 6)]
         self.stem = nn.Conv2d(3, widths[0], 3, stride=2, padding=1)
         self.down = nn.ModuleList()
@@ -97,19 +96,13 @@ class Detector(nn.Module):
         self.head = nn.Sequential(
             nn.Conv2d(widths[1], widths[2], 3, padding=1), nn.ReLU(), nn.Conv2d(widths[2], kinds + 4 + colours, 1)
         )
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        self.init_convolutions()
         last = self.head[-1]
         assert isinstance(last, nn.Conv2d)
         nn.init.normal_(last.weight, std=0.01)
         assert last.bias is not None
         nn.init.zeros_(last.bias)
         nn.init.constant_(last.bias[:kinds], -4.0)  # a centre is rare
-
-    @property
-    def device(self) -> torch.device:
-        return self.stem.weight.device
 
     def forward(self, image_B3HW: Tensor) -> Maps:
         """Return the maps of images in [-1, 1]."""
@@ -153,20 +146,6 @@ class Detector(nn.Module):
                 here.append(Detection(*names, box, float(score_[b, row, column])))
             found.append(sorted(here, key=lambda f: -f.score))
         return found
-
-    def save(self, folder: Path) -> None:
-        save_scorer(self, folder, name="detector", config=self.config)
-
-    @staticmethod
-    def load(folder: Path, *, device: torch.device | str = "cpu") -> Detector:
-        return load_scorer(
-            Detector,
-            folder,
-            name="detector",
-            config=DetectorConfig,
-            device=device,
-            hint="; `python -m experiments.garden train-detector` trains one",
-        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from experiments.garden.depth_net import compose_depth_scenes
 from experiments.garden.geneval import held_out_prompts
 from experiments.photo_measures import image_side
 from experiments.photos import reconstruct
-from experiments.zero_shot_gallery import Captioned, captioned
+from experiments.zero_shot_gallery import Captioned, captioned, save_all
 
 GOOD = (
     "a strawberry to the left of a green apple",
@@ -57,7 +57,7 @@ def text(arguments: Sequence[str] | None = None) -> None:
     pipe = Pipeline.from_pretrained(options.model, device="cpu")
     write_text(pipe, options.out, num=options.num)
     if options.data is not None:
-        reconstructed_scenes(pipe, options.data).save(options.out / "tokenizer.webp", quality=85, method=6)
+        save_all([("tokenizer", reconstructed_scenes(pipe, options.data))], options.out)
 
 
 def write_text(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
@@ -70,10 +70,7 @@ def write_text(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
         "negative": negatives(pipe),
         "uncurated": sheet(pipe.generate(prompt=unseen, seed=0), columns=8, captions=unseen),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, image in made.items():
-        image.save(folder / f"{name}.webp", quality=85, method=6)
-    return [folder / f"{name}.webp" for name in made]
+    return save_all(made.items(), folder)
 
 
 def rows(pipe: Pipeline, prompts: Sequence[str], each: int = 2) -> Image.Image:
@@ -135,10 +132,7 @@ def write_control(pipe: Pipeline, sources: Captioned, sets: tuple[str, str], fol
         "strength": strengths(pipe, [sources[0], sources[-1]]),
         "inpaint": inpainted(pipe),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, image in made.items():
-        image.save(folder / f"{name}.webp", quality=80, method=6)
-    return [folder / f"{name}.webp" for name in made]
+    return save_all(made.items(), folder, quality=80)
 
 
 def fruits(tests: ImageSet, num: int, size: int) -> Captioned:

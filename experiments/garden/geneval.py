@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from arpg.config import ENGINES, PRECISIONS
+from arpg.device import set_threads
 from arpg.errors import InputError, require, require_file
 from arpg.evaluation.metrics import wilson
 from arpg.evaluation.sample import fingerprint
@@ -30,11 +32,11 @@ from arpg.evaluation.sweep import claim_folder
 from arpg.files import write_json, write_text
 from arpg.image import Pixels, save
 from arpg.pipeline import Pipeline
+from arpg.settings import SETTINGS, SamplingDefaults
 from arpg.tables import text_table
 from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import Detection, Detector
 from experiments.garden.objects import BACKGROUNDS, KINDS, TINTS, held_out
-from experiments.garden.sampling_options import add_sampling_options, load_pipeline, sampling_settings
 from experiments.garden.scene_sets import add_set_options
 from experiments.garden.scene_spec import MAX_OBJECTS, SIZES, Group, SceneSpec, plain_caption
 
@@ -283,6 +285,28 @@ def table(report: dict[str, Any]) -> str:
     return text_table(["task", "score", "ceiling", "ratio"][: len(rows[0])], rows)
 
 
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add --model, --seed, --device, --precision, --engine and one option per sampling setting."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--model", "-m", default="garden-text", help="A folder, a bundled or published name, or a hub id."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Image i has seed SEED + i.")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:0.")
+    group.add_argument("--precision", "--dtype", default="auto", choices=PRECISIONS)
+    group.add_argument("--engine", default="auto", choices=ENGINES)
+    for setting in SETTINGS.values():
+        flag = f"--{setting.name.replace('_', '-')}"
+        if setting.name == "schedule":
+            group.add_argument(flag, type=_schedule, help=setting.help)
+        else:
+            group.add_argument(flag, type=setting.kind, choices=setting.names or None, help=setting.help)
+
+
+def _schedule(text: str) -> str | tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text[:1].isdigit() else text
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Score a text model with GenEval's six tasks, beside composed scenes of the same prompts."""
     parser = argparse.ArgumentParser(prog="experiments.garden evaluate-text", description=main.__doc__)
@@ -294,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=4, help="Images per prompt.")
     parser.add_argument("--batch-size", type=int, default=64, help="Images per batch; tokens do not depend on it.")
     parser.add_argument("--json", type=Path, help="Also write the result to this JSON file.")
-    add_sampling_options(parser, model="garden-text")
+    add_sampling_options(parser)
     options = parser.parse_args(arguments)
     require(
         (options.fruits is None) == (options.emoji is None), "the ceiling needs --fruits and --emoji, both or neither"
@@ -306,7 +330,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     held_out_ = [] if options.prompts is not None else held_out_prompts(options.per_task)
     prompts = [q.prompt for q in held_out_] if options.prompts is None else read_prompts(options.prompts)
-    pipe, settings = load_pipeline(options), sampling_settings(options)
+    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
+    set_threads()
+    pipe = Pipeline.from_pretrained(
+        options.model, device=options.device, dtype=options.precision, engine=options.engine
+    )
     require(pipe.prompts is not None, f"{options.model} takes classes; expected a model that takes prompts")
     paths = generate(
         pipe,

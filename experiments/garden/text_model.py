@@ -18,7 +18,7 @@ import logging
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -29,7 +29,6 @@ from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folde
 from arpg.config import TextConfig
 from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
-from arpg.device import usable_cpus
 from arpg.files import read_tensors, write_json, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
@@ -41,13 +40,19 @@ from experiments.garden.composer import SIZE, Composer
 from experiments.garden.detector import Detector, train_and_save
 from experiments.garden.geneval import TASKS, GenEvalPrompt, ceiling, generate, held_out_prompts, read_pixels, score
 from experiments.garden.objects import KINDS
-from experiments.garden.scene_sets import compose_tokens
+from experiments.garden.scene_sets import compose_tokens, num_processes
 from experiments.garden.scene_spec import caption, sample_spec
-from experiments.staged_run import StagedRun, add_run_options
+from experiments.staged_run import Stage, StagedRun, add_run_options
 
 log = logging.getLogger("garden")
 WORDS = "embeddings.word_embeddings.weight"
-STAGES = ("compose", "embed", "detector", "train", "score")
+STAGES = {
+    "compose": Stage(),
+    "embed": Stage(),
+    "detector": Stage("detector/detector.json", 150.0),
+    "train": Stage(),
+    "score": Stage("uncurated.png", 120.0),
+}
 SPECIAL = 1000  # MiniLM's first ids: padding, special and unused tokens
 SHOWN = (
     "a strawberry to the left of a green apple",
@@ -142,7 +147,6 @@ class TextRun(StagedRun):
     """One call of the making of garden-text."""
 
     stages = STAGES
-    seconds: ClassVar = {"detector": 150.0, "score": 120.0}
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -157,29 +161,20 @@ class TextRun(StagedRun):
         assert self.recipe.model.text is not None
         self.text: TextConfig = self.recipe.model.text
         self.detector_folder = self.results / "detector"
-        self.processes = 0 if options.scenes < 2000 else len(usable_cpus())
 
-    def compose(self) -> bool:
+    def compose(self) -> None:
         tokenizer = load_tokenizer(resolve(self.recipe.tokenizer or "garden"), device=self.device, dtype=torch.float32)
         few = max(64, min(4096, self.options.scenes // 100))
         for split, num, seed in (("train", self.options.scenes, 0), ("test", few, 10**9)):
-            count = self.processes if num > 2000 else 0
-            compose_tokens(
-                tokenizer, self.sets[split], self.work / "scenes" / split, num=num, seed=seed, processes=count
-            )
-        return True
+            folder, processes = self.work / "scenes" / split, num_processes(num)
+            compose_tokens(tokenizer, self.sets[split], folder, num=num, seed=seed, processes=processes)
 
-    def embed(self) -> bool:
+    def embed(self) -> None:
         encoder = self._encoder()
         for split in ("train", "test"):
             write_text_states(open_tokens(self.work / "scenes" / split), self.text, encoder, batch_size=1024)
-        return True
 
-    def detector(self) -> bool:
-        if (self.detector_folder / "detector.json").exists():
-            return True
-        if self.too_late("detector"):
-            return False
+    def detector(self) -> None:
         train_and_save(
             self.sets["train"],
             self.detector_folder,
@@ -189,16 +184,11 @@ class TextRun(StagedRun):
             device=self.device,
             tokenizer=self.recipe.tokenizer or "garden",
             seed=5,
-            processes=self.processes,
+            processes=num_processes(self.options.detector_scenes),
         )
-        return True
 
-    def score(self) -> bool:
+    def score(self) -> None:
         """Score the model in half precision, as it is distributed, at several guidance scales, and the ceiling."""
-        if (self.results / "uncurated.png").exists():
-            return True
-        if self.too_late("score"):
-            return False
         folder = self.results / "garden-text"
         made = self.work / "train" / "model"
         described = read_folder(made)
@@ -230,7 +220,6 @@ class TextRun(StagedRun):
         save(sheet(shown, captions=SHOWN), self.results / "prompts.png")
         some = [p.text for p in prompts[:: max(1, len(prompts) // 36)]][:36]
         save(sheet(pipe.generate(prompt=some, seed=1), captions=some), self.results / "uncurated.png")
-        return True
 
     def _encoder(self) -> Any:
         return load_minilm(max_tokens=self.text.max_tokens, device=self.device, folder=self.work / "parts" / "minilm")

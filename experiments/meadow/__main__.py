@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from experiments.verbs import run_verb
 
@@ -23,11 +23,7 @@ VERBS = {
     "train": ("training:train", "train for some minutes; resume; return the weights so far"),
 }
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; an error of the user is one line and exit code 2."""
-    return run_verb("meadow", VERBS, arguments)
-
+main = partial(run_verb, "meadow", VERBS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,7 @@ from arpg.device import choose_device
 from arpg.hub import resolve
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from experiments.photos import photo_set
-from experiments.staged_run import join_pieces, run_stages, train_until, write_pieces
+from experiments.staged_run import join_pieces, train_until, write_pieces
 from experiments.token_bits import pack_tokens, unpack_tokens
 
 log = logging.getLogger("experiments")
@@ -142,12 +142,11 @@ def train(arguments: Sequence[str] | None = None) -> None:
         else:
             write_difference(folder, target, base=options.base, form=options.form)
 
-    def stage() -> bool:
-        return train_until(deadline, recipe, options.work, options.out, device=options.device, store=store)
-
-    # 64 MiB come back: a model without its tokenizer, which training does not change.
-    leave_out = () if is_tokenizer else (options.out / "model" / "tokenizer.safetensors",)
-    run_stages({"train": stage}, deadline, options.out, options.pieces, leave_out=leave_out)
+    done = train_until(deadline, recipe, options.work, options.out, device=options.device, store=store)
+    log.info("done" if done else "train is not finished; run this again")
+    if options.pieces is not None:  # 64 MiB come back: a model without its tokenizer, which training does not change
+        leave_out = () if is_tokenizer else (options.out / "model" / "tokenizer.safetensors",)
+        write_pieces(options.out, options.pieces, leave_out=leave_out)
 
 
 def _sections(path: Path) -> set[str]:

@@ -10,6 +10,7 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,19 +127,24 @@ def _fetch(name: str, source: Source, pins: Pins) -> Path:
     if by_hand.is_file():
         pins.check(source.repo, source.file, by_hand, revision=None)
         return by_hand
+    both = (PUBLISHED[name].source, TOKENIZER_SOURCE)
+    files = " and ".join(f"{s.file} (huggingface.co/{s.repo})" for s in both)
+    advice = f"get {files}, put them into {by_hand.parent} and run `arpg pull {name}` again"
+    with _hub_errors(f"{source.file} could not be fetched", advice):
+        return _download(source.repo, source.file, pins)
+
+
+@contextlib.contextmanager
+def _hub_errors(problem: str, advice: str) -> Iterator[None]:
+    """Turn an error of the hub, the network or a file into an `InputError`: the problem, why, and what to do."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return _download(source.repo, source.file, pins)
+        yield
+    except InputError:
+        raise
     except (HfHubHTTPError, OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        both = (PUBLISHED[name].source, TOKENIZER_SOURCE)
-        files = " and ".join(f"{s.file} (huggingface.co/{s.repo})" for s in both)
-        raise InputError(
-            f"{source.file} could not be fetched ({first_line(error)}); get {files}, put them into "
-            f"{by_hand.parent} and run `arpg pull {name}` again"
-        ) from None
+        raise InputError(f"{problem} ({first_line(error)}); {advice}") from None
 
 
 def _download(repo: str, file: str, pins: Pins) -> Path:
@@ -250,13 +256,14 @@ class Pins:
 
 def _snapshot(repo: str) -> Path:
     """Fetch the files of a model folder on the hub; `user/repository@revision` names a revision."""
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError
 
     name, _, revision = repo.partition("@")
     pins = Pins.read(None)
     if revision:
         pins.locked.setdefault(name, {"files": {}})["revision"] = revision
-    try:
+    advice = "check the name and the connection, or give the path of a folder"
+    with _hub_errors(f"model {repo!r} is no folder here, and the hub did not give it", advice):
         folder = _download(name, CONFIG, pins).parent
         described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         for section, file in (("model", MODEL), ("tokenizer", TOKENIZER)):
@@ -264,13 +271,6 @@ def _snapshot(repo: str) -> Path:
                 _download(name, file, pins)
         with contextlib.suppress(EntryNotFoundError):
             _download(name, CLASSES, pins)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"model {repo!r} is no folder here, and the hub did not give it ({first_line(error)}); "
-            "check the name and the connection, or give the path of a folder"
-        ) from None
     if not revision:
         pins.write()
     return folder
@@ -281,9 +281,9 @@ def push(
 ) -> str:
     """Upload a model folder to a repository of the hub and return the address of the commit, see `push_to_hub`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    try:
+    advice = "check the name, the connection and the token (`hf auth login`, or token=)"
+    with _hub_errors(f"the hub did not take {repo!r}", advice):
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
         repo_id = api.create_repo(repo, private=private, exist_ok=True).repo_id
         if not api.file_exists(repo_id, "README.md"):
@@ -291,11 +291,6 @@ def push(
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=message, create_pr=create_pr or None
         )
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
-        raise InputError(
-            f"the hub did not take {repo!r} ({first_line(error)}); check the name, the connection and the token "
-            "(`hf auth login`, or token=)"
-        ) from None
     return str(commit)
 
 

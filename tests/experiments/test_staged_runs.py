@@ -1,11 +1,13 @@
 """Long runs: they start without the extras, stop in time, continue, and write their results as pieces."""
 
+import argparse
 import io
 import subprocess
 import sys
 import time
 import zipfile
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -48,23 +50,48 @@ def test_they_need_no_extra():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-def test_steps_are_taken_until_one_is_not_finished(tmp_path, caplog):
+def test_stages_are_run_until_one_is_not_finished(tmp_path, caplog):
     caplog.set_level("INFO")
     seen = []
 
-    def step(name, finished):
-        return lambda: (seen.append(name), finished)[1]
+    class Run(staged_run.StagedRun):
+        stages: ClassVar = {
+            "made-before": staged_run.Stage("made.txt"),
+            "one": staged_run.Stage(),
+            "two": staged_run.Stage(),
+            "long": staged_run.Stage("long.txt", seconds=300.0),
+        }
 
-    later = time.monotonic() + 1000
-    steps = {"one": step("one", True), "two": step("two", False), "three": step("three", True)}
-    staged_run.run_stages(steps, later, tmp_path, None)
+        def made_before(self):
+            seen.append("made-before")
+
+        def one(self):
+            seen.append("one")
+
+        def two(self):
+            seen.append("two")
+            return len(seen) > 2
+
+        def long(self):
+            seen.append("long")
+
+    def run(minutes, *stages, pieces=None):
+        caplog.clear()
+        options = {"work": tmp_path / "work", "out": tmp_path / "out", "device": "cpu", "pieces": pieces}
+        Run(argparse.Namespace(**options, minutes=minutes, stages=stages or tuple(Run.stages))).run()
+        return [record.message for record in caplog.records if not record.message.endswith(" 0 s")]
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "made.txt").write_text("made")
+    assert run(10, pieces=tmp_path / "pieces") == ["two is not finished; run this again"]
     assert seen == ["one", "two"]
-    assert "two is not finished" in caplog.text
-    assert "done" not in [record.message for record in caplog.records]
-    staged_run.run_stages({"late": step("late", True)}, time.monotonic() - 1, tmp_path, None)
-    assert "late" not in seen
-    staged_run.run_stages({"last": step("last", True)}, later, tmp_path, None)
-    assert caplog.records[-1].message == "done"
+    with zipfile.ZipFile(tmp_path / "pieces" / "results.zip.000") as archive:
+        assert archive.namelist() == ["made.txt"]
+    assert run(4) == ["long is not finished; run this again"]  # the rest of the time is too short for it
+    assert run(4, "two", "one") == ["done"]
+    assert seen == ["one", "two", "one", "two", "one", "two"]
+    assert run(10) == ["done"]
+    assert seen[-1] == "long"
 
 
 @pytest.mark.parametrize("sizes", [(70, 45), (10,)])

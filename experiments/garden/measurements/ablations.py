@@ -35,7 +35,7 @@ import torch
 from arpg import Pipeline
 from arpg.data.crops import center_crops
 from arpg.decode.likelihood import make_orders, token_bits
-from arpg.evaluation.features import CHUNK, Features, collect, from_array
+from arpg.evaluation.features import CHUNK, collect, from_array, reference_features
 from arpg.evaluation.inception import Inception
 from arpg.evaluation.metrics import frechet_distance
 from arpg.evaluation.sample import PixelBatches, balanced_labels, fingerprint, json_settings, labels_like
@@ -390,14 +390,6 @@ def measure_baselines(
     return found
 
 
-def _reference(inception: Inception, pixels: Pixels, path: Path) -> Features:
-    if path.exists():
-        return Features.load(path)
-    features = collect(inception, from_array(pixels).batches(CHUNK))
-    features.save(path)
-    return features
-
-
 def _name(settings: SamplingSettings) -> str:
     parts = (settings.attention, settings.order, settings.schedule, settings.guidance_schedule)
     return f"{settings.steps:3d} steps, guidance {settings.guidance:g}, {', '.join(map(str, parts))}"
@@ -422,8 +414,7 @@ def measure_quality(pipe: Pipeline, options: argparse.Namespace, *, deadline: fl
     classifier = load_or_train_classifier(
         folder, lambda: (train, train_labels), num_classes=num_classes, steps=options.classifier_steps, device=device
     )
-    name = f"reference-{len(train)}-{inception.identity[:12]}.npz"
-    scorers = Scorers(inception, _reference(inception, train, options.work / name), classifier)
+    scorers = Scorers(inception, reference_features(inception, splits[0], size, keep=options.work), classifier)
     about = {
         "benchmark": "ablations",
         "model": options.model,

@@ -58,11 +58,12 @@ def split_time(pipe: Pipeline, case: Case, *, seed: int, clock: Clock = time.per
     parts: dict[str, float] = defaultdict(float)
     ended: dict[str, float] = {}
     with torch.no_grad(), ExitStack() as stack:
-        for method, name in (("encode", "pass 1"), ("predict", "pass 2")):
-            stack.enter_context(_timed(model, method, name, parts, ended, now))
-        head = _HeadTimer(parts, now)
-        for handle in (model.head.register_forward_pre_hook(head.start), model.head.register_forward_hook(head.stop)):
-            stack.callback(handle.remove)
+        for module, method, name in (
+            (model, "encode", "pass 1"),
+            (model, "predict", "pass 2"),
+            (model.head, "forward", "head"),
+        ):
+            stack.enter_context(_timed(module, method, name, parts, ended, now))
         began = now()
         request, plan = case.request(model, seed)
         for step in decode(model, request, plan, case.settings):
@@ -71,25 +72,12 @@ def split_time(pipe: Pipeline, case: Case, *, seed: int, clock: Clock = time.per
         tokens = now()
         pipe.tokenizer.decode(ids_BN, case.grid)
         parts["pixels"] = now() - tokens
+    # The head runs inside Pass 2 but counts with sampling: both grow with the vocabulary.
+    parts["pass 2"] -= parts["head"]
+    parts["head, sampling"] += parts["head"]
     whole = tokens - began + parts["pixels"]
     parts["rest"] = whole - sum(parts[name] for name in SPLIT_PARTS[:-1])
     return {name: parts[name] for name in SPLIT_PARTS}
-
-
-class _HeadTimer:
-    """The head runs inside Pass 2 but counts with sampling: both grow with the vocabulary."""
-
-    def __init__(self, parts: dict[str, float], now: Clock) -> None:
-        self.parts, self.now = parts, now
-        self.began = 0.0
-
-    def start(self, *_: Any) -> None:
-        self.began = self.now()
-
-    def stop(self, *_: Any) -> None:
-        took = self.now() - self.began
-        self.parts["head, sampling"] += took
-        self.parts["pass 2"] -= took  # the call around it counts it, too
 
 
 @contextmanager

@@ -1,14 +1,13 @@
-"""A residual classifier of images, and the files of it and of other small scorer networks.
+"""A residual classifier of images, and what it shares with other small scorer networks.
 
 Shapes: B batch, HW pixels, K classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +21,51 @@ from arpg.files import read_json, read_tensors, write_json, write_tensors, write
 
 SMALLEST = 64  # pixels: four halvings leave a map worth averaging
 
-Module = TypeVar("Module", bound=nn.Module)
+
+class Scorer(nn.Module):
+    """A small convolutional network. A folder holds it as NAME.json (the configuration) and NAME.safetensors."""
+
+    name: ClassVar[str]
+    config_type: ClassVar[type]
+    hint: ClassVar[str] = ""  # says in errors where one comes from
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def init_convolutions(self) -> None:
+        """Give convolutions initial weights; PyTorch's default shrinks the signal along shortcuts."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the weights."""
+        return next(self.parameters()).device
+
+    def save(self, folder: Path) -> None:
+        """Write the network into `folder`."""
+        state = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
+        write_whole(folder / f"{self.name}.safetensors", lambda path: write_tensors(state, path))
+        write_json(folder / f"{self.name}.json", to_dict(self.config))
+
+    @classmethod
+    def load(cls, folder: Path, *, device: torch.device | str = "cpu") -> Self:
+        """Load a network; it computes in float32, also where the file has half precision."""
+        path, weights = folder / f"{cls.name}.json", folder / f"{cls.name}.safetensors"
+        require(path.is_file(), f"{folder} holds no {cls.name}: it has no {path.name}{cls.hint}")
+        with meta_device():
+            network = cls(from_dict(cls.config_type, read_json(path), where=str(path)))
+        state = read_tensors(weights)
+        check_state(state, network, where=str(weights))
+        network.load_state_dict(state, strict=True, assign=True)
+        return network.to(device, torch.float32).eval()
 
 
-def save_scorer(network: nn.Module, folder: Path, *, name: str, config: Any) -> None:
-    """Write NAME.json (the configuration) and NAME.safetensors into `folder`."""
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in network.state_dict().items()}
-    write_whole(folder / f"{name}.safetensors", lambda path: write_tensors(state, path))
-    write_json(folder / f"{name}.json", to_dict(config))
-
-
-def load_scorer(
-    build: Callable[[Any], Module], folder: Path, *, name: str, config: type, device: torch.device | str, hint: str = ""
-) -> Module:
-    """Load a network that `build` makes from its configuration; `hint` says in errors where one comes from.
-
-    It computes in float32, also where the file has half precision.
-    """
-    path, weights = folder / f"{name}.json", folder / f"{name}.safetensors"
-    require(path.is_file(), f"{folder} holds no {name}: it has no {path.name}{hint}")
-    with meta_device():
-        network = build(from_dict(config, read_json(path), where=str(path)))
-    state = read_tensors(weights)
-    check_state(state, network, where=str(weights))
-    network.load_state_dict(state, strict=True, assign=True)
-    return network.to(device, torch.float32).eval()
+def check_width(width: int) -> None:
+    """Raise an `InputError` unless the channels of a `Block` can be normalised in groups."""
+    require(width >= 8 and width % 8 == 0, f"width is {width}; GroupNorm has 8 groups, so it must be a multiple of 8")
 
 
 @dataclass(frozen=True)
@@ -58,10 +77,7 @@ class ClassifierConfig:
 
     def __post_init__(self) -> None:
         require(self.num_classes >= 1, f"num_classes is {self.num_classes}; expected 1 or more")
-        require(
-            self.width >= 8 and self.width % 8 == 0,
-            f"width is {self.width}; GroupNorm has 8 groups, so it must be a multiple of 8",
-        )
+        check_width(self.width)
 
 
 class Block(nn.Module):
@@ -84,12 +100,13 @@ class Block(nn.Module):
         return F.relu(self.shortcut(self.pool(x)) + h)
 
 
-class Classifier(nn.Module):
+class Classifier(Scorer):
     """Four levels of two residual blocks. GroupNorm computes the same in training and in evaluation."""
 
+    name, config_type = "classifier", ClassifierConfig
+
     def __init__(self, config: ClassifierConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         widths = [config.width * 2**i for i in range(4)]
         self.stem = nn.Conv2d(3, config.width, 3, stride=2, padding=1)
         self.blocks = nn.Sequential()
@@ -100,14 +117,7 @@ class Classifier(nn.Module):
             previous = width
         self.norm = nn.LayerNorm(previous)
         self.head = nn.Linear(previous, config.num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):  # PyTorch's default shrinks the signal along the shortcuts
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the weights."""
-        return self.head.weight.device
+        self.init_convolutions()
 
     def forward(self, image_B3HW: Tensor) -> Tensor:
         """Return logits `[B, K]` of images in [-1, 1]."""
@@ -116,12 +126,3 @@ class Classifier(nn.Module):
             raise InputError(f"images are {width}x{height} pixels; expected {SMALLEST} or more per side; enlarge them")
         logits_BK: Tensor = self.head(self.norm(self.blocks(self.stem(image_B3HW)).mean((2, 3))))
         return logits_BK
-
-    def save(self, folder: Path) -> None:
-        """Write the classifier into `folder`."""
-        save_scorer(self, folder, name="classifier", config=self.config)
-
-    @staticmethod
-    def load(folder: Path, *, device: torch.device | str = "cpu") -> Classifier:
-        """Load a classifier from `folder`."""
-        return load_scorer(Classifier, folder, name="classifier", config=ClassifierConfig, device=device)

@@ -45,11 +45,9 @@ CHUNK = 250  # images that go through the networks together
 class ImageSource:
     """Images that can be read in batches, any number of times."""
 
-    where: str
     count: int
     batches: Callable[[int], Iterator[Pixels]]
     images: ImageSet | None = None  # where they are image files
-    size: int | None = None
 
     def jobs(self, batch_size: int) -> Iterator[Pixels | ImageSet]:
         """Yield what a worker needs for each batch: the image files to read, or else the pixels."""
@@ -78,7 +76,7 @@ def from_array(pixels: Pixels, *, where: str = "images") -> ImageSource:
         for start in range(0, len(pixels), batch_size):
             yield pixels[start : start + batch_size]
 
-    return ImageSource(where, len(pixels), batches)
+    return ImageSource(len(pixels), batches)
 
 
 def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
@@ -93,7 +91,7 @@ def from_images(images: ImageSet, *, size: int | None = None) -> ImageSource:
             first = (images.names[0], pixels.shape[1:])
             yield pixels
 
-    return ImageSource(images.where, len(images), batches, images, size)
+    return ImageSource(len(images), batches, images)
 
 
 def _read_batch(images: ImageSet, *, size: int | None, first: NamedShape | None) -> Pixels:
@@ -157,7 +155,7 @@ def _open_npz(path: AnyPath, size: int | None) -> ImageSource:
         except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{path} is damaged ({error}); make or copy it again") from None
 
-    return ImageSource(str(path), shape[0], batches)
+    return ImageSource(shape[0], batches)
 
 
 def _header(path: AnyPath) -> tuple[tuple[int, ...], np.dtype[np.generic]]:

@@ -39,10 +39,12 @@ def evaluate(
     metrics: Iterable[str] | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    bias: bool = True,
 ) -> Report:
     """Return `{metric: {"value", "samples", "reference", "interval", ...}, "skipped": {...}, "warnings": [...]}`.
 
     Without `metrics`, all that the features allow; a metric that is requested and cannot be computed is an error.
+    `bias`: estimate that of FID.
     """
     require(
         samples.network == reference.network or "" in (samples.network, reference.network),
@@ -61,7 +63,7 @@ def evaluate(
     report: Report = {"skipped": skipped, "warnings": _warnings(samples, reference)}
     todo = [metric for metric in wanted if metric not in missing]
     if "fid" in todo:
-        report["fid"] = _fid(samples, reference, device=device, seed=seed)
+        report["fid"] = _fid(samples, reference, device=device, seed=seed, bias=bias)
     if "sfid" in todo:
         assert samples.spatial is not None
         assert reference.spatial is not None
@@ -94,7 +96,9 @@ def _rows(features: Features) -> Tensor:
     return features.pool_MF
 
 
-def _fid(samples: Features, reference: Features, *, device: torch.device | str, seed: int) -> dict[str, Any]:
+def _fid(
+    samples: Features, reference: Features, *, device: torch.device | str, seed: int, bias: bool
+) -> dict[str, Any]:
     ours, theirs = samples.pool.to(device), reference.pool.to(device)
     entry = _entry(frechet_distance(ours, theirs), samples.pool.n, reference.pool.n)
     if samples.pool_MF is None:
@@ -103,7 +107,7 @@ def _fid(samples: Features, reference: Features, *, device: torch.device | str, 
         influence = frechet_influence(ours, theirs, samples.pool_MF)
         low, high = bootstrap(entry["value"], influence.cpu().numpy(), seed=seed)
         entry["interval"] = (max(low, 0.0), high)
-    if INTERVAL <= samples.n < USUAL:
+    if bias and INTERVAL <= samples.n < USUAL:
         entry["bias"] = _bias(entry["value"], samples, theirs, device=device)
     return entry
 

@@ -25,8 +25,7 @@ from arpg.errors import InputError, require
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import CHUNK, Features, collect
 from arpg.evaluation.inception import Inception
-from arpg.evaluation.metric_report import INTERVAL, evaluate
-from arpg.evaluation.metrics import bootstrap, frechet_distance, frechet_influence
+from arpg.evaluation.metric_report import evaluate
 from arpg.evaluation.sample import Labels, PixelBatches, Progress, fingerprint, json_settings
 from arpg.figures import new_plot, save_plot
 from arpg.files import write_json, write_text
@@ -182,17 +181,12 @@ def measure(sampled: SampleStats, scorers: Scorers) -> dict[str, Any]:
     """Return `{metric: value, metric interval: [low, high], ..., "accuracy", "images/s"}`, as far as available."""
     device = scorers.inception.device
     line: dict[str, Any] = {}
-    # FID not through `evaluate`, which also estimates the bias and so takes twice as long.
-    ours, theirs = sampled.features.pool.to(device), scorers.reference.pool.to(device)
-    line["fid"] = frechet_distance(ours, theirs)
-    if sampled.features.n >= INTERVAL and sampled.features.pool_MF is not None:
-        influence = frechet_influence(ours, theirs, sampled.features.pool_MF)
-        line["fid interval"] = list(bootstrap(line["fid"], influence.cpu().numpy()))
-    others = ["kid", "precision", "recall"] if scorers.reference.pool_MF is not None else []
+    metrics = ["fid", *(["kid", "precision", "recall"] if scorers.reference.pool_MF is not None else [])]
     if scorers.inception.has_logits:
-        others.append("is")
-    report = evaluate(sampled.features, scorers.reference, metrics=others, device=device) if others else {}
-    for metric in others:
+        metrics.append("is")
+    # Without the bias of FID, which takes as long as FID.
+    report = evaluate(sampled.features, scorers.reference, metrics=metrics, device=device, bias=False)
+    for metric in metrics:
         line[metric] = report[metric]["value"]
         if "interval" in report[metric]:
             line[f"{metric} interval"] = list(report[metric]["interval"])
