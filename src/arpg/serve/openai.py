@@ -22,7 +22,7 @@ from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
-from arpg.serve.responses import Accepted, Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64, to_png
+from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, SseEvent, StepEvent, respond, to_base64, to_png
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 from arpg.settings import TASK_SETTINGS
@@ -424,14 +424,14 @@ class ResponseFormat:
         """Return the body of a response that is not streamed."""
         return {"created": int(job.created), "data": self._images(result), **self._about(result)}
 
-    def events(self, job: Job, event: Accepted | Preview | Result) -> Iterable[SseEvent]:
+    def events(self, job: Job, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
         """Return the server-sent events of a preview (at most one) or of a result (one per image)."""
         created = {"created_at": int(job.created)}
         if isinstance(event, Result):
             name = f"{self.kind}.completed"
             for image in self._images(event):
                 yield name, {"type": name, **image, **self._about(event), **created}
-        elif isinstance(event, Preview) and event.previews:
+        elif isinstance(event, StepEvent) and event.previews:
             name = f"{self.kind}.partial_image"
             image = {"b64_json": event.previews[0], "partial_image_index": self._num_sent}
             about = {"size": "auto", "output_format": "png", "background": "opaque", "quality": self._quality}

@@ -62,16 +62,16 @@ class PreviewOptions:
 
 
 @dataclass(frozen=True)
-class Preview:
-    """The state of a task after a step, as `StepEvent` describes it."""
+class StepEvent:
+    """The state of a task after a step: the data of a `step` event."""
 
     step: int  # finished steps of the current window, from 1
-    steps: int | None
+    steps: int | None  # None where it is not known before the end (decode: exact)
     window: int
     windows: int
-    previews: Sequence[bytes]  # PNG files in base64; empty where none was made
-    grid: tuple[int, int]
-    decoded_at: list[list[int]]
+    previews: Sequence[bytes]  # PNG files in base64, one per image; empty where none were made
+    grid: tuple[int, int]  # of the whole image, which may have several windows
+    decoded_at: list[list[int]]  # the step of each token, over all windows; -1: not yet, -2: was known
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Accepted:
 
 
 Encode = Callable[[Image.Image, dict[str, Any]], bytes]  # an image and its settings to a file of a `Result`
-Event = Accepted | Preview | Result | ApiError
+Event = Accepted | StepEvent | Result | ApiError
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
 
 
@@ -153,7 +153,7 @@ class Job:
         """Events that the reader has not taken yet."""
         return self._events.qsize()
 
-    def send(self, event: Accepted | Preview) -> None:
+    def send(self, event: Accepted | StepEvent) -> None:
         """Send an event that is not the last to a stream, unless the job is to stop."""
         if self.stream and not self.should_stop:
             self._send(event)
@@ -222,7 +222,7 @@ async def wait_for_result(job: Job, call: Request) -> Result:
 
 
 ToBody = Callable[[Job, Result], dict[str, Any]]
-ToSse = Callable[[Job, Accepted | Preview | Result], Iterable[SseEvent]]
+ToSse = Callable[[Job, Accepted | StepEvent | Result], Iterable[SseEvent]]
 
 
 async def respond(job: Job, call: Request, *, to_body: ToBody, to_sse: ToSse) -> Response:
