@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from arpg.serve.api_error import ApiError, deadline_exceeded
+from arpg.serve.api_error import ApiError
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
 from arpg.serve.observability import Trace
 
@@ -183,7 +183,9 @@ class Job:
 
     def stop(self) -> None:
         """End a job that was stopped: the deadline has passed, or nobody reads the response."""
-        self.end(deadline_exceeded(self._deadline))
+        what = f"the request was not finished within {self._deadline:g} seconds"
+        message = f"{what}; request fewer images or steps, or try again later"
+        self.end(ApiError(504, message, code="deadline_exceeded", retry_after=5))
 
     async def events(self, receive: Receive) -> AsyncGenerator[Event | None, None]:
         """Yield the events up to the last, and None where a keep-alive is due; a disconnect cancels the job."""
