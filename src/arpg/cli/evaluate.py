@@ -280,7 +280,7 @@ def sweep(
             about=about,
             seed=seed,
             batch_size=batch_size,
-            progress=_over_all(progress, num, len(combos)),
+            progress=progress,
         )
     text = table(lines)
     write_text(output / "table.md", text)
@@ -321,19 +321,6 @@ def _process(device: str) -> tuple[int, int, str]:
         if torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return rank, size, device
-
-
-def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Callable[[int, int], None]:
-    """Return a progress function over the images of all combinations."""
-    finished = 0
-
-    def on_progress(done: int, total: int) -> None:
-        nonlocal finished
-        progress(finished + done, num * combos)
-        if done == total:
-            finished += total
-
-    return on_progress
 
 
 def _write_json(path: Path | None, data: dict[str, Any]) -> None:
