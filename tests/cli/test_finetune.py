@@ -1,6 +1,9 @@
 """`arpg finetune`, and `--lora` in the verbs that load a model."""
 
+import json
+
 import pytest
+from PIL import Image
 from typer.main import get_command
 
 from arpg import InputError, cli
@@ -44,6 +47,8 @@ def test_an_adapter_brings_its_base_and_its_classes(run, base, tmp_path):
     common = ("--class", "zebra", "--steps", 3, "--device", "cpu", "-o", target)
     code, _, err = run("generate", "--lora", path, *common)
     assert code == 0, err
+    with Image.open(target) as image:
+        assert json.loads(image.text["arpg"])["model"] == str(base)
     whole = target.read_bytes()
     assert run("generate", "--lora", f"{path}:0.5", *common)[0] == 0
     assert target.read_bytes() != whole
@@ -56,8 +61,8 @@ def test_an_adapter_brings_its_base_and_its_classes(run, base, tmp_path):
 
 def test_workers_of_a_cluster_load_the_adapters_and_the_cache_type(base, tmp_path):
     path = adapter(tmp_path / "mine", base)
-    options = {"model": DEFAULT_MODEL, "seed": 0, "device": "cpu", "dtype": "float32", "engine": "eager"}
-    sampling = SamplingOptions(**options, named=False, kv_cache_dtype="fp8", settings={}, lora=(f"{path}:0.5",))
+    options = {"seed": 0, "device": "cpu", "dtype": "float32", "engine": "eager"}
+    sampling = SamplingOptions(**options, kv_cache_dtype="fp8", settings={}, lora=[f"{path}:0.5"])
     classes, load = _remote_pipeline(sampling)
     assert classes.lines == (*NAMES, "zebra")
     here, there = sampling.load(), load()

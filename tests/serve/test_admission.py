@@ -161,7 +161,7 @@ def test_pixels_of_a_large_image_delay_no_small_one(served, monkeypatch):
     def held(calls):
         inside.set()
         assert go.wait(60)
-        execute(calls)
+        return execute(calls)
 
     monkeypatch.setattr(lanes.large, "_execute", held)
     ids, found = torch.zeros(1, 16, dtype=torch.long), []

@@ -115,7 +115,8 @@ def attention(
     require(image is not None or class_ is not None, "there is neither an image nor a --class; give one of them")
     opened = None if image is None else open_image(image)
     # The weights are computed a second time from queries and keys: in full precision, and not by a fused kernel.
-    pipe = dataclasses.replace(sampling, dtype="float32", engine="eager").load()
+    sampling = dataclasses.replace(sampling.with_default_model(), dtype="float32", engine="eager")
+    pipe = sampling.load()
     from arpg.evaluation.attention_maps import (
         choose_columns,
         default_queries,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,7 +84,8 @@ def bench(
     with err.status("loading"):
         from arpg.bench import record
         from arpg.bench.case import make_cases, open_pipeline, square_grid
-        from arpg.bench.throughput import MeasureOptions, measure_cold_start
+        from arpg.bench.roofline import device_limits
+        from arpg.bench.throughput import MeasureOptions, measure, measure_cold_start
         from arpg.device import set_threads
     options = MeasureOptions(repeats=repeats, warmup=warmup, pixels=pixels, split=split, top_kernels=profile)
     grids = [square_grid(size) for size in sizes]
@@ -95,10 +97,13 @@ def bench(
     starts: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
 
-    def keep(row: dict[str, Any]) -> None:
-        """Write the record with another row: a later one may fail."""
-        rows.append(row)
+    def measure_case(pipe: Any, case: Any) -> dict[str, Any]:
+        """Measure a case, and write the record with its row: a later one may fail."""
+        what = f"{case.model}, batch {case.batch}, {case.settings.steps} steps, {case.tokens} tokens ({len(rows) + 1})"
+        with err.status(what):
+            rows.append(measure(pipe, case, options, limits=partial(device_limits, pipe.model.device)))
         record.write_record(output, about, rows, scaling=series, cold=starts)
+        return rows[-1]
 
     for name, precision, mode in itertools.product(names, dtypes or ["auto"], engines):
         with err.status(f"loading {name}"):
@@ -107,13 +112,12 @@ def bench(
         about = about or record.environment(pipe.model.device)
         label = f"{name} (random)" if random else name
         own = grids or [pipe.model.config.grid]
-        measure_case = _measurer(pipe, options, keep)
         if scaling:
             limits = (max_seconds, repeats + warmup)
-            series += _measure_scaling(label, pipe, axes, (sizes, batches), measure_case, limits)
+            series += _measure_scaling(label, pipe, axes, (sizes, batches), partial(measure_case, pipe), limits)
         else:
             for case in make_cases(label, pipe.sampling, grids=own, batches=batches or [1], settings=axes):
-                measure_case(case)
+                measure_case(pipe, case)
         if cold:
             # `auto` captures its graph only later; `graph` shows what capturing at the first image takes.
             modes = (mode, "graph") if mode == "auto" and pipe.engine.mode == "graph" else (mode,)
@@ -148,23 +152,6 @@ def compare(
     out.print(record.render_comparison(found))
     if fail and found["slower"]:
         raise typer.Exit(1)
-
-
-def _measurer(pipe: Any, options: Any, keep: Callable[[dict[str, Any]], None]) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that measures a case, shows which one on the status line, and keeps its row."""
-    from arpg.bench.roofline import device_limits
-    from arpg.bench.throughput import measure
-
-    count = itertools.count(1)
-
-    def measure_case(case: Any) -> dict[str, Any]:
-        what = f"{case.model}, batch {case.batch}, {case.settings.steps} steps, {case.tokens} tokens ({next(count)})"
-        with err.status(what):
-            row = measure(pipe, case, options, limits=lambda dtype: device_limits(pipe.model.device, dtype))
-        keep(row)
-        return row
-
-    return measure_case
 
 
 def _measure_scaling(

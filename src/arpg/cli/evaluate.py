@@ -24,9 +24,9 @@ from arpg.cli.options import (
     RayOption,
     SamplingOptions,
     WorkersOption,
+    choose_model,
     err,
     load_pipeline,
-    model_and_adapters,
     out,
     output_option,
     progress_bar,
@@ -280,7 +280,7 @@ def sweep(
             about=about,
             seed=seed,
             batch_size=batch_size,
-            progress=_over_all(progress, num, len(combos)),
+            progress=progress,
         )
     text = table(lines)
     write_text(output / "table.md", text)
@@ -293,10 +293,10 @@ def _remote_pipeline(sampling: SamplingOptions) -> tuple[Any, Callable[[], Any]]
     """Return the classes of a model, and the function that loads it in a worker."""
     from arpg.checkpoint import read_folder
     from arpg.hub import resolve
+    from arpg.lora import parse_lora
     from arpg.pipeline import load_with_adapters
 
-    named = sampling.model if sampling.named else None
-    model, adapters = model_and_adapters(named, sampling.lora, default=sampling.model)
+    model, adapters = choose_model(sampling.model, sampling.lora), [parse_lora(text) for text in sampling.lora or ()]
     # An adapter may add classes.
     found = load_with_adapters(model, adapters, device="cpu") if adapters else read_folder(resolve(model))
     return found.classes, partial(load_with_adapters, model, adapters, **sampling.loading)
@@ -321,19 +321,6 @@ def _process(device: str) -> tuple[int, int, str]:
         if torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return rank, size, device
-
-
-def _over_all(progress: Callable[[int, int], None], num: int, combos: int) -> Callable[[int, int], None]:
-    """Return a progress function over the images of all combinations."""
-    finished = 0
-
-    def on_progress(done: int, total: int) -> None:
-        nonlocal finished
-        progress(finished + done, num * combos)
-        if done == total:
-            finished += total
-
-    return on_progress
 
 
 def _write_json(path: Path | None, data: dict[str, Any]) -> None:

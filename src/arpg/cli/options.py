@@ -8,9 +8,9 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.errors import InputError, one_of, present, require
 from arpg.settings import SETTINGS, TASK_SETTINGS, SamplingDefaults
 
+T = TypeVar("T")
 Command = Callable[..., None]
 ALL_SETTINGS = {**SETTINGS, **TASK_SETTINGS}
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in ALL_SETTINGS.items()}
@@ -146,33 +147,42 @@ EngineOption = Annotated[str, typer.Option(help=f"How the decode loop is execute
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The values of the sampling options: model, seed, device and the settings that were given."""
+    """The options of every sampling verb; `settings` are those that were given."""
 
-    model: str
-    named: bool  # the user named the model
-    seed: int
-    device: str
-    dtype: str
-    engine: str
-    kv_cache_dtype: str
-    settings: dict[str, Any]
-    lora: tuple[str, ...] = ()
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help=f"A folder, a published name or a hub id; none: {DEFAULT_MODEL}, {DEFAULT_TEXT_MODEL} for prompts, "
+            f"{DEFAULT_CONTROL_MODEL} for condition images.",
+        ),
+    ] = None
+    lora: LoraOption = None
+    seed: SeedOption = DEFAULTS["seed"]
+    device: DeviceOption = "auto"
+    dtype: PrecisionOption = "auto"
+    kv_cache_dtype: KvCacheOption = "auto"
+    engine: EngineOption = "auto"
+    settings: dict[str, Any] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        one_of("engine", self.engine, ENGINES)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 
     def with_default_model(self, *, prompts: bool = False, control: bool = False) -> SamplingOptions:
-        """Choose the default model that takes prompts or condition images, unless the user named a model."""
+        """Name the model where the user did not: the base of an adapter, or the default for the inputs."""
         require(
-            self.named or not (prompts and control),
+            self.model is not None or not (prompts and control),
             "no installed model takes a prompt and a condition image together; give a class instead, or name a model "
             "with --model",
         )
-        if self.named or not (prompts or control):
-            return self
-        return dataclasses.replace(self, model=DEFAULT_CONTROL_MODEL if control else DEFAULT_TEXT_MODEL)
+        default = DEFAULT_CONTROL_MODEL if control else DEFAULT_TEXT_MODEL if prompts else DEFAULT_MODEL
+        return dataclasses.replace(self, model=choose_model(self.model, self.lora, default=default))
 
     def load(self) -> Any:
-        """Load the pipeline; an adapter brings its base model, unless the user named a model."""
-        model = self.model if self.named else None
-        return load_pipeline(model, default=self.model, lora=self.lora, **self.loading)
+        """Load the pipeline."""
+        return load_pipeline(self.model, lora=self.lora, **self.loading)
 
     @property
     def loading(self) -> dict[str, str]:
@@ -187,22 +197,21 @@ def load_pipeline(
     """Load a pipeline and its adapters, with a spinner meanwhile; none named: an adapter's base, or `default`."""
     with err.status("loading"):
         from arpg.device import set_threads
+        from arpg.lora import parse_lora
         from arpg.pipeline import load_with_adapters
 
         set_threads()
-        name, adapters = model_and_adapters(model, lora, default=default)
-        return load_with_adapters(name, adapters, **options)
+        adapters = [parse_lora(text) for text in lora or ()]
+        return load_with_adapters(choose_model(model, lora, default=default), adapters, **options)
 
 
-def model_and_adapters(
-    model: str | None, lora: Sequence[str] | None, *, default: str
-) -> tuple[str, list[tuple[str, float]]]:
-    """Return the model to load and its adapters with their scales; none named: an adapter's base, or `default`."""
+def choose_model(model: str | None, lora: Sequence[str] | None, *, default: str = DEFAULT_MODEL) -> str:
+    """Return the model to load; none named: an adapter's base, or `default`."""
+    if model is not None or not lora:
+        return model or default
     from arpg.lora import parse_lora, read_adapter
 
-    adapters = [parse_lora(text) for text in lora or ()]
-    base = read_adapter(adapters[0][0]).config.base if adapters and model is None else None
-    return model or base or default, adapters
+    return read_adapter(parse_lora(lora[0])[0]).config.base or default
 
 
 def ray_options(ray: bool, workers: int) -> Any:
@@ -225,7 +234,7 @@ def with_sampling_options(command: Command) -> Command:
     settings = [
         make_parameter(name, Annotated[setting.kind | None, option(name)], None) for name, setting in SETTINGS.items()
     ]
-    return add_options(command, _read_sampling, "sampling", more=settings)
+    return add_options(command, add_options(SamplingOptions, _read_settings, "settings", more=settings), "sampling")
 
 
 def with_axes(*names: str) -> Callable[[Command], Command]:
@@ -247,8 +256,8 @@ def with_axes(*names: str) -> Callable[[Command], Command]:
 
 
 def add_options(
-    command: Command, options: Callable[..., Any], name: str, *, more: Sequence[inspect.Parameter] = ()
-) -> Command:
+    command: Callable[..., T], options: Callable[..., Any], name: str, *, more: Sequence[inspect.Parameter] = ()
+) -> Callable[..., T]:
     """Replace the parameter `name` of a command by those of `options`; it receives what `options` returns.
 
     `more` are parameters that `options` takes as keywords and does not name.
@@ -256,8 +265,8 @@ def add_options(
     own = [p for p in _parameters(command) if p.name != name]
     shared = [*more, *_parameters(options)]
 
-    def run(**values: Any) -> None:
-        command(**{name: options(**{p.name: values.pop(p.name) for p in shared})}, **values)
+    def run(**values: Any) -> T:
+        return command(**{name: options(**{p.name: values.pop(p.name) for p in shared})}, **values)
 
     required = [p for p in own if p.default is p.empty]
     optional = [p for p in own if p.default is not p.empty]
@@ -334,40 +343,11 @@ def parse_values(name: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
         raise InputError(f"{name} is {text!r}; expected {expected} with commas, like 8,12,24") from None
 
 
-def _read_sampling(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help=f"A folder, a published name or a hub id; none: {DEFAULT_MODEL}, {DEFAULT_TEXT_MODEL} for prompts, "
-            f"{DEFAULT_CONTROL_MODEL} for condition images.",
-        ),
-    ] = None,
-    lora: LoraOption = None,
-    seed: SeedOption = DEFAULTS["seed"],
-    device: DeviceOption = "auto",
-    dtype: PrecisionOption = "auto",
-    kv_cache_dtype: KvCacheOption = "auto",
-    engine: EngineOption = "auto",
-    **settings: Any,
-) -> SamplingOptions:
+def _read_settings(**settings: Any) -> dict[str, Any]:
     settings["order"] = parse_order(settings["order"])
     settings["schedule"] = parse_schedule(settings["schedule"])
     SamplingDefaults().settings(**settings)  # bad settings fail before the model is loaded
-    one_of("engine", engine, ENGINES)
-    one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    return SamplingOptions(
-        model=model or DEFAULT_MODEL,
-        named=model is not None,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        engine=engine,
-        kv_cache_dtype=kv_cache_dtype,
-        settings=settings,
-        lora=tuple(lora or ()),
-    )
+    return settings
 
 
 def make_parameter(name: str, annotation: Any, value: Any) -> inspect.Parameter:

@@ -236,19 +236,25 @@ def sweep(
     """Measure what `folder` does not have yet, and return the lines of all combinations, in their order.
 
     `about` says what else the lines depend on (the reference, how labels are spread), so that nothing else is mixed in.
+    `progress` is about the images of all combinations.
     """
     shared = {"model": fingerprint(pipe), "inception": scorers.inception.identity, "seed": seed, **(about or {})}
     results = Results(folder, shared)
-    lines = []
+    lines: list[Line] = []
+
+    def on_progress(done: int, _: int) -> None:
+        if progress is not None:
+            progress(len(lines) * len(labels) + done, len(combos) * len(labels))
+
     for settings in combos:
         line = results.find(settings, len(labels))
         if line is None:
             sampled = generate_features(
-                pipe, settings, scorers, labels=labels, seed=seed, batch_size=batch_size, progress=progress
+                pipe, settings, scorers, labels=labels, seed=seed, batch_size=batch_size, progress=on_progress
             )
             line = results.add(settings, len(labels), measure(sampled, scorers))
-        elif progress is not None:
-            progress(len(labels), len(labels))
+        else:
+            on_progress(len(labels), len(labels))
         lines.append(line)
     return lines
 

@@ -65,16 +65,6 @@ def internal_error() -> ApiError:
     return ApiError(500, "generation failed on the server; the details are in its log", code="internal_error")
 
 
-def deadline_exceeded(seconds: float) -> ApiError:
-    """Return the 504 for a request that took longer than `seconds`."""
-    return ApiError(
-        504,
-        f"the request was not finished within {seconds:g} seconds; request fewer images or steps, or try again later",
-        code="deadline_exceeded",
-        retry_after=5,
-    )
-
-
 def bad_request(error: InputError) -> ApiError:
     """Turn an `InputError` of the library into a 400; its messages begin with the parameter: `steps is 0; ...`."""
     match = re.match(r"(\w+) is ", str(error))

@@ -59,7 +59,6 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
     app.add_middleware(
         RequestMiddleware,
         admission=service.admission,
-        keys=service.keys,
         settings=service.settings,
         hosts=hosts,
         tracer=service.tracer,

@@ -25,6 +25,7 @@ from arpg.decode.engine import choose_mode
 from arpg.decode.graphs import GraphCache
 from arpg.model import ARPG
 from arpg.serve.observability import Metrics
+from arpg.serve.workers import WorkerThread
 from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,11 @@ class Delivery(NamedTuple):
     rows: list[tuple[RowRef, int, bool]]
 
 
-class Batcher:
-    """The batching thread. `submit` may be called from any thread."""
+class Batcher(WorkerThread):
+    """The batching thread. `submit` may be called from any thread.
+
+    It is closed after the current step; requests that are not finished end with an error.
+    """
 
     def __init__(
         self,
@@ -118,8 +122,6 @@ class Batcher:
         """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
         self.metrics = metrics or Metrics()
-        self._threads = threads
-        self._wake = threading.Condition()
         self._arrived: list[PendingRows] = []
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
@@ -128,15 +130,7 @@ class Batcher:
         self._idle: OrderedDict[tuple[Any, ...], Batch] = OrderedDict()  # by key; without rows, with captured steps
         self._deliveries: deque[Delivery] = deque()
         self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
-        self._closing = False
-        self._ended: BaseException | None = None  # why the thread has ended
-        self._thread = threading.Thread(target=self._run, name="arpg-batcher", daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        super().__init__("batcher", threads=threads)
 
     @property
     def num_waiting(self) -> int:
@@ -165,33 +159,16 @@ class Batcher:
         if ended is not None:
             self._end(pending, ended)
 
-    def close(self) -> None:
-        """Stop after the current step; requests that are not finished end with an error."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
-
     # Everything below runs in the batching thread, which alone touches the batches.
 
-    def _run(self) -> None:
-        ended: BaseException = RuntimeError("the server is closed")
-        try:
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
-            while self._collect_arrivals():
-                try:
-                    self._admit()
-                    self._step()
-                except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
-                    log.exception("the batcher failed")
-                    self._fail_all(error)
-        except BaseException as error:  # the thread ends: nobody may wait for it any more
-            log.critical("the decode thread died", exc_info=error)
-            ended = error
-        with self._wake:
-            self._ended = ended
-        self._fail_all(ended)
+    def _work(self) -> None:
+        while self._collect_arrivals():
+            try:
+                self._admit()
+                self._step()
+            except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
+                log.exception("the batcher failed")
+                self._fail_all(error)
 
     def _collect_arrivals(self) -> bool:
         """Queue what has arrived; wait for it where there is nothing to do. Return False when closing."""
@@ -484,11 +461,6 @@ class BatcherLanes:
         self.max_batch = self.small.max_batch
 
     @property
-    def alive(self) -> bool:
-        """Whether both threads run."""
-        return self.small.alive and self.large.alive
-
-    @property
     def num_waiting(self) -> int:
         """Rows that are not in a batch yet."""
         return self.small.num_waiting + self.large.num_waiting
@@ -506,8 +478,3 @@ class BatcherLanes:
     def submit(self, pending: PendingRows) -> None:
         """Queue the rows of a request."""
         (self.small if pending.request.num_tokens <= self._max_tokens else self.large).submit(pending)
-
-    def close(self) -> None:
-        """Stop after the current steps; requests that are not finished end with an error."""
-        self.small.close()
-        self.large.close()

@@ -77,13 +77,12 @@ class RequestMiddleware:
         app: ASGIApp,
         *,
         admission: AdmissionLimiter,
-        keys: ApiKeys,
         settings: ServeSettings,
         hosts: frozenset[str] | None,
         tracer: Tracer | None = None,
     ) -> None:
         self.tracer = tracer
-        self.app, self.admission, self.metrics, self.keys = app, admission, admission.metrics, keys
+        self.app, self.admission, self.metrics = app, admission, admission.metrics
         self.settings, self.hosts = settings, hosts
         self.body_bytes = 0  # of all requests that are being answered
         self.metrics.gauge("arpg_body_bytes", "Bytes of request bodies in memory", lambda: self.body_bytes)
@@ -142,7 +141,7 @@ class RequestMiddleware:
             raise ApiError(403, "requests from pages of other sites are not accepted", code="cross_origin")
         label = ANONYMOUS
         if scope["path"].startswith("/v1/") or scope["path"] == "/metrics":
-            label = self.keys.check(headers.get("authorization"))
+            label = self.admission.keys.check(headers.get("authorization"))
         scope["state"].setdefault("tenant", label)  # on Ray, the ingress has set it
         return headers
 

@@ -16,10 +16,10 @@ from arpg.serve.request_body import JsonRoute
 from arpg.serve.responses import (
     Accepted,
     Job,
-    Preview,
     PreviewOptions,
     Result,
     SseEvent,
+    StepEvent,
     json_response,
     respond,
     wait_for_result,
@@ -31,7 +31,6 @@ from arpg.serve.schemas import (
     Error,
     ExtractCondition,
     Info,
-    StepEvent,
     TaskParams,
     TaskResponse,
     Upscale,
@@ -169,10 +168,10 @@ def _to_body(job: Job, result: Result) -> dict[str, Any]:
     }
 
 
-def _to_sse(job: Job, event: Accepted | Preview | Result) -> Iterable[SseEvent]:
+def _to_sse(job: Job, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
     if isinstance(event, Accepted):
         yield "queued", {"id": job.id, "position": event.position}
-    elif isinstance(event, Preview):
+    elif isinstance(event, StepEvent):
         yield "step", vars(event)
     else:
         yield "done", _to_body(job, event)

@@ -112,18 +112,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Write all logs, uvicorn's own included, as JSON lines to stderr."""
+    """Write all logs as JSON lines to stderr; uvicorn, without a configuration of its own, logs to the root too."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("arpg").setLevel(logging.INFO)
-    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logger = logging.getLogger(name)
-        logger.handlers[:], logger.propagate = [], True
-    logging.getLogger("uvicorn.access").disabled = True  # the middleware logs each request, with its id
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 class Trace:

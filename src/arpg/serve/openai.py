@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -22,7 +22,7 @@ from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
-from arpg.serve.responses import Accepted, Job, Preview, PreviewOptions, Result, SseEvent, respond, to_base64, to_png
+from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, SseEvent, StepEvent, respond, to_base64, to_png
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 from arpg.settings import TASK_SETTINGS
@@ -158,7 +158,6 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
-Form = TypeVar("Form", bound=EditParams)
 EVENT_NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
 IMAGES_RESPONSES = task_responses(
     ImagesResponse, "The images; with `stream`, server-sent events.", (*EVENT_NAMES, "error")
@@ -239,19 +238,19 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         return await run_task(call, body, build, "image_generation")
 
-    edit_form = _form_schema(EditParams, "image", "mask", required=["image", "prompt"])
-
-    @router.post("/v1/images/edits", responses=IMAGES_RESPONSES, openapi_extra=edit_form)
-    async def edits(call: Request) -> Response:
-        """Fill the transparent part of the mask with the prompt, or the class that it names."""
-        body, files = await _read_form(call, EditParams)
+    async def run_edit(call: Request, schema: type[EditParams], *, masked: bool) -> Response:
+        body, files = await _read_form(call, schema)
+        check(masked or "mask" not in files, "a variation has no mask; send only an image", param="mask")
 
         def build(builder: TaskBuilder) -> BuiltTask:
-            params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
-            image = builder.read_image(files["image"], param="image", alpha=True)
-            sent = builder.read_image(files["mask"], param="mask", alpha=True) if "mask" in files else image
-            mask = transparent_part(sent)
-            if mask.getextrema() == (0, 0):
+            params = _task_params(builder, body)
+            label = {} if body.prompt is None else builder.label_of(body.prompt, body.negative)
+            image = builder.read_image(files["image"], param="image", alpha=masked)
+            mask = None
+            if masked:
+                sent = builder.read_image(files["mask"], param="mask", alpha=True) if "mask" in files else image
+                mask = transparent_part(sent)
+            if mask is None or mask.getextrema() == (0, 0):
                 check(
                     "mask" not in files, "mask has no transparent pixel; the transparent ones are edited", param="mask"
                 )
@@ -261,23 +260,19 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         return await run_task(call, body, build, "image_edit")
 
+    edit_form = _form_schema(EditParams, "image", "mask", required=["image", "prompt"])
+
+    @router.post("/v1/images/edits", responses=IMAGES_RESPONSES, openapi_extra=edit_form)
+    async def edits(call: Request) -> Response:
+        """Fill the transparent part of the mask with the prompt, or the class that it names."""
+        return await run_edit(call, EditParams, masked=True)
+
     variation_form = _form_schema(VariationParams, "image", required=["image"])
 
     @router.post("/v1/images/variations", responses=IMAGES_RESPONSES, openapi_extra=variation_form)
     async def variations(call: Request) -> Response:
         """Images that share a quarter of the patches with an image; the others are sampled again."""
-        body, files = await _read_form(call, VariationParams)
-        check("mask" not in files, "a variation has no mask; send only an image", param="mask")
-
-        def build(builder: TaskBuilder) -> BuiltTask:
-            params = _task_params(builder, body)
-            label = {} if body.prompt is None else builder.label_of(body.prompt, body.negative)
-            image = builder.read_image(files["image"], param="image")
-            mask = random_patches(image.size, builder.pipeline.model.config.grid, params.seed)
-            _check_kept_size(body, image.size)
-            return builder.build("inpaint", label, params, image=image, mask=mask, feather=body.feather)
-
-        return await run_task(call, body, build, "image_edit")
+        return await run_edit(call, VariationParams, masked=False)
 
     # Outside /v1: the name is the secret, no key is needed.
     @router.get(
@@ -385,7 +380,7 @@ def _check_kept_size(params: ImagesParams, size: tuple[int, int]) -> None:
     check(params.size in allowed, f"size is {params.size}; an edit is as large as its image", param="size")
 
 
-async def _read_form(call: Request, params: type[Form]) -> tuple[Form, dict[str, bytes]]:
+async def _read_form(call: Request, params: type[EditParams]) -> tuple[EditParams, dict[str, bytes]]:
     """Read the fields and the files of a multipart form; each may be there once."""
     fields: dict[str, Any] = {}
     files: dict[str, bytes] = {}
@@ -424,14 +419,14 @@ class ResponseFormat:
         """Return the body of a response that is not streamed."""
         return {"created": int(job.created), "data": self._images(result), **self._about(result)}
 
-    def events(self, job: Job, event: Accepted | Preview | Result) -> Iterable[SseEvent]:
+    def events(self, job: Job, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
         """Return the server-sent events of a preview (at most one) or of a result (one per image)."""
         created = {"created_at": int(job.created)}
         if isinstance(event, Result):
             name = f"{self.kind}.completed"
             for image in self._images(event):
                 yield name, {"type": name, **image, **self._about(event), **created}
-        elif isinstance(event, Preview) and event.previews:
+        elif isinstance(event, StepEvent) and event.previews:
             name = f"{self.kind}.partial_image"
             image = {"b64_json": event.previews[0], "partial_image_index": self._num_sent}
             about = {"size": "auto", "output_format": "png", "background": "opaque", "quality": self._quality}

@@ -217,7 +217,6 @@ def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | 
     return RequestMiddleware(
         Ingress(metrics),
         admission=AdmissionLimiter(settings, keys, metrics),
-        keys=keys,
         settings=settings,
         hosts=hosts,
         tracer=tracer_from_environment(),

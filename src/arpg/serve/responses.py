@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from arpg.serve.api_error import ApiError, deadline_exceeded
+from arpg.serve.api_error import ApiError
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
 from arpg.serve.observability import Trace
 
@@ -65,16 +65,16 @@ class PreviewOptions:
 
 
 @dataclass(frozen=True)
-class Preview:
-    """The state of a task after a step, as `StepEvent` describes it."""
+class StepEvent:
+    """The state of a task after a step: the data of a `step` event."""
 
     step: int  # finished steps of the current window, from 1
-    steps: int | None
+    steps: int | None  # None where it is not known before the end (decode: exact)
     window: int
     windows: int
-    previews: Sequence[bytes]  # PNG files in base64; empty where none was made
-    grid: tuple[int, int]
-    decoded_at: list[list[int]]
+    previews: Sequence[bytes]  # PNG files in base64, one per image; empty where none were made
+    grid: tuple[int, int]  # of the whole image, which may have several windows
+    decoded_at: list[list[int]]  # the step of each token, over all windows; -1: not yet, -2: was known
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Accepted:
 
 
 Encode = Callable[[Image.Image, dict[str, Any]], bytes]  # an image and its settings to a file of a `Result`
-Event = Accepted | Preview | Result | ApiError
+Event = Accepted | StepEvent | Result | ApiError
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
 
 
@@ -156,7 +156,7 @@ class Job:
         """Events that the reader has not taken yet."""
         return self._events.qsize()
 
-    def send(self, event: Accepted | Preview) -> None:
+    def send(self, event: Accepted | StepEvent) -> None:
         """Send an event that is not the last to a stream, unless the job is to stop."""
         if self.stream and not self.should_stop:
             self._send(event)
@@ -186,7 +186,9 @@ class Job:
 
     def stop(self) -> None:
         """End a job that was stopped: the deadline has passed, or nobody reads the response."""
-        self.end(deadline_exceeded(self._deadline))
+        what = f"the request was not finished within {self._deadline:g} seconds"
+        message = f"{what}; request fewer images or steps, or try again later"
+        self.end(ApiError(504, message, code="deadline_exceeded", retry_after=5))
 
     async def events(self, receive: Receive) -> AsyncGenerator[Event | None, None]:
         """Yield the events up to the last, and None where a keep-alive is due; a disconnect cancels the job."""
@@ -225,7 +227,7 @@ async def wait_for_result(job: Job, call: Request) -> Result:
 
 
 ToBody = Callable[[Job, Result], dict[str, Any]]
-ToSse = Callable[[Job, Accepted | Preview | Result], Iterable[SseEvent]]
+ToSse = Callable[[Job, Accepted | StepEvent | Result], Iterable[SseEvent]]
 
 
 async def respond(job: Job, call: Request, *, to_body: ToBody, to_sse: ToSse) -> Response:

@@ -215,20 +215,6 @@ class TaskResponse(BaseModel):
     images: list[ImageEntry]
 
 
-class StepEvent(BaseModel):
-    """The data of a `step` event."""
-
-    step: int
-    steps: int | None = Field(description="null where it is not known before the end (decode: exact).")
-    window: int
-    windows: int
-    previews: list[str] = Field(description="Base64 PNG, one per image; empty where none were made.")
-    grid: tuple[int, int] = Field(description="Of the whole image, which may have several windows.")
-    decoded_at: list[list[int]] = Field(
-        description="The step of each token, counted over all windows of the grid; -1: not yet, -2: was known."
-    )
-
-
 class Choice(BaseModel):
     """A named value of a setting, and one line about it."""
 

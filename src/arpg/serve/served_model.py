@@ -28,7 +28,7 @@ from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import Metrics
 from arpg.serve.schemas import model_info
 from arpg.serve.server_config import ServeSettings
-from arpg.serve.workers import TokenizerLanes
+from arpg.serve.workers import TokenizerLanes, WorkerThread
 from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import PromptCache, PromptEncoder, missing_encoder
 from arpg.tokenizer import Tokenizer
@@ -46,6 +46,12 @@ class LoadedModel:
     batcher: BatcherLanes
     builder: TaskBuilder
     weight_bytes: int
+
+    @property
+    def threads(self) -> list[WorkerThread]:
+        """The threads in the order in which they are closed: those that decode use the tokenizer's."""
+        lanes = self.tokenizer
+        return [self.batcher.small, self.batcher.large, lanes.small, lanes.large, lanes.preview]
 
 
 class ServedModel:
@@ -113,15 +119,13 @@ class ServedModel:
     def close(self) -> None:
         """Stop the threads; requests that are not finished end with an error."""
         self._closed = True
-        if self._state is not None:
-            self._state.batcher.close()
-            self._state.tokenizer.close()
+        for thread in self._state.threads if self._state is not None else ():
+            thread.close()
 
     @property
     def broken(self) -> bool:
         """Whether one of its threads has died; it cannot be mended, since the state of the device is unknown."""
-        state = self._state
-        return state is not None and not self._closed and not (state.batcher.alive and state.tokenizer.alive)
+        return self.is_loaded and not self._closed and not all(thread.alive for thread in self.loaded.threads)
 
     @property
     def is_loaded(self) -> bool:

@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
             ws="none",
             proxy_headers=False,  # who the client is, is not for the client to say
             log_config=None,
-            access_log=False,
+            access_log=False,  # the middleware logs each request, with its id
             server_header=False,
             timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # it goes to call_later
             timeout_graceful_shutdown=math.ceil(settings.io_timeout_s),

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from arpg.config import ENGINES, KV_CACHE_DTYPES
-from arpg.errors import one_of, require
+from arpg.errors import one_of, require, require_positive
 from arpg.settings import SETTINGS
 
 
@@ -28,8 +28,7 @@ class Limits:
     json_bytes: int = 1 << 18  # of a request without images
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value >= 1, f"limit {name} is {value}; expected 1 or more")
+        require_positive(self, *vars(self), prefix="limit ")
 
     def check_tokens(self, num_tokens: int, *, stride: int) -> None:
         """Raise an `InputError` where a result would have more tokens than a square of `side` pixels."""
@@ -87,16 +86,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         one_of("engine", self.engine, ENGINES)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        for name in (
-            "max_batch",
-            "max_pending_requests",
-            "max_connections",
-            "max_header_bytes",
-            "max_headers",
-            "max_body_bytes",
-        ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} is {value}; expected 1 or more")
+        counts = ("max_pending_requests", "max_connections", "max_header_bytes", "max_headers", "max_body_bytes")
+        require_positive(self, *counts, *(["max_batch"] if self.max_batch is not None else []))
         require(0 < self.key_share <= 1, f"key_share is {self.key_share}; expected more than 0 and at most 1")
         require(self.max_pending_cost > 0, f"max_pending_cost is {self.max_pending_cost}; expected more than 0 images")
         for name in ("deadline", "io_timeout_s", "header_timeout_s", "keep_alive_s", "url_seconds"):

@@ -18,7 +18,7 @@ from torch import Tensor
 from arpg.decode import Step, make_plan
 from arpg.serve.admission import task_cost
 from arpg.serve.batcher import PendingRows
-from arpg.serve.responses import Job, Preview, Result, Usage, base64_png
+from arpg.serve.responses import Job, Result, StepEvent, Usage, base64_png
 from arpg.serve.served_model import LoadedModel
 from arpg.tasks.task import ImageTask, StepTokens
 
@@ -182,7 +182,7 @@ class TaskRun:
         return pngs
 
     def _send(self, state: StepState, pngs: list[bytes]) -> None:
-        event = Preview(
+        event = StepEvent(
             step=state.step,
             steps=state.steps,
             window=state.window,

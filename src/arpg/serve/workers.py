@@ -9,6 +9,8 @@ import logging
 import math
 import os
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,18 +39,16 @@ class TokenizerCall:
         return (self.grid, self.known_BN is None, self.value.shape[1:])
 
 
-class TokenizerThread:
-    """A thread that runs the calls of a tokenizer, the oldest first.
+class WorkerThread(ABC):
+    """A thread that works on what other threads hand to it under `_wake`, until it is closed or dies."""
 
-    Calls that decode share a batch of at most `max_batch` images; 1: each is alone.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, max_batch: int = 1, threads: int | None = None) -> None:
-        self._tokenizer, self.max_batch, self._threads = tokenizer, max_batch, threads
+    def __init__(self, name: str, *, threads: int | None) -> None:
+        """Start the thread, so a subclass calls this last. `threads`: CPU threads of what it computes."""
+        self._threads = threads
         self._wake = threading.Condition()
-        self._calls: list[TokenizerCall] = []  # that wait, the oldest first
-        self._closing = self._ended = False
-        self._thread = threading.Thread(target=self._run, name="arpg-tokenizer", daemon=True)
+        self._closing = False
+        self._ended: BaseException | None = None  # why the thread has ended
+        self._thread = threading.Thread(target=self._run, name=f"arpg-{name}", daemon=True)
         self._thread.start()
 
     @property
@@ -56,37 +56,71 @@ class TokenizerThread:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def run(self, call: TokenizerCall) -> Tensor:
-        """Wait for the result of a call."""
-        with self._wake:
-            if self._ended:
-                raise RuntimeError("the tokenizer's thread has ended")
-            self._calls.append(call)
-            self._wake.notify()
-        return call.future.result()
-
     def close(self) -> None:
-        """Stop the thread after the calls that are waiting."""
+        """Stop the thread and wait for its end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        calls: list[TokenizerCall] = []
+        ended: BaseException = RuntimeError("the server is closed")
         try:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
-            while calls := self._next_calls():
-                self._execute(calls)
+            self._work()
         except BaseException as error:  # the thread ends: nobody may wait for it any more
-            log.critical("the tokenizer's thread died", exc_info=error)
+            log.critical("%s died", self._thread.name, exc_info=error)
+            ended = error
         with self._wake:
-            self._ended = True
-            calls += self._calls
-        for call in calls:
-            if not call.future.done():
-                call.future.set_exception(RuntimeError("the tokenizer's thread has ended"))
+            self._ended = ended
+        self._fail_all(ended)
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Work until `_closing`."""
+
+    @abstractmethod
+    def _fail_all(self, error: BaseException) -> None:
+        """End everything that was handed over and is not finished."""
+
+
+class TokenizerThread(WorkerThread):
+    """A thread that runs the calls of a tokenizer, the oldest first; those that are waiting also when it is closed.
+
+    Calls that decode share a batch of at most `max_batch` images; 1: each is alone.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_batch: int = 1, threads: int | None = None) -> None:
+        self._tokenizer, self.max_batch = tokenizer, max_batch
+        self._calls: list[TokenizerCall] = []  # that wait, the oldest first
+        super().__init__("tokenizer", threads=threads)
+
+    def run(self, call: TokenizerCall) -> Tensor:
+        """Wait for the result of a call."""
+        with self._wake:
+            if self._ended is not None:
+                raise RuntimeError("the tokenizer's thread has ended")
+            self._calls.append(call)
+            self._wake.notify()
+        return call.future.result()
+
+    def _work(self) -> None:
+        while calls := self._next_calls():
+            try:
+                parts = self._execute(calls)
+            except BaseException as error:  # raised in the waiting threads
+                for call in calls:
+                    call.future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                for call, part in zip(calls, parts, strict=True):
+                    call.future.set_result(part)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for call in self._calls:
+            call.future.set_exception(error)
 
     def _next_calls(self) -> list[TokenizerCall]:
         """Wait for calls; return the oldest and those that share its batch, none when closing."""
@@ -103,21 +137,14 @@ class TokenizerThread:
         return chosen
 
     @torch.no_grad()
-    def _execute(self, calls: list[TokenizerCall]) -> None:
-        try:
-            value = torch.cat([call.value for call in calls])
-            if (grid := calls[0].grid) is None:
-                result = self._tokenizer.encode(value)
-            else:
-                known = [call.known_BN for call in calls if call.known_BN is not None]
-                result = self._tokenizer.decode(value, grid, known_BN=torch.cat(known) if known else None)
-            parts = torch.split(result, [len(call.value) for call in calls])
-        except Exception as error:  # raised in the waiting threads; this one continues
-            for call in calls:
-                call.future.set_exception(error)
-            return
-        for call, part in zip(calls, parts, strict=True):
-            call.future.set_result(part)
+    def _execute(self, calls: list[TokenizerCall]) -> Sequence[Tensor]:
+        value = torch.cat([call.value for call in calls])
+        if (grid := calls[0].grid) is None:
+            result = self._tokenizer.encode(value)
+        else:
+            known = [call.known_BN for call in calls if call.known_BN is not None]
+            result = self._tokenizer.decode(value, grid, known_BN=torch.cat(known) if known else None)
+        return torch.split(result, [len(call.value) for call in calls])
 
 
 class TokenizerLanes:
@@ -147,11 +174,6 @@ class TokenizerLanes:
         self.preview = TokenizerThread(tokenizer, max_batch=max_batch, threads=1)
         self._limits, self._max_pixels = limits, max_pixels
 
-    @property
-    def alive(self) -> bool:
-        """Whether all threads run."""
-        return self.small.alive and self.large.alive and self.preview.alive
-
     def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
         """Return the images of code ids; with `known_BN`, as a preview."""
         lane = self._lane(grid[0] * grid[1] * self.config.stride**2) if known_BN is None else self.preview
@@ -174,11 +196,6 @@ class TokenizerLanes:
             for _ in range(2):
                 self.small.run(TokenizerCall(ids_BN, grid))
             num *= 2
-
-    def close(self) -> None:
-        """Stop the threads after the calls that are waiting."""
-        for lane in (self.small, self.large, self.preview):
-            lane.close()
 
     def _lane(self, pixels: int) -> TokenizerThread:
         return self.small if pixels <= self._max_pixels else self.large
