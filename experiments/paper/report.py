@@ -457,8 +457,11 @@ The paper compares models that were trained differently. Here all models of a ta
   from the variance between trainings."""
 
 
-def page(lines: list[Line]) -> str:
-    """Return the page: verdicts, then each table beside the paper's. What is not measured yet says so."""
+def page(lines: list[Line], figures: Mapping[str, str]) -> str:
+    """Return the page: verdicts, then each table beside the paper's. What is not measured yet says so.
+
+    `figures`: the file of the loss curves of a table.
+    """
     text = ["# The paper's tables on photographs", "", INTRODUCTION, ""]
     text += [f"{_unfilled(lines)} Quoted: {QUOTED['source']}; {QUOTED['hardware']}.", ""]
     headings = ["claim", "paper", "ours (95% interval)", "verdict"]
@@ -471,6 +474,8 @@ def page(lines: list[Line]) -> str:
     for title, table, quoted in SECTIONS:
         text += [f"## {title}", "", measured_table(lines, table)]
         text += [made for make in SUMMARIES.get(table, ()) if (made := make(lines))]
+        if table in figures:
+            text += [f"![Validation losses of the rows over training images]({figures[table]})", ""]
         if quoted is not None:
             text += ["The paper's:", "", quoted_table(quoted)]
         if table == "peers":
@@ -507,18 +512,23 @@ def _given_table(given: dict[str, Any]) -> str:
     return markdown_table(["model", "images/s"], rows)
 
 
-def draw_curves(lines: list[Line], path: Path) -> bool:
-    """Plot the training losses of the sizes over samples; return whether there was something to plot."""
-    found = matching(lines, table="scaling", measure="quality", seed=0)
-    figure = new_plot((7, 4.5), file=path.name) if found else None
+def curves(lines: list[Line], table: str) -> dict[str, list[list[float]]]:
+    """Return the validation losses of the trained rows of a table: pairs of training images and loss."""
+    found = matching(lines, table=table, measure="quality", seed=0)
+    curve_of = {line["row"]: line.get("losses", {}).get("validation loss", []) for line in found}
+    return {row: curve for row, curve in curve_of.items() if curve}
+
+
+def draw_curves(curve_of: Mapping[str, list[list[float]]], path: Path) -> bool:
+    """Plot losses over training images; return whether they were drawn."""
+    figure = new_plot((7, 4.5), file=path.name)
     if figure is None:
         return False
     axes = figure.subplots()
-    for line in sorted(found, key=lambda line: line["parameters"]):
-        label = f"{line['row']}, {line['parameters'] / 1e6:.0f} M"
-        axes.plot(*zip(*line["losses"]["loss"], strict=True), label=label, linewidth=1.3)
-    axes.set_xlabel("samples")
-    axes.set_ylabel("training loss")
+    for row, curve in curve_of.items():
+        axes.plot(*zip(*curve, strict=True), label=row, linewidth=1.3)
+    axes.set_xlabel("training images")
+    axes.set_ylabel("validation loss")
     axes.grid(alpha=0.3)
     axes.legend()
     save_plot(figure, path)
@@ -526,11 +536,14 @@ def draw_curves(lines: list[Line], path: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the page and the figure of measured lines."""
+    """Write the page and the figures of measured lines."""
     parser = argparse.ArgumentParser(prog="experiments.paper report", description=main.__doc__)
     parser.add_argument("--lines", type=Path, default=KEPT, help="A folder.")
     parser.add_argument("--out", type=Path, required=True, help="The Markdown page to write.")
     options = parser.parse_args(arguments)
-    lines = read_lines(options.lines)
-    write_text(options.out, page(lines))
-    draw_curves(lines, options.out.with_suffix(".png"))
+    lines, figures = read_lines(options.lines), {}
+    for _, table, _ in SECTIONS:
+        path = options.out.with_name(f"{options.out.stem}-{table}.png")
+        if (found := curves(lines, table)) and draw_curves(found, path):
+            figures[table] = path.name
+    write_text(options.out, page(lines, figures))

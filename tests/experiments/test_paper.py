@@ -353,7 +353,7 @@ def test_each_attention_is_measured_at_its_own_best_guidance(world, tmp_path, mo
     assert {each[1] for each in seen if each[0] == 16} == {"block"}
     assert lines[16, 0]["difference"] == 0.0
     assert lines[16, 0]["difference interval"] == [0.0, 0.0]
-    page = report.page([{**line, "row": report.SUBJECT} for line in read_lines(tmp_path / "out" / "lines")])
+    page = report.page([{**line, "row": report.SUBJECT} for line in read_lines(tmp_path / "out" / "lines")], {})
     assert "| steps | difference | trainings |" in page
     assert "| steps | attention | 1.5 | 3.0 |\n|---|---:|---:|---:|\n| 8 | block | 11.0 | 12.5 |\n" in page
 
@@ -443,6 +443,10 @@ def test_rows_are_trained_and_measured(world, tmp_path, monkeypatch, capsys):
     quality = next(line for line in lines if line["measure"] == "quality")
     assert quality["steps"] == 16
     assert [samples for samples, _ in quality["losses"]["loss"]] == [4, 8]
+    assert main(["report", "--lines", str(out / "lines"), "--out", str(tmp_path / "page.md")]) == 0
+    assert "(page-peers.png)" in (tmp_path / "page.md").read_text()
+    assert report.curves(lines, "peers")["ARPG"] == quality["losses"]["validation loss"]
+    assert (tmp_path / "page-peers.png").exists()
     speed = next(line for line in lines if line["measure"] == "speed")
     assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
 
@@ -595,7 +599,7 @@ def test_the_page_of_made_up_lines(tmp_path):
     missing = "cosine positions; unshared KV; 6+18; 24+0, random orders; 24+0, raster order"
     assert f"Not measured yet: {missing} (`python -m experiments.paper designs`)" in text
     assert "6 of 19 claims and questions are answered; not measured yet: steps, few-steps, orders, guidance" in text
-    empty = report.page([])
+    empty = report.page([], {})
     assert all(f"experiments.paper {table}" in empty for table in queue.TABLES if table != "reference")
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
     assert "Nothing has been measured yet." in empty
@@ -620,7 +624,7 @@ def test_the_page_of_made_up_lines(tmp_path):
     ]
     others = [{**line, "row": "weights/other", "samples": 9, "fid": 1.0} for line in searched]
     assert report.searched_table([*others, *searched]) == report.searched_table(searched)
-    page = report.page(searched)
+    page = report.page(searched, {})
     assert "| order | schedule | 8 | 12 |\n|---|---:|---:|---:|\n| random | arccos | 41.0 | 31.0 |\n" in page
     assert "| halton | arccos | 40.0 |  |" in page
     assert "Not measured yet (`python -m experiments.paper few-steps`)" in page
