@@ -6,8 +6,9 @@
 #   experiments/paper/holding.sh                                                       # wait on
 #
 # From the root of the repository. The verbs run in $KEEP, in the background, until $MINUTES are over. Every call waits
-# for them, at most $WAIT minutes, and copies lines, figures and the log so far to $OUT. What was uploaded as parts of a
-# tar file in runs/carry is unpacked into $KEEP; with photographs but without tokens, the tokens are made first.
+# for them, at most $WAIT minutes, and copies lines and figures of $RESULTS (the `--out` of the verbs) and the log so far
+# to $OUT. What was uploaded as parts of a tar file in runs/carry is unpacked into $KEEP; with photographs but without
+# tokens, the tokens are made first.
 set -u
 export KEEP=${KEEP:-/tmp/paper} MINUTES=${MINUTES:-25}
 
@@ -57,7 +58,7 @@ last=$(awk -v m="${WAIT:-9.5}" -v s="$SECONDS" 'BEGIN { print int(s + 60 * m) }'
 while [ ! -f "$KEEP/finished" ] && [ "$SECONDS" -lt "$last" ]; do
   sleep 1
 done
-results=$KEEP/runs/paper/results
+results=$KEEP/${RESULTS:-runs/paper/results}
 ls "$results"/lines/*.jsonl >/dev/null 2>&1 && cat "$results"/lines/*.jsonl >"$OUT/$(date -u +%Y%m%d-%H%M%S).jsonl"
 cp "$results"/*.png "$OUT/" 2>/dev/null
 cp "$KEEP/log" "$OUT/"

@@ -64,12 +64,8 @@ class Queue:
         self.deadline, self.shared = deadline, dict(shared)
         self.lines = read_lines(folder)
         for line in self.lines:
-            found = line.get("options", {})
-            other = [
-                f"{name} {found[name]}, not {shared[name]}"
-                for name in shared
-                if found.get(name, shared[name]) != shared[name]
-            ]
+            found = {**self.shared, **line.get("options", {})}
+            other = [f"{name} {found[name]}, not {value}" for name, value in shared.items() if found[name] != value]
             require(not other, f"{folder} has lines of other options ({'; '.join(other)}); choose another --out")
         self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.jsonl"
 

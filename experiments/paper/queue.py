@@ -1,7 +1,7 @@
 r"""Measure the paper's tables on photographs: one verb per table, each a queue of measurements that continues.
 
     python -m experiments.paper designs --tokens runs/tokens/meadow-train --validation runs/tokens/meadow-test \
-        --tokenizer weights/meadow-tokenizer --inception weights/inception.safetensors --minutes 9
+        --inception weights/inception.safetensors --minutes 9
 
 `designs`, `peers` and `scaling` train their rows (the same tokens, optimizer, seed and number of steps), then sample
 them: FID against the training split at the best guidance of a search by halves, class accuracy where there is a

@@ -96,6 +96,18 @@ def test_a_measurement_that_was_made_twice_counts_once(tmp_path):
     assert mean.high - mean.value == pytest.approx(1 / np.sqrt(2))
 
 
+def test_options_that_a_line_does_not_have_are_not_compared(tmp_path):
+    """Lines of a bundled model have no options of training, and go with rows of any training."""
+    for name, shared in (("model", {"num": 8}), ("rows", {"num": 8, "steps": 2})):
+        lines = Queue(tmp_path, shared, deadline=time.monotonic() + 100)
+        lines.path = tmp_path / f"{name}.jsonl"
+        lines.line({"row": name}, dict)
+    with pytest.raises(InputError, match="steps 2, not 3"):
+        Queue(tmp_path, {"num": 8, "steps": 3}, deadline=0.0)
+    with pytest.raises(InputError, match="num 8, not 9"):
+        Queue(tmp_path, {"num": 9}, deadline=0.0)
+
+
 def test_collected_lines_are_stored_once(tmp_path):
     """Every call returns all lines it knows: their files would grow with the square of the number of calls."""
     machine, home = tmp_path / "machine", tmp_path / "home"
@@ -508,6 +520,12 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
     assert {json.loads(line)["row"] for line in lines.read_text().splitlines()} == {"tokenize", "designs", "slow"}
     assert (keep / "meadow").is_dir()  # as `--model meadow` finds it
     assert (keep / "data" / "meadow-dogs.zip").read_bytes() == (tmp_path / "given/data/meadow-dogs.zip").read_bytes()
+    other = keep / "runs" / "longer" / "lines"
+    other.mkdir(parents=True)
+    (other / "a.jsonl").write_text('{"row": "longer"}\n')
+    call(RESULTS="runs/longer")
+    (lines,) = back.glob("*.jsonl")
+    assert lines.read_text() == '{"row": "longer"}\n'
     assert "== steps: not begun, " in call("steps", MINUTES="0")
 
 
