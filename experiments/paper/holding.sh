@@ -8,7 +8,7 @@
 # From the root of the repository. The verbs run in $KEEP, in the background, until $MINUTES are over. Every call waits
 # for them, at most $WAIT minutes, and copies lines and figures of $RESULTS (the `--out` of the verbs) and the log so far
 # to $OUT. What was uploaded as parts of a tar file in runs/carry is unpacked into $KEEP; with photographs but without
-# tokens, the tokens are made first.
+# tokens, the tokens and the statistics of the photographs are made first.
 set -u
 export KEEP=${KEEP:-/tmp/paper} MINUTES=${MINUTES:-25}
 
@@ -17,13 +17,16 @@ run_verbs() {
   export PYTHONPATH="$KEEP/repository:$KEEP/repository/src" PYTHONUNBUFFERED=1
   [ -d carry ] && cat carry/* | tar x
   [ -d runs/meadow ] && ln -sfn runs/meadow meadow # as the bundled model, which is too large to come with the code
-  photographs=(data/meadow-*.zip)
-  if [ ${#photographs[@]} = 5 ] && [ ! -f runs/tokens/meadow-test/tokens.json ]; then
-    python3 -m experiments.meadow tokenize --tokenizer meadow --views 3 || return 1
-  fi
   common=(--features features)
   [ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
   [ -d weights/classifier ] && common+=(--classifier weights/classifier)
+  photographs=(data/meadow-*.zip)
+  if [ ${#photographs[@]} = 5 ] && [ ! -f runs/tokens/meadow-test/tokens.json ]; then
+    python3 -m experiments.paper reference "${common[@]}" & # both wait for CPUs that decode images
+    python3 -m experiments.meadow tokenize --tokenizer meadow --views 3 || return 1
+    wait
+    echo "== tokens and statistics: $SECONDS s"
+  fi
   for verb in "$@"; do
     eval "set -- $verb"
     if ! left=$(awk -v m="$MINUTES" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then

@@ -508,16 +508,23 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
     assert "not finished" in said
     (tmp_path / "go").touch()
     assert "not finished" not in call()
-    tokenize, designs_, slow = (tmp_path / "calls").read_text().splitlines()
-    assert tokenize == "-m|experiments.meadow|tokenize|--tokenizer|meadow|--views|3|"
-    before = "-m|experiments.paper|designs|--features|features|--inception|weights/inception.safetensors|--minutes|"
+    *first, designs_, slow = (tmp_path / "calls").read_text().splitlines()
+    given = "|--features|features|--inception|weights/inception.safetensors|"
+    tokenize = "-m|experiments.meadow|tokenize|--tokenizer|meadow|--views|3|"
+    assert sorted(first) == sorted([tokenize, f"-m|experiments.paper|reference{given}"])  # at the same time
+    before = f"-m|experiments.paper|designs{given}--minutes|"
     after = "|--rows|12+12|24+0, raster order|"
     assert designs_.startswith(before)
     assert designs_.endswith(after)
     assert 0 < float(designs_.removeprefix(before).removesuffix(after)) <= 8
     assert "|slow|" in slow
     (lines,) = back.glob("*.jsonl")
-    assert {json.loads(line)["row"] for line in lines.read_text().splitlines()} == {"tokenize", "designs", "slow"}
+    assert {json.loads(line)["row"] for line in lines.read_text().splitlines()} == {
+        "tokenize",
+        "reference",
+        "designs",
+        "slow",
+    }
     assert (keep / "meadow").is_dir()  # as `--model meadow` finds it
     assert (keep / "data" / "meadow-dogs.zip").read_bytes() == (tmp_path / "given/data/meadow-dogs.zip").read_bytes()
     other = keep / "runs" / "longer" / "lines"
