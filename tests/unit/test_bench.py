@@ -5,6 +5,7 @@ import json
 import math
 import re
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,25 @@ def test_the_groups_know_the_names_of_our_kernels():
     assert {name for name in launched if kernel_group(name) == profile.REST} == set()
 
 
+def test_the_profile_is_of_the_graph_that_is_timed(pipe, monkeypatch):
+    """With and without events of every step there are two graphs: the profile of one that was not captured yet would
+    count an eager run, the capture and a replay.
+    """
+
+    class Recorder(nullcontext):
+        def export_chrome_trace(self, path):
+            Path(path).write_text('{"traceEvents": []}')
+
+    seen, decode = [], pipe.engine.decode
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: Recorder(Recorder()))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(pipe.engine, "decode", lambda *args, **how: seen.append(how) or decode(*args, **how))
+    time_batch(pipe, case(), seed=0)
+    assert profile.profile_tokens(pipe, case(), seed=0)["kernels"] == 0
+    timed, profiled = seen
+    assert timed == profiled
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_row_of_a_gpu():
@@ -204,6 +224,7 @@ def test_a_row_of_a_gpu():
     assert found["capture"]["GiB"] > 0
     assert found["images/s"] > 0
     assert found["top kernels"]
+    assert len(on_gpu.engine.graphs.captured) == 1  # the profile is of the graph that was timed
 
 
 def test_batches_one_after_the_other(pipe):
