@@ -469,7 +469,7 @@ def test_a_holding_runs_verbs_in_the_background_and_returns_their_lines(tmp_path
     stub.parent.mkdir()
     stub.write_text(
         f"""#!/bin/sh
-for x; do printf "%s|" "$x"; done >> {tmp_path}/calls; echo >> {tmp_path}/calls
+line=$(printf "%s|" "$@"); echo "$line" >> {tmp_path}/calls  # at once: two verbs may write at the same time
 case "$*" in *slow*) while [ ! -f {tmp_path}/go ]; do sleep 0.1; done;; esac
 mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/results/lines/$3.jsonl
 """
@@ -548,9 +548,10 @@ def made_up():
         key = {"table": table, "row": row, "measure": "quality", "steps": 64, "seed": 0}
         return {**key, "fid": fid, "fid interval": [fid - 1, fid + 1], **more}
 
-    def speed(row, steps, rate):
-        key = {"table": "peers", "row": row, "measure": "speed", "steps": steps, "batch": 64}
-        return {**key, "images/s": rate, "range": [0.9 * rate, 1.1 * rate]}
+    def speed(row, steps, rate, gib=2.0, **where):
+        key = {"table": "peers", "row": row, "measure": "speed", "steps": steps, "batch": 64, **where}
+        found = {"images/s": rate, "range": [0.9 * rate, 1.1 * rate], "seconds per batch": key["batch"] / rate}
+        return {**key, **found, "GiB": gib, "GiB reserved": gib + 1}
 
     def pair(seed, difference):
         key = {"table": "block-causal", "row": report.SUBJECT, "measure": "paired", "steps": 16, "seed": seed}
@@ -563,7 +564,16 @@ def made_up():
         quality("designs", "0+24", 30.0),
         quality("designs", "18+6", 20.5),
     ]
-    lines += [speed("ARPG", 32, 400.0), speed("raster AR", 256, 10.0), speed("interleaved positions", 64, 200.0)]
+    lines += [
+        speed("ARPG", 32, 400.0),
+        speed("raster AR", 256, 10.0, 4.0),
+        speed("interleaved positions", 64, 200.0, 1.0),
+    ]
+    lines += [speed("ARPG", 32, 80.0, batch=1)]
+    for attention, pixels in (("block", False), ("causal", False), ("block", True)):
+        rate = 1000.0 if attention == "block" else 900.0
+        where = {"table": "steps", "attention": attention, "pixels": pixels}
+        lines.append(speed("arpg-l", 32, rate / 2 if pixels else rate, 3.0, **where))
     lines += [pair(0, -0.5), pair(1, -0.4), pair(2, -0.45)]
     for i, curve in enumerate(losses):
         lines.append(quality("scaling", f"width {i}", 10.0, parameters=10**i, losses={"loss": curve}))
@@ -601,7 +611,9 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert rows["fewer Pass-2 layers (18+6) are worse than 12+12"][3] == UNSURE + ONE_TRAINING
     assert rows["without Pass 2, random orders fail"][3] == MISSING
     assert rows["30 times as fast as raster AR (32 steps against 256)"][2:] == ["40 (32.7 to 48.9)", AGREES + NARROWLY]
-    assert next(row for text, row in rows.items() if "parallel peers" in text)[3] == CONTRADICTS
+    assert next(row for text, row in rows.items() if "as parallel peers" in text)[3] == CONTRADICTS
+    assert rows["less memory than raster AR (32 steps against 256)"][2:] == ["0.5 (0.5 to 0.5)", AGREES]
+    assert next(row for text, row in rows.items() if "than parallel peers" in text)[3] == CONTRADICTS
     assert rows["block-wise attention is better at 16 steps"][2:] == ["-0.45 (-0.623 to -0.277)", AGREES + ONE_TRAINING]
     other = [{**line, "row": "weights/other", "difference": 9.0} for line in made_up() if line["measure"] == "paired"]
     assert report.paired([*made_up(), *other], 16) == report.paired(made_up(), 16)
@@ -623,7 +635,10 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert "Not measured yet (`python -m experiments.paper few-steps`)" in text
     missing = "cosine positions; unshared KV; 6+18; 24+0, random orders; 24+0, raster order"
     assert f"Not measured yet: {missing} (`python -m experiments.paper designs`)" in text
-    assert "6 of 19 claims and questions are answered; not measured yet: steps, few-steps, orders, guidance" in text
+    assert "8 of 21 claims and questions are answered; not measured yet: few-steps, orders, guidance" in text
+    assert "| row | steps | images/s | one image, ms | GiB | GiB reserved |" in text
+    assert "| ARPG | 32 | 400 | 12.5 | 2 | 3 |\n| raster AR | 256 | 10 |  | 4 | 5 |" in text
+    assert "| arpg-l | 32 | 1,000 | 900 | 3 | 4 | 500 |  | 3 | 4 |" in text
     empty = report.page([], {})
     assert all(f"experiments.paper {table}" in empty for table in queue.TABLES if table != "reference")
     assert empty.count(f"| {MISSING} |") == len(report.CLAIMS) + len(report.QUESTIONS)
