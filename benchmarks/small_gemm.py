@@ -40,8 +40,8 @@ MODES: dict[str, tuple[KernelPolicy, range]] = {  # the rows that wgmma_gemm tak
     "library": (KernelPolicy(small_gemm=False, pdl=False), range(0)),
     "small_gemm, not prefetched": (KernelPolicy(pdl=False), range(0)),
     "small_gemm": (KernelPolicy(), range(0)),
-    "wgmma_gemm, not prefetched": (KernelPolicy(pdl=False, wgmma_gemm=True), range(max(ROWS) + 1)),
-    "wgmma_gemm": (KernelPolicy(wgmma_gemm=True), range(max(ROWS) + 1)),
+    "wgmma_gemm, not prefetched": (KernelPolicy(pdl=False), range(max(ROWS) + 1)),
+    "wgmma_gemm": (KernelPolicy(), range(max(ROWS) + 1)),
 }
 SHAPES = {  # name: kind of product, inputs, outputs
     "qkv": ("plain", 1024, 3072),

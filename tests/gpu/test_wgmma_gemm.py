@@ -44,13 +44,6 @@ def interpret(monkeypatch, folder, source):
     monkeypatch.setattr(small_gemm, "_small_gemm", interpreted(small_gemm.__file__, folder / "small")._small_gemm)
 
 
-@pytest.fixture(autouse=True)
-def turned_on():
-    """It is off by default."""
-    with kernel_policy(KernelPolicy(wgmma_gemm=True)):
-        yield
-
-
 @pytest.fixture
 def anywhere(monkeypatch, tmp_path):
     """Without a GPU, the same source in the interpreter."""
@@ -166,9 +159,9 @@ def test_which_gemm_is_chosen(monkeypatch):
     assert (chosen(24, 1280), chosen(24, 1280, 5120)) == (wgmma, wgmma)
     assert (chosen(24, 1536), chosen(24, 64, 5136), chosen(64, 1536)) == (small, small, None)  # too wide
     assert chosen(24, 24) is None  # no whole loads
-    with kernel_policy(KernelPolicy(small_gemm=False, wgmma_gemm=True)):
+    with kernel_policy(KernelPolicy(small_gemm=False)):
         assert chosen(24) is None
-    with kernel_policy(KernelPolicy()):
+    with kernel_policy(KernelPolicy(wgmma_gemm=False)):
         assert [chosen(each) for each in rows] == [small, small, small, small, None, None, None]
     for missing in ({"has_wgmma": lambda x: False}, {"gluon_works": lambda device, kernel: kernel != wgmma}):
         with monkeypatch.context() as patch:
@@ -199,11 +192,11 @@ def test_in_the_network(anywhere, monkeypatch):
         model.encode(x, pos, cache, causal=False)
         return model.predict(pos, None, cache, scale_BS=scale)
 
-    with kernel_policy(KernelPolicy(small_gemm=False, wgmma_gemm=True)):
+    with kernel_policy(KernelPolicy(small_gemm=False)):
         expected = logits()
     if not HOPPER:
         on_hopper(monkeypatch)
-    with kernel_policy(KernelPolicy(pdl=False, wgmma_gemm=True)):
+    with kernel_policy(KernelPolicy(pdl=False)):
         logits()  # tries the kernels
     counts = {}
     for module in (wgmma_gemm, small_gemm):
@@ -213,7 +206,7 @@ def test_in_the_network(anywhere, monkeypatch):
             module, "linear", lambda x, *a, own=own, to=counts[module], **k: to.append(x.shape[1]) or own(x, *a, **k)
         )
     few_inputs(monkeypatch, model.config.width)  # the last product of a layer is divided
-    with kernel_policy(KernelPolicy(pdl=False, wgmma_gemm=True)):
+    with kernel_policy(KernelPolicy(pdl=False)):
         made = logits()
     assert off(made, expected) < (0.03 if HOPPER else 1e-5)
     assert counts[wgmma_gemm].count(13) == 4 * 4 + 1 - 1  # one set of keys and values; one query for all slots
@@ -299,7 +292,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GP
 def test_a_layer_as_it_is_used(rows, dtype):
     """The sizes of ARPG-L, with early launch and without."""
     layer, exact = layer_of(rows, dtype)
-    with kernel_policy(KernelPolicy(pdl=False, wgmma_gemm=True)):
+    with kernel_policy(KernelPolicy(pdl=False)):
         made = layer()
     assert off(made[0], exact) < 2 * CLOSE
     for _ in range(20):
@@ -341,5 +334,5 @@ def test_a_generation_with_and_without_pdl(num_images):
     made = tokens()
     for _ in range(5):
         assert torch.equal(tokens(), made)
-    with kernel_policy(KernelPolicy(pdl=False, wgmma_gemm=True)):
+    with kernel_policy(KernelPolicy(pdl=False)):
         assert torch.equal(tokens(), made)

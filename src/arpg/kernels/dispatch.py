@@ -32,7 +32,7 @@ class KernelPolicy:
     """Which optional kernel features may be used; benchmarks and tests turn them off to compare."""
 
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
-    wgmma_gemm: bool = False  # also those of 24 to 64 rows on Hopper (`wgmma_gemm.py`); off until generations are timed
+    wgmma_gemm: bool = True  # another kernel for those of 24 to 64 rows on Hopper (`wgmma_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
