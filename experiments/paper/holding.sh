@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run verbs of experiments.paper, one after the other, on a remote machine that is held for several short calls.
+# Run verbs of experiments.paper, $LANES at a time, on a remote machine that is held for several short calls.
 #
 #   experiments/paper/holding.sh                                                       # keep what was uploaded
 #   experiments/paper/holding.sh 'designs --rows 12+12 "unshared KV"' 'peers'          # start the verbs, then wait
@@ -10,7 +10,7 @@
 # to $OUT. What was uploaded as parts of a tar file in runs/carry is unpacked into $KEEP; with photographs but without
 # tokens, the tokens and the statistics of the photographs are made first.
 set -u
-export KEEP=${KEEP:-/tmp/paper} MINUTES=${MINUTES:-25}
+export KEEP=${KEEP:-/tmp/paper} MINUTES=${MINUTES:-25} LANES=${LANES:-1}
 
 run_verbs() {
   cd "$KEEP" || return 1
@@ -27,16 +27,30 @@ run_verbs() {
     wait
     echo "== tokens and statistics: $SECONDS s"
   fi
+  if [ "$LANES" -gt 1 ]; then # without MPS, processes take turns on the GPU, which is slower than one after the other
+    export CUDA_MPS_PIPE_DIRECTORY=$KEEP/mps CUDA_MPS_LOG_DIRECTORY=$KEEP/mps
+    mkdir -p "$KEEP/mps"
+    nvidia-cuda-mps-control -d || return 1
+  fi
+  number=0
   for verb in "$@"; do
-    eval "set -- $verb"
-    if ! left=$(awk -v m="$MINUTES" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then
-      echo "== $verb: not begun, $left minutes left"
-      continue
-    fi
-    echo "== $verb: $left minutes left"
-    python3 -m experiments.paper "$1" "${common[@]}" --minutes "$left" "${@:2}"
-    echo "== $SECONDS s"
+    while [ "$(jobs -rp | wc -l)" -ge "$LANES" ]; do wait -n; done
+    number=$((number + 1))
+    run_verb "$verb" 2>&1 | sed -u "s/^/$number  /" &
   done
+  wait
+  [ "$LANES" -gt 1 ] && echo quit | nvidia-cuda-mps-control
+}
+
+run_verb() {
+  if ! left=$(awk -v m="$MINUTES" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then
+    echo "== $1: not begun, $left minutes left"
+    return
+  fi
+  echo "== $1: $left minutes left"
+  eval "set -- $1"
+  python3 -m experiments.paper "$1" "${common[@]}" --minutes "$left" "${@:2}"
+  echo "== $SECONDS s"
 }
 
 if [ "${1:-}" = --run ]; then

@@ -534,6 +534,20 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
     (lines,) = back.glob("*.jsonl")
     assert lines.read_text() == '{"row": "longer"}\n'
     assert "== steps: not begun, " in call("steps", MINUTES="0")
+    (tmp_path / "go").unlink()  # two lanes: the second verb does not wait for the first
+    mps = stub.with_name("nvidia-cuda-mps-control")
+    mps.write_text(f"#!/bin/sh\necho mps $CUDA_MPS_PIPE_DIRECTORY >> {tmp_path}/calls\n")
+    mps.chmod(0o755)
+    (tmp_path / "calls").unlink()
+    (keep / "runs/tokens/meadow-test").mkdir(parents=True)
+    (keep / "runs/tokens/meadow-test/tokens.json").touch()
+    assert "2  == steps: " in call("'slow'", "steps", "attention", LANES="2", WAIT="0.05")
+    (tmp_path / "go").touch()
+    call()
+    started, *verbs, stopped = [line.split("|")[:3] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert started == stopped == [f"mps {keep}/mps"]
+    assert sorted(verbs[:2]) == [["-m", "experiments.paper", "slow"], ["-m", "experiments.paper", "steps"]]
+    assert verbs[2] == ["-m", "experiments.paper", "attention"]
 
 
 def test_verdicts_come_from_intervals():
