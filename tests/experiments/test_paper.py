@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import time
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -461,93 +458,6 @@ def test_rows_are_trained_and_measured(world, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "page-peers.png").exists()
     speed = next(line for line in lines if line["measure"] == "speed")
     assert speed["range"][0] <= speed["images/s"] <= speed["range"][1]
-
-
-def test_a_holding_runs_verbs_in_the_background_and_returns_their_lines(tmp_path):
-    """With a python3 that writes down the arguments of verbs."""
-    stub, keep, back = tmp_path / "bin" / "python3", tmp_path / "keep", tmp_path / "back"
-    stub.parent.mkdir()
-    stub.write_text(
-        f"""#!/bin/sh
-line=$(printf "%s|" "$@"); echo "$line" >> {tmp_path}/calls  # at once: two verbs may write at the same time
-case "$*" in *slow*) while [ ! -f {tmp_path}/go ]; do sleep 0.1; done;; esac
-mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/results/lines/$3.jsonl
-"""
-    )
-    stub.chmod(0o755)
-    root, repo = Path(queue.__file__).parents[2], tmp_path / "repo"
-    for name in ("src/arpg", "experiments/paper"):
-        (repo / name).mkdir(parents=True)
-    script = repo / "experiments" / "paper" / "holding.sh"
-    shutil.copy(root / "experiments" / "paper" / "holding.sh", script)
-    names = ["weights/inception.safetensors", "runs/meadow/model.safetensors"]
-    names += [f"data/meadow-{domain}.zip" for domain in ("pets", "flowers", "birds", "things", "dogs")]
-    for name in names:
-        path = tmp_path / "given" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(os.urandom(1000))
-    subprocess.run(
-        ["tar", "cf", tmp_path / "given.tar", "-C", tmp_path / "given", "data", "weights", "runs"], check=True
-    )
-    whole = (tmp_path / "given.tar").read_bytes()
-    env = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "OUT": str(back), "KEEP": str(keep), "WAIT": "0.5"}
-
-    def call(*verbs, **more):
-        shutil.rmtree(back, ignore_errors=True)
-        back.mkdir()
-        done = subprocess.run([script, *verbs], cwd=repo, env=env | more, check=True, capture_output=True, text=True)
-        return done.stdout
-
-    for number, start in enumerate(range(0, len(whole), 5000)):  # a call brings one part
-        shutil.rmtree(repo / "runs", ignore_errors=True)
-        part = repo / "runs" / "carry" / f"part.{number:03d}"
-        part.parent.mkdir(parents=True)
-        part.write_bytes(whole[start : start + 5000])
-        assert call() == f"== nothing runs here; parts of the upload: {number + 1}\n"
-    said = call('designs --rows 12+12 "24+0, raster order"', "slow", WAIT="0.01", MINUTES="8")
-    assert "not finished" in said
-    (tmp_path / "go").touch()
-    assert "not finished" not in call()
-    *first, designs_, slow = (tmp_path / "calls").read_text().splitlines()
-    given = "|--features|features|--inception|weights/inception.safetensors|"
-    tokenize = "-m|experiments.meadow|tokenize|--tokenizer|meadow|--views|3|"
-    assert sorted(first) == sorted([tokenize, f"-m|experiments.paper|reference{given}"])  # at the same time
-    before = f"-m|experiments.paper|designs{given}--minutes|"
-    after = "|--rows|12+12|24+0, raster order|"
-    assert designs_.startswith(before)
-    assert designs_.endswith(after)
-    assert 0 < float(designs_.removeprefix(before).removesuffix(after)) <= 8
-    assert "|slow|" in slow
-    (lines,) = back.glob("*.jsonl")
-    assert {json.loads(line)["row"] for line in lines.read_text().splitlines()} == {
-        "tokenize",
-        "reference",
-        "designs",
-        "slow",
-    }
-    assert (keep / "meadow").is_dir()  # as `--model meadow` finds it
-    assert (keep / "data" / "meadow-dogs.zip").read_bytes() == (tmp_path / "given/data/meadow-dogs.zip").read_bytes()
-    other = keep / "runs" / "longer" / "lines"
-    other.mkdir(parents=True)
-    (other / "a.jsonl").write_text('{"row": "longer"}\n')
-    call(RESULTS="runs/longer")
-    (lines,) = back.glob("*.jsonl")
-    assert lines.read_text() == '{"row": "longer"}\n'
-    assert "== steps: not begun, " in call("steps", MINUTES="0")
-    (tmp_path / "go").unlink()  # two lanes: the second verb does not wait for the first
-    mps = stub.with_name("nvidia-cuda-mps-control")
-    mps.write_text(f"#!/bin/sh\necho mps $CUDA_MPS_PIPE_DIRECTORY >> {tmp_path}/calls\n")
-    mps.chmod(0o755)
-    (tmp_path / "calls").unlink()
-    (keep / "runs/tokens/meadow-test").mkdir(parents=True)
-    (keep / "runs/tokens/meadow-test/tokens.json").touch()
-    assert "2  == steps: " in call("'slow'", "steps", "attention", LANES="2", WAIT="0.05")
-    (tmp_path / "go").touch()
-    call()
-    started, *verbs, stopped = [line.split("|")[:3] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert started == stopped == [f"mps {keep}/mps"]
-    assert sorted(verbs[:2]) == [["-m", "experiments.paper", "slow"], ["-m", "experiments.paper", "steps"]]
-    assert verbs[2] == ["-m", "experiments.paper", "attention"]
 
 
 def test_verdicts_come_from_intervals():

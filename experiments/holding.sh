@@ -1,21 +1,27 @@
 #!/usr/bin/env bash
-# Run verbs of experiments.paper, $LANES at a time, on a remote machine that is held for several short calls.
+# Run commands on a remote machine that is held for several short calls, $LANES at a time.
 #
-#   experiments/paper/holding.sh                                                       # keep what was uploaded
-#   experiments/paper/holding.sh 'designs --rows 12+12 "unshared KV"' 'peers'          # start the verbs, then wait
-#   experiments/paper/holding.sh                                                       # wait on
+#   experiments/holding.sh                                                       # keep what was uploaded
+#   experiments/holding.sh 'paper designs --rows 12+12 "unshared KV"' 'pytest -m gpu'  # start the commands, then wait
+#   experiments/holding.sh                                                       # wait on
 #
-# From the root of the repository. The verbs run in $KEEP, in the background, until $MINUTES are over. Every call waits
-# for them, at most $WAIT minutes, and copies lines and figures of $RESULTS (the `--out` of the verbs) and the log so far
-# to $OUT. What was uploaded as parts of a tar file in runs/carry is unpacked into $KEEP; with photographs but without
-# tokens, the tokens and the statistics of the photographs are made first.
+# From the root of the repository. The commands run in a copy of it in $KEEP, in the background; none begins after
+# $MINUTES. `paper VERB ...` is `python3 -m experiments.paper VERB ...` with the options that all verbs share.
+# Every call waits for the commands, at most $WAIT minutes, and copies to $OUT: lines and figures of $RESULTS (the `--out`
+# of the verbs), the files that commands wrote to out/, and the log so far.
+#
+# What travels in runs/: carry/, parts of a tar file that is unpacked in the copy; packages/, Python packages that the
+# machine lacks; git/, a `.git` folder, for records that name the commit. With photographs but without tokens, the tokens
+# and the statistics of the photographs are made first.
 set -u
-export KEEP=${KEEP:-/tmp/paper} MINUTES=${MINUTES:-25} LANES=${LANES:-1}
+export KEEP=${KEEP:-/tmp/held} MINUTES=${MINUTES:-25} LANES=${LANES:-1}
+COPY=$KEEP/repository
 
-run_verbs() {
-  cd "$KEEP" || return 1
-  export PYTHONPATH="$KEEP/repository:$KEEP/repository/src" PYTHONUNBUFFERED=1
-  [ -d carry ] && cat carry/* | tar x
+run_all() {
+  cd "$COPY" || return 1
+  export PYTHONPATH="$COPY:$COPY/src:$KEEP/packages" PYTHONUNBUFFERED=1
+  mkdir -p out
+  [ -d "$KEEP/carry" ] && cat "$KEEP"/carry/* | tar x
   [ -d runs/meadow ] && ln -sfn runs/meadow meadow # as the bundled model, which is too large to come with the code
   common=(--features features)
   [ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
@@ -33,39 +39,44 @@ run_verbs() {
     nvidia-cuda-mps-control -d || return 1
   fi
   number=0
-  for verb in "$@"; do
+  for command in "$@"; do
     while [ "$(jobs -rp | wc -l)" -ge "$LANES" ]; do wait -n; done
     number=$((number + 1))
-    run_verb "$verb" 2>&1 | sed -u "s/^/$number  /" &
+    run_one "$command" 2>&1 | sed -u "s/^/$number  /" &
   done
   wait
   [ "$LANES" -gt 1 ] && echo quit | nvidia-cuda-mps-control
 }
 
-run_verb() {
+run_one() {
   if ! left=$(awk -v m="$MINUTES" -v s="$SECONDS" 'BEGIN { m -= s / 60; printf "%.2f", m; exit m < 0.5 }'); then
     echo "== $1: not begun, $left minutes left"
     return
   fi
   echo "== $1: $left minutes left"
-  eval "set -- $1"
+  eval "$1"
+  echo "== exit code $?, $SECONDS s"
+}
+
+paper() {
   python3 -m experiments.paper "$1" "${common[@]}" --minutes "$left" "${@:2}"
-  echo "== $SECONDS s"
 }
 
 if [ "${1:-}" = --run ]; then
   shift
   trap 'touch "$KEEP/finished"' EXIT
-  run_verbs "$@"
+  run_all "$@"
   exit
 fi
-mkdir -p "$KEEP/repository"
+mkdir -p "$COPY"
 [ -d runs/carry ] && cp -r runs/carry "$KEEP/"
 if [ $# -gt 0 ]; then
-  cp -r src experiments "$KEEP/repository/" # the next call replaces the files of this one
+  tar c --exclude ./runs --exclude ./.git --exclude ./.venv . | tar x -C "$COPY" # the next call replaces the files here
+  [ -d runs/packages ] && cp -r runs/packages "$KEEP/"
+  [ -d runs/git ] && cp -rT runs/git "$COPY/.git"
   rm -f "$KEEP/finished"
   : >"$KEEP/log"
-  setsid "$KEEP/repository/experiments/paper/holding.sh" --run "$@" >"$KEEP/log" 2>&1 </dev/null &
+  setsid "$COPY/experiments/holding.sh" --run "$@" >"$KEEP/log" 2>&1 </dev/null &
 fi
 if [ ! -f "$KEEP/log" ]; then
   echo "== nothing runs here; parts of the upload: $(ls "$KEEP/carry" 2>/dev/null | wc -l)"
@@ -75,9 +86,9 @@ last=$(awk -v m="${WAIT:-9.5}" -v s="$SECONDS" 'BEGIN { print int(s + 60 * m) }'
 while [ ! -f "$KEEP/finished" ] && [ "$SECONDS" -lt "$last" ]; do
   sleep 1
 done
-results=$KEEP/${RESULTS:-runs/paper/results}
+results=$COPY/${RESULTS:-runs/paper/results}
 ls "$results"/lines/*.jsonl >/dev/null 2>&1 && cat "$results"/lines/*.jsonl >"$OUT/$(date -u +%Y%m%d-%H%M%S).jsonl"
-cp "$results"/*.png "$OUT/" 2>/dev/null
+for file in "$results"/*.png "$COPY"/out/*; do [ -f "$file" ] && cp "$file" "$OUT/"; done
 cp "$KEEP/log" "$OUT/"
 tail -n 60 "$KEEP/log"
-[ -f "$KEEP/finished" ] || echo "== not finished; call again without verbs"
+[ -f "$KEEP/finished" ] || echo "== not finished; call again without commands"
