@@ -178,8 +178,8 @@ class Faults:
     def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
-        tokenizer = service.loaded.tokenizer.small._tokenizer
-        decode = tokenizer.decode
+        codec = service.loaded.codec.small._codec
+        decode = codec.decode
 
         def step(running: ContinuousBatch) -> None:
             self._maybe()
@@ -190,7 +190,7 @@ class Faults:
             return decode(*arguments, **options)
 
         ContinuousBatch.step = step  # type: ignore[method-assign]
-        tokenizer.decode = decode_or_fail  # type: ignore[method-assign]
+        codec.decode = decode_or_fail  # type: ignore[method-assign]
 
     def _maybe(self) -> None:
         value = self.random.random()

@@ -32,6 +32,7 @@ from arpg.settings import EXPAND_METHODS, SamplingSettings
 from arpg.tasks.canvas import Box, Canvas, Mask, box_mask
 from arpg.tasks.stages import expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
+from arpg.tokenizer import PixelCodec
 from experiments.photo_measures import PhotoMeasures, Row, mean, measure_parser, measure_parts, share
 from experiments.photos import Labels, evenly_spaced
 from experiments.scorer_training import predict
@@ -204,7 +205,7 @@ class ZeroShot(PhotoMeasures):
             stage = expand_stage(shape, (size, size), window=window, stride=stride, method=method)
             settings = self.pipe.sampling.settings(guidance=guidance)
             spec = TaskSpec(tuple(wanted.tolist()), settings, batch_size=max(1, self.batch // 4))
-            task = ImageTask(self.pipe.engine, self.pipe.tokenizer, spec, stages=[stage], images=small)
+            task = ImageTask(self.pipe.engine, PixelCodec(self.pipe.tokenizer), spec, stages=[stage], images=small)
             return np.stack([np.asarray(image) for image in task.run()])
 
         methods: dict[str, Callable[[], Pixels]] = {

@@ -52,7 +52,7 @@ from arpg.tasks.options import (
 )
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
 from arpg.text_encoder import PromptCache
-from arpg.tokenizer import Tokenizer, VQTokenizer
+from arpg.tokenizer import PixelCodec, Tokenizer, VQTokenizer
 
 
 class Pipeline:
@@ -92,10 +92,12 @@ class Pipeline:
         license: str = "unknown",
         prompts: PromptCache | None = None,
         engine: str = "auto",
+        codec: PixelCodec | None = None,
     ) -> None:
         """`prompts` encodes prompts; the default is the encoder that the model's configuration names.
 
-        `engine` is how the decode loop is executed, see `from_pretrained`.
+        `engine` is how the decode loop is executed, see `from_pretrained`. `codec` is how tasks get ids of images and
+        images of ids; the default is the tokenizer, called at once.
         """
         require(
             model.config.vocab_size == tokenizer.config.codebook_size,
@@ -113,6 +115,7 @@ class Pipeline:
         self.weights: AnyPath | None = None  # the file that they come from, if any
         self._adapters: MergedAdapters | None = None
         self._graphed: GraphedTokenizer | None = None
+        self._codec = codec
         text = model.config.text
         self.prompts = prompts or (None if text is None else PromptCache(text, device=model.device))
         self._progress_bar: dict[str, Any] = {}
@@ -340,7 +343,8 @@ class Pipeline:
         return task.images()
 
     def _task(self, spec: TaskSpec, *in_order: stages.Stage, images: Sequence[Image.Image] = ()) -> ImageTask:
-        return ImageTask(self.engine, self.graphed_tokenizer, spec, stages=in_order, images=images)
+        codec = self._codec or PixelCodec(self.graphed_tokenizer)
+        return ImageTask(self.engine, codec, spec, stages=in_order, images=images)
 
     @show_options
     def generate_task(self, classes: Classes = None, **options: Unpack[GenerateOptions]) -> ImageTask:

@@ -9,7 +9,7 @@ from arpg.config import TOKENIZERS
 from arpg.decode import pixels
 from arpg.decode.pixels import GraphedTokenizer, chunk_sizes, largest_chunk
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
-from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer import PixelCodec, VQTokenizer
 from support.small import small_tokenizer
 
 GPU = torch.cuda.is_available()
@@ -147,3 +147,28 @@ def test_replayed_images_are_the_images():
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
     assert sorted(key[0] for key in graphed.graphs.captured) == [1, 1, 2, 2, 4, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+def test_a_server_decodes_pixels_beside_the_steps():
+    """On a stream of its own, which waits for none of the kernels that were launched before."""
+    from arpg.serve.server_config import Limits
+    from arpg.serve.workers import TokenizerLanes
+
+    tokenizer = small_tokenizer()
+    expected = PixelCodec(tokenizer).decode(ids(5), GRID).astype(int)
+    lanes = TokenizerLanes(tokenizer.to("cuda"), Limits(), max_pixels=10**6, max_batch=8, share_finished=True)
+    pixels_BHW3 = lanes.decode(ids(5), GRID)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**10)  # seconds
+    busy = torch.cuda.Event()
+    busy.record()
+    again = lanes.decode(ids(5), GRID), lanes.encode(pixels_BHW3)
+    assert not busy.query()
+    torch.cuda.synchronize()
+    assert (again[0] == pixels_BHW3).all()
+    assert (abs(again[0] - expected) <= 1).all()
+    assert again[1].device.type == "cpu"
+    for lane in (lanes.small, lanes.large, lanes.preview):
+        lane.close()

@@ -142,10 +142,10 @@ def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, cap
 def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
     address, service = live()
     caplog.set_level("CRITICAL")
-    inner, broken = service.loaded.tokenizer.small._tokenizer, object()
-    service.loaded.tokenizer.small._tokenizer = broken
+    inner, broken = service.loaded.codec.small._codec, object()
+    service.loaded.codec.small._codec = broken
     assert call(address, {"class": 1, "steps": 2})[0] == 500
-    service.loaded.tokenizer.small._tokenizer = inner
+    service.loaded.codec.small._codec = inner
     assert call(address, {"class": 1, "steps": 2})[0] == 200
 
 

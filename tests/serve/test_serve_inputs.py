@@ -185,7 +185,7 @@ def test_a_class_that_looks_like_a_number_is_no_500(client, name):
 def test_an_image_of_too_many_tokens_is_not_encoded(served, monkeypatch):
     """A small file can stand for a large grid: its shorter side is scaled to that of the model."""
     service = served(limits=Limits(side=64))
-    monkeypatch.setattr(service.loaded.tokenizer.large, "_tokenizer", None)
+    monkeypatch.setattr(service.loaded.codec.large, "_codec", None)
     wide = {"image": b64(noise(300, 1)), "right": 8, "class": 1}
     found = error(client_of(service).post("/v1/arpg/outpaint", json=wide), 400)
     assert "the result would have 4928 tokens; at most 1024" in found["message"]

@@ -47,8 +47,8 @@ def test_a_dead_worker_fails_requests_at_once_and_the_health_check(service, clie
         monkeypatch.setattr(ContinuousBatch, "step", kill)
         thread = service.loaded.batcher.small._thread
     else:
-        monkeypatch.setattr(service.loaded.tokenizer.small, "_execute", kill)
-        thread = service.loaded.tokenizer.small._thread
+        monkeypatch.setattr(service.loaded.codec.small, "_execute", kill)
+        thread = service.loaded.codec.small._thread
     for _ in range(2):  # the second is submitted to a thread that is dead
         assert error(client.post("/v1/arpg/generate", json={"class": 1, "steps": 2}), 500)
     thread.join(30)

@@ -31,7 +31,6 @@ from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import TokenizerLanes, WorkerThread
 from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import PromptCache, PromptEncoder, missing_encoder
-from arpg.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 MAX_PIXEL_BATCH = 16  # images of one call of the tokenizer: their activations take memory beside the cache
@@ -42,7 +41,7 @@ class LoadedModel:
     """The parts of a served model that exist once it is loaded; `weight_bytes`: memory of its weights."""
 
     pipeline: Pipeline
-    tokenizer: TokenizerLanes
+    codec: TokenizerLanes
     batcher: BatcherLanes
     builder: TaskBuilder
     weight_bytes: int
@@ -50,7 +49,7 @@ class LoadedModel:
     @property
     def threads(self) -> list[WorkerThread]:
         """The threads in the order in which they are closed: those that decode use the tokenizer's."""
-        lanes = self.tokenizer
+        lanes = self.codec
         return [self.batcher.small, self.batcher.large, lanes.small, lanes.large, lanes.preview]
 
 
@@ -86,7 +85,7 @@ class ServedModel:
         size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
         max_wait = choose_max_wait(loaded.model) if settings.max_wait_ms is None else settings.max_wait_ms / 1000
         tokens, stride = math.prod(loaded.model.config.grid), loaded.tokenizer.config.stride
-        tokenizer = TokenizerLanes(
+        codec = TokenizerLanes(
             loaded.graphed_tokenizer,
             settings.limits,
             max_pixels=tokens * stride**2,
@@ -94,7 +93,7 @@ class ServedModel:
             threads=threads,
             share_finished=loaded.dtype != torch.float32,
         )
-        pipeline = _serving_pipeline(loaded, tokenizer, metrics)
+        pipeline = _serving_pipeline(loaded, codec, metrics)
         make_batcher = partial(
             Batcher,
             pipeline.model,
@@ -109,10 +108,10 @@ class ServedModel:
             task = pipeline.generate_task(["an image"] if pipeline.model.text is not None else [0])
             warm_up(batcher, present(task.next_request(), "a new task has a request"), task.spec.settings)
         if loaded.device.type == "cuda":
-            tokenizer.warm_up(loaded.model.config.grid)
+            codec.warm_up(loaded.model.config.grid)
         builder = TaskBuilder(pipeline, self.name, settings.limits)
         weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
-        self._state = LoadedModel(pipeline, tokenizer, batcher, builder, weight_bytes)
+        self._state = LoadedModel(pipeline, codec, batcher, builder, weight_bytes)
         about = {"model": self.name, "device": str(pipeline.model.device)}
         log.info("loaded", extra={**about, "weight_bytes": weight_bytes, "max_batch": size})
 
@@ -197,8 +196,8 @@ class TimedTextEncoder:
             return self._encoder.states(prompts)
 
 
-def _serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics) -> Pipeline:
-    """Return `pipeline` with the tokenizer in a thread of its own and prompts that are cached in memory only.
+def _serving_pipeline(pipeline: Pipeline, codec: TokenizerLanes, metrics: Metrics) -> Pipeline:
+    """Return `pipeline` with the tokenizer in threads of its own and prompts that are cached in memory only.
 
     Clients could fill a cache on disk. The text encoder is loaded and run here, not at the first prompt: a server
     without it does not start, and its first call takes several times as long as the others.
@@ -210,11 +209,12 @@ def _serving_pipeline(pipeline: Pipeline, tokenizer: Tokenizer, metrics: Metrics
         prompts = PromptCache(own.config, load=lambda: encoder)
     return Pipeline(
         pipeline.model,
-        tokenizer,
+        pipeline.tokenizer,
         sampling=pipeline.sampling,
         classes=pipeline.classes,
         license=pipeline.license,
         prompts=prompts,
+        codec=codec,
     )
 
 

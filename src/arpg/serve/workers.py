@@ -1,4 +1,4 @@
-"""Worker threads beside the batcher: one that runs the tokenizer, and pools that prepare jobs and make previews.
+"""Worker threads beside the batcher: those that run the tokenizer, and pools that prepare jobs and make previews.
 
 Shapes: B images, N tokens.
 """
@@ -15,11 +15,13 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from arpg.image import Pixels
 from arpg.serve.server_config import Limits
-from arpg.tokenizer import Tokenizer
+from arpg.tokenizer import PixelCodec, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +30,10 @@ log = logging.getLogger(__name__)
 class TokenizerCall:
     """A call that a thread waits for: decode ids, or encode pixels where `grid` is None."""
 
-    value: Tensor
+    value: Any  # ids [B, N], or pixels [B, H, W, 3]
     grid: tuple[int, int] | None = None
     known_BN: Tensor | None = None  # of a preview
-    future: Future[Tensor] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Future)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -88,15 +90,22 @@ class WorkerThread(ABC):
 class TokenizerThread(WorkerThread):
     """A thread that runs the calls of a tokenizer, the oldest first; those that are waiting also when it is closed.
 
-    Calls that decode share a batch of at most `max_batch` images; 1: each is alone.
+    Calls that decode share a batch of at most `max_batch` images; 1: each is alone. `stream`: of a GPU.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_batch: int = 1, threads: int | None = None) -> None:
-        self._tokenizer, self.max_batch = tokenizer, max_batch
+    def __init__(
+        self,
+        codec: PixelCodec,
+        *,
+        max_batch: int = 1,
+        threads: int | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._codec, self.max_batch, self._stream = codec, max_batch, stream
         self._calls: list[TokenizerCall] = []  # that wait, the oldest first
         super().__init__("tokenizer", threads=threads)
 
-    def run(self, call: TokenizerCall) -> Tensor:
+    def run(self, call: TokenizerCall) -> Any:
         """Wait for the result of a call."""
         with self._wake:
             if self._ended is not None:
@@ -108,7 +117,8 @@ class TokenizerThread(WorkerThread):
     def _work(self) -> None:
         while calls := self._next_calls():
             try:
-                parts = self._execute(calls)
+                with torch.cuda.stream(self._stream):
+                    parts = self._execute(calls)
             except BaseException as error:  # raised in the waiting threads
                 for call in calls:
                     call.future.set_exception(error)
@@ -136,19 +146,17 @@ class TokenizerThread(WorkerThread):
             self._calls = [call for call in self._calls if call not in chosen]
         return chosen
 
-    @torch.no_grad()
-    def _execute(self, calls: list[TokenizerCall]) -> Sequence[Tensor]:
-        value = torch.cat([call.value for call in calls])
+    def _execute(self, calls: list[TokenizerCall]) -> Sequence[Any]:
         if (grid := calls[0].grid) is None:
-            result = self._tokenizer.encode(value)
-        else:
-            known = [call.known_BN for call in calls if call.known_BN is not None]
-            result = self._tokenizer.decode(value, grid, known_BN=torch.cat(known) if known else None)
-        return torch.split(result, [len(call.value) for call in calls])
+            return [self._codec.encode(calls[0].value)]
+        ids_BN = torch.cat([call.value for call in calls])
+        known = [call.known_BN for call in calls if call.known_BN is not None]
+        pixels_BHW3 = self._codec.decode(ids_BN, grid, known_BN=torch.cat(known) if known else None)
+        return np.split(pixels_BHW3, np.cumsum([len(call.value) for call in calls])[:-1])
 
 
-class TokenizerLanes:
-    """A `Tokenizer` for any thread, with threads for images of up to `max_pixels`, for larger ones, and for previews.
+class TokenizerLanes(PixelCodec):
+    """A `PixelCodec` for any thread, with threads for images of up to `max_pixels`, for larger ones, and for previews.
 
     The pixels of a large image take seconds on a CPU; those of small ones do not wait for them. Previews take one core:
     two teams of threads on the same cores would wait for each other.
@@ -156,6 +164,9 @@ class TokenizerLanes:
     Previews of several requests share a call of at most `max_batch` images. Finished images share one only with
     `share_finished`, where the model computes in less than float32: the last bit of a pixel can depend on the batch,
     and an image may be the input of the next stage, so a result depends on which other requests are being served.
+
+    On a GPU the threads have a stream of their own: pixels and decoding steps run at the same time, and a thread that
+    waits for pixels does not wait for the steps that were launched before them.
     """
 
     def __init__(
@@ -168,22 +179,26 @@ class TokenizerLanes:
         threads: int | None = None,
         share_finished: bool = False,
     ) -> None:
-        self.config, self.device, self.state_dict = tokenizer.config, tokenizer.device, tokenizer.state_dict
-        self.small = TokenizerThread(tokenizer, max_batch=max_batch if share_finished else 1, threads=threads)
-        self.large = TokenizerThread(tokenizer, threads=threads)
-        self.preview = TokenizerThread(tokenizer, max_batch=max_batch, threads=1)
+        super().__init__(tokenizer)
+        codec, stream = PixelCodec(tokenizer), _pixel_stream(tokenizer.device)
+        finished = max_batch if share_finished else 1
+        self.small = TokenizerThread(codec, max_batch=finished, threads=threads, stream=stream)
+        self.large = TokenizerThread(codec, threads=threads, stream=stream)
+        self.preview = TokenizerThread(codec, max_batch=max_batch, threads=1, stream=stream)
         self._limits, self._max_pixels = limits, max_pixels
 
-    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Tensor:
+    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Pixels:
         """Return the images of code ids; with `known_BN`, as a preview."""
         lane = self._lane(grid[0] * grid[1] * self.config.stride**2) if known_BN is None else self.preview
-        return lane.run(TokenizerCall(ids_BN, grid, known_BN))
+        pixels_BHW3: Pixels = lane.run(TokenizerCall(ids_BN, grid, known_BN))
+        return pixels_BHW3
 
-    def encode(self, image_B3HW: Tensor) -> Tensor:
+    def encode(self, pixels_BHW3: Pixels) -> Tensor:
         """Return the code ids of images; too large ones are refused first, since they take much time and memory."""
-        pixels, stride = image_B3HW.shape[-2] * image_B3HW.shape[-1], self.config.stride
+        pixels, stride = pixels_BHW3.shape[1] * pixels_BHW3.shape[2], self.config.stride
         self._limits.check_tokens(pixels // stride**2, stride=stride)
-        return self._lane(pixels).run(TokenizerCall(image_B3HW))
+        ids_BN: Tensor = self._lane(pixels).run(TokenizerCall(pixels_BHW3))
+        return ids_BN
 
     def warm_up(self, grid: tuple[int, int]) -> None:
         """Decode 1, 2, 4, ... images of a grid twice each, in the thread that decodes finished ones.
@@ -192,7 +207,7 @@ class TokenizerLanes:
         """
         num = 1
         while num <= self.small.max_batch:
-            ids_BN = torch.zeros(num, math.prod(grid), dtype=torch.long, device=self.device)
+            ids_BN = torch.zeros(num, math.prod(grid), dtype=torch.long)
             for _ in range(2):
                 self.small.run(TokenizerCall(ids_BN, grid))
             num *= 2
@@ -201,13 +216,23 @@ class TokenizerLanes:
         return self.small if pixels <= self._max_pixels else self.large
 
 
+def _pixel_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream on which the weights are complete, as in `arpg.decode.pipelined`; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
 class WorkerPools:
     """Threads that prepare jobs (read images, encode prompts), that make previews and PNG files, and that extract.
 
     The pools are separate, so that previews continue while images and prompts are read or condition images are
     extracted, and so that large tasks, whose work takes long, keep no thread from small ones. Images are finished in as
     many threads as there are cores: compression does not hold the interpreter lock, and waiting for pixels takes no
-    core.
+    core. Jobs without a file or a prompt are prepared in one thread: each takes 0.2 ms of Python, in which several
+    threads would only wait for each other.
     """
 
     def __init__(self) -> None:

@@ -29,13 +29,13 @@ from arpg.decode import Engine, Request, Step, make_plan
 from arpg.decode.likelihood import fill_bits
 from arpg.decode.order import resolve_order
 from arpg.errors import require
-from arpg.image import sheet, to_images, to_pil
+from arpg.image import sheet
 from arpg.settings import TASK_SETTINGS, SamplingSettings
 from arpg.tasks.control_input import WHOLE, ControlInput
 from arpg.tasks.stages import Stage
-from arpg.tokenizer import Tokenizer
+from arpg.tokenizer import PixelCodec
 
-UNKNOWN = 0.75  # the grey of patches that are not sampled yet, in [-1, 1]
+UNKNOWN = 223  # the grey of patches that are not sampled yet
 
 OnStep = Callable[[Step], None] | None
 
@@ -114,7 +114,7 @@ class ImageTask:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
+        codec: PixelCodec,
         spec: TaskSpec,
         *,
         stages: Sequence[Stage],
@@ -123,7 +123,7 @@ class ImageTask:
         """Start the first stage from `images` (one for all candidates, or one for each); later stages start from the
         result of the one before.
         """
-        self.engine, self.model, self.tokenizer = engine, engine.model, tokenizer
+        self.engine, self.model, self.codec = engine, engine.model, codec
         self.spec, self.stages = spec, tuple(stages)
         for stage in self.stages:  # an order that does not fit is refused before any work
             resolve_order(spec.settings.order, stage.window)
@@ -189,6 +189,8 @@ class ImageTask:
     @property
     def kept(self) -> list[int]:
         """The most likely candidate of each image. Valid after the last request."""
+        if self.spec.best_of == 1:
+            return list(range(len(self.spec)))
         each = self._bits_C.reshape(-1, self.spec.best_of).argmin(1).tolist()
         return [i * self.spec.best_of + j for i, j in enumerate(each)]
 
@@ -230,7 +232,6 @@ class ImageTask:
         known[:, *view] = step.known_BN.cpu().reshape(-1, *stage.window)
         return StepTokens(current.stage, self.rows, ids, known)
 
-    @torch.no_grad()
     def render(self, tokens: StepTokens, rows: Sequence[int] | None = None) -> list[Image.Image]:
         """Return the previews of the candidates `rows` (None: all) of `tokens`."""
         chosen = slice(None) if rows is None else [tokens.rows.index(row) for row in rows]
@@ -288,7 +289,7 @@ class ImageTask:
         """Cut the request's window out of each candidate's condition image; equal images give the same object."""
         if not self.spec.controls:
             return []
-        stage, stride = self.stages[request.stage], self.tokenizer.config.stride
+        stage, stride = self.stages[request.stage], self.codec.config.stride
         size = (stage.grid[1] * stride, stage.grid[0] * stride)
         rows, columns = (slice(s.start * stride, s.stop * stride) for s in self._view(request))
         maps: dict[int, tasks.ControlMap] = {}
@@ -298,7 +299,6 @@ class ImageTask:
                 maps[id(control)] = tasks.ControlMap(torch.from_numpy(pixels_HW), control.kind, control.strength)
         return [maps[id(self.spec.control_of(row))] for row in self.rows]
 
-    @torch.no_grad()
     def _start_stage(self, stage: Stage, batch_size: int) -> None:
         """Encode the stage's input images and put their tokens on its grid."""
         candidates = len(self.spec)
@@ -307,25 +307,22 @@ class ImageTask:
             index = slice(None) if stage.token_index_M is None else stage.token_index_M
             pixels = np.stack([stage.preprocess(image) for image in self._inputs])
             batches = [pixels[i : i + batch_size] for i in range(0, len(pixels), batch_size)]
-            ids_CM = [self.tokenizer.encode(to_images(batch, self.tokenizer.device)).cpu() for batch in batches]
-            ids_CN[:, index] = torch.cat(ids_CM)  # one for all, or one for each
+            ids_CM = torch.cat([self.codec.encode(batch) for batch in batches])
+            ids_CN[:, index] = ids_CM  # one for all, or one for each
         self._ids_Chw = ids_CN.reshape(-1, *stage.grid)
         self._known_Chw = torch.from_numpy(stage.known_hw).repeat(candidates, 1, 1)
 
-    @torch.no_grad()
     def _decode_pixels(self, stage: int, rows: Sequence[int], batch_size: int) -> list[Image.Image]:
-        batches = torch.split(self._ids_Chw[torch.tensor(rows)], batch_size)
+        batches = torch.split(self._ids_Chw[list(rows)], batch_size)
         return [image for ids in batches for image in self._to_images(self.stages[stage], ids, None)]
 
     def _to_images(self, stage: Stage, ids_Bhw: Tensor, known_Bhw: Tensor | None) -> list[Image.Image]:
         """Decode tokens to images; None: all of them are known."""
-        device, stride = self.tokenizer.device, self.tokenizer.config.stride
-        ids_BN = ids_Bhw.flatten(1).to(device)
         if known_Bhw is None or bool(known_Bhw.all()):
-            pixels = self.tokenizer.decode(ids_BN, stage.grid)
+            pixels_BHW3 = self.codec.decode(ids_Bhw.flatten(1), stage.grid)
         else:
-            known_Bhw = known_Bhw.to(device)
-            pixels = self.tokenizer.decode(ids_BN, stage.grid, known_BN=known_Bhw.flatten(1))
-            known_BHW = known_Bhw.repeat_interleave(stride, 1).repeat_interleave(stride, 2)
-            pixels = torch.where(known_BHW[:, None], pixels, UNKNOWN)
-        return [stage.postprocess(image) for image in to_pil(pixels)]
+            stride = self.codec.config.stride
+            pixels_BHW3 = self.codec.decode(ids_Bhw.flatten(1), stage.grid, known_BN=known_Bhw.flatten(1))
+            known_BHW = known_Bhw.numpy().repeat(stride, 1).repeat(stride, 2)
+            pixels_BHW3 = np.where(known_BHW[..., None], pixels_BHW3, np.uint8(UNKNOWN))
+        return [stage.postprocess(Image.fromarray(pixels_HW3)) for pixels_HW3 in pixels_BHW3]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from arpg.config import TokenizerConfig
+from arpg.image import Pixels, to_images, to_uint8
 from arpg.tokenizer.vq import VQTokenizer
 
 
@@ -35,4 +36,30 @@ class Tokenizer(Protocol):
         ...
 
 
-__all__ = ["Tokenizer", "VQTokenizer"]
+class PixelCodec:
+    """A tokenizer for callers that know nothing of its device: pixels and ids are on the CPU."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def config(self) -> TokenizerConfig:
+        """The sizes of the tokenizer."""
+        return self._tokenizer.config
+
+    @torch.no_grad()
+    def encode(self, pixels_BHW3: Pixels) -> Tensor:
+        """Return the code ids `[B, N]` of uint8 images."""
+        return self._tokenizer.encode(to_images(pixels_BHW3, self._tokenizer.device)).cpu()
+
+    @torch.no_grad()
+    def decode(self, ids_BN: Tensor, grid: tuple[int, int], *, known_BN: Tensor | None = None) -> Pixels:
+        """Return the uint8 images `[B, H, W, 3]` of code ids; patches outside `known_BN` are of no use."""
+        device = self._tokenizer.device
+        known = {} if known_BN is None else {"known_BN": known_BN.to(device)}
+        image_B3HW = self._tokenizer.decode(ids_BN.to(device), grid, **known)
+        pixels_BHW3: Pixels = to_uint8(image_B3HW).contiguous().cpu().numpy()
+        return pixels_BHW3
+
+
+__all__ = ["PixelCodec", "Tokenizer", "VQTokenizer"]
