@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -237,6 +238,31 @@ def test_threads_of_a_server_take_turns_often(served, monkeypatch):
     finally:
         sys.setswitchinterval(before)
     assert seen == [(pytest.approx(SWITCH_INTERVAL_S), ["a socket"])]
+
+
+def test_garbage_collections_leave_out_what_is_loaded(served, monkeypatch):
+    """From when the models are loaded until the server ends."""
+    server, counts = Server(served(), lifespan="off"), []
+
+    def run(self, sockets):
+        for _ in range(2):
+            asyncio.run(self.on_tick(1))
+            counts.append(gc.get_freeze_count())
+
+    monkeypatch.setattr("uvicorn.Server.run", run)
+    gc.unfreeze()
+    interval = sys.getswitchinterval()
+    try:
+        monkeypatch.setattr(ImageService, "alive", False)
+        server.run()
+        assert counts == [0, 0]
+        monkeypatch.setattr(ImageService, "alive", True)
+        server.run()
+    finally:
+        sys.setswitchinterval(interval)
+    assert counts[2] > 10_000
+    assert counts[3] == counts[2]
+    assert gc.get_freeze_count() == 0
 
 
 def test_readiness_ends_before_requests_are_refused(served):

@@ -1,19 +1,23 @@
 """How requests end: dead worker threads, streams that fail before and after their first event, and what is recorded."""
 
+import base64
+import gc
 import threading
+import weakref
 
 import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from arpg.errors import InputError
-from arpg.serve import server
+from arpg.serve import server, task_run
 from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
-from support.http import error, events, post
+from support.http import b64, error, events, post, until
+from support.small import noise
 
 
 class Killed(BaseException):
@@ -37,6 +41,36 @@ def client(service):
 def requests(service, status):
     labels = {"route": "/v1/arpg/generate", "status": str(status)}
     return service.metrics.registry.get_sample_value("arpg_requests_total", labels)
+
+
+def test_a_finished_task_is_freed_without_a_garbage_collection(service, client, monkeypatch):
+    tasks = []
+    run = task_run.TaskRun.submit_next
+    monkeypatch.setattr(task_run.TaskRun, "submit_next", lambda self: (tasks.append(weakref.ref(self)), run(self)))
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert post(client, "generate", {"class": 1, "steps": 2})["images"]
+        assert until(lambda: not any(task() for task in tasks))
+    finally:
+        gc.enable()
+    assert len(tasks) == 6  # each has one request, and then no other
+
+
+def test_only_tasks_with_files_are_prepared_in_several_threads(service, client, monkeypatch):
+    used = []
+    for name in ("prepare", "prepare_light"):
+        pool = getattr(service.pools, name)
+        submit = pool.submit
+        monkeypatch.setattr(pool, "submit", lambda work, name=name, submit=submit: (used.append(name), submit(work))[1])
+    image = b64(noise(8, 8))
+    post(client, "generate", {"class": 1, "steps": 2})
+    post(client, "outpaint", {"class": 1, "steps": 2, "image": image, "right": 2})
+    post(client, "expand", {"class": 1, "steps": 2, "size": [16, 16]})
+    assert client.post("/v1/images/generations", json={"prompt": "1", "steps": 2}).status_code == 200
+    files = {"image": base64.b64decode(image)}
+    assert client.post("/v1/images/variations", files=files, data={"steps": "2"}).status_code == 200
+    assert used == ["prepare_light", "prepare", "prepare_light", "prepare_light", "prepare"]
 
 
 @pytest.mark.parametrize("part", ["decode", "tokenizer"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import threading
@@ -326,6 +327,8 @@ def test_a_replica_takes_prompts(pipe, tmp_path, monkeypatch):
     monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("arpg.text_encoder.open_encoder", lambda config, device: FakeEncoder())
     replica = Replica([str(tmp_path / "small")], ServeSettings(device="cpu", precision="float32"))
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
     scope = {"method": "POST", "path": "/v1/arpg/generate", "query_string": b"", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json"), (b"host", b"x")], "state": {"id": "req_1"}}
     body = {"prompt": "a red star", "negative": "pear", "steps": 3, "seed": 2}

@@ -122,8 +122,8 @@ def class_condition(model: TokenDecoder, labels_B: Tensor) -> Condition:
     config = model.config
     require(config.text is None, "the model takes prompts, not classes; give a prompt")
     if labels_B.device.type == "cpu":  # a check on an accelerator would have to wait for it
-        bad = labels_B[(labels_B < 0) | (labels_B > config.num_classes)]
-        require(not len(bad), f"class {bad.tolist()} does not exist; expected 0 to {config.num_classes - 1}")
+        bad = [label for label in labels_B.tolist() if not 0 <= label <= config.num_classes]
+        require(not bad, f"class {bad} does not exist; expected 0 to {config.num_classes - 1}")
     ids_R = F.pad(labels_B + config.first_class_id, (0, 1), value=config.null_class_id)
     prefix_RPD, batch = model.embed(send(ids_R, model.device)[:, None]), len(labels_B)
     return Condition(

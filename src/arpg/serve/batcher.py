@@ -307,10 +307,13 @@ class Batcher(WorkerThread):
         """Hand the tokens of a step to their `PendingRows`."""
         rows = delivery.rows
         try:
-            for (ref, done, _), ids_N, known_N in zip(rows, *delivery.copy.wait(), strict=True):
+            # In numpy: each operation of torch releases the interpreter lock, and then has to wait for it.
+            ids_BN, known_BN = (found.numpy() for found in delivery.copy.wait())
+            for (ref, done, _), ids_N, known_N in zip(rows, ids_BN, known_BN, strict=True):
                 pending, row = ref
                 if not pending.ended:
-                    pending.ids_BN[row], pending.known_BN[row], pending.steps_B[row] = ids_N, known_N, done
+                    pending.ids_BN.numpy()[row], pending.known_BN.numpy()[row] = ids_N, known_N
+                    pending.steps_B[row] = done
             for pending in dict.fromkeys(ref.pending for ref, _, _ in rows):
                 if pending.on_step is not None and not pending.ended:
                     pending.on_step(pending)

@@ -140,7 +140,9 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
         def build(builder: TaskBuilder) -> BuiltTask:
             return builder.from_params(task, body)
 
-        job = service.start(call, service.find(body.model), build, stream=body.stream, previews=previews)
+        reads_files = any(getattr(body, name, None) is not None for name in ("image", "mask", "control"))
+        model, stream = service.find(body.model), body.stream
+        job = service.start(call, model, build, reads_files=reads_files, stream=stream, previews=previews)
         return await respond(job, call, to_body=_to_body, to_sse=_to_sse)
 
     run_task.__annotations__["body"] = schema

@@ -209,8 +209,15 @@ def openai_routes(service: ImageService) -> APIRouter:
 
         form = ResponseFormat(params, kind, to_url)
         model = service.find_for(params.model, params.prompt)
-        stream = bool(params.stream)
-        job = service.start(call, model, build, stream=stream, previews=form.previews, encode=form.encode)
+        job = service.start(
+            call,
+            model,
+            build,
+            reads_files=kind == "image_edit",
+            stream=bool(params.stream),
+            previews=form.previews,
+            encode=form.encode,
+        )
         return await respond(job, call, to_body=form.body, to_sse=form.events)
 
     @router.get("/v1/models", response_model=ModelList, responses={401: ERRORS[401]})

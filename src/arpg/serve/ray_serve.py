@@ -33,6 +33,7 @@ from arpg.serve.batcher import CPU_BATCH, GPU_BATCH
 from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, replay, wait_for_disconnect
 from arpg.serve.observability import Metrics, configure_logging, tracer_from_environment
 from arpg.serve.responses import json_response
+from arpg.serve.server import freeze_heap
 from arpg.serve.server_config import ALIASES, ServeSettings
 from arpg.serve.service import ImageService
 
@@ -71,6 +72,7 @@ class Replica:
         self.service = ImageService.from_pretrained(*models, keys=ApiKeys(), settings=settings)
         self.service.open()
         self.app = create_app(self.service)
+        freeze_heap()
 
     def check_health(self) -> None:
         """Raise where Ray should replace this replica."""

@@ -171,7 +171,9 @@ class Job:
                 self.outcome = "ok"
             else:
                 self.outcome = "cancelled" if self._cancelled else "deadline" if event.status == 504 else "error"
-        for call in self._on_end:
+            # They refer to the job and its task; if they were kept, its tensors would wait for the garbage collector.
+            calls, self._on_end = self._on_end, []
+        for call in calls:
             call()
         self._send(event)
 

@@ -135,13 +135,14 @@ class ImageService:
         model: ServedModel,
         build: Callable[[TaskBuilder], BuiltTask],
         *,
+        reads_files: bool,
         stream: bool,
         previews: PreviewOptions | None,
         encode: Encode = base64_png,
     ) -> Job:
         """Start a job of a model for an HTTP call; `build` and `encode` are called in worker threads.
 
-        `previews`: None: no steps.
+        `reads_files`: whether `build` reads images. `previews`: None: no steps.
         """
         loaded = model.loaded
         job = self._new_job(call, stream=stream, previews=previews, encode=encode)
@@ -158,7 +159,7 @@ class ImageService:
             else:
                 run.submit_next()
 
-        self.submit(self.pools.prepare, job, prepare)
+        self.submit(self.pools.prepare if reads_files or model.takes_text else self.pools.prepare_light, job, prepare)
         return job
 
     def start_filter(self, call: Request, make: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Job:

@@ -237,11 +237,12 @@ class WorkerPools:
 
     def __init__(self) -> None:
         self.prepare: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
+        self.prepare_light: Executor = ThreadPoolExecutor(1, thread_name_prefix="arpg-prepare")
         self.finish: Executor = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="arpg-finish")
         self.large: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-large")
         self.extract: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-extract")
 
     def close(self) -> None:
         """Wait for the work that is running, and drop the rest."""
-        for pool in (self.prepare, self.finish, self.large, self.extract):
+        for pool in (self.prepare, self.prepare_light, self.finish, self.large, self.extract):
             pool.shutdown(wait=True, cancel_futures=True)
