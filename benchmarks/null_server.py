@@ -1,8 +1,9 @@
 """`arpg serve` with a model that costs nothing: what is left is the work of the server itself.
 
 The process that `benchmarks.serve --null-model` measures: HTTP, admission, batching, PNG files and JSON are those of
-`arpg serve`. A step is planned as any other, but its network takes `--step-ms` without using a CPU, and the tokenizer
-returns images that are made before: noise with the spectrum of photographs, whose PNG files have about 120 kB.
+`arpg serve`. A step is planned as any other, but its network takes `--step-ms` beside the CPU, as on a GPU, and the
+tokenizer returns images that are made before: noise with the spectrum of photographs, whose PNG files have about
+120 kB.
 
 `GET /cpu` returns the CPU seconds of each group of threads, and of the functions in `STAGES`.
 """
@@ -14,8 +15,8 @@ import functools
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
-from arpg.decode.continuous import ContinuousBatch, StepShape
+from arpg.decode.continuous import ContinuousBatch, StepShape, TokenCopy
 from arpg.image import to_images
 from arpg.serve import batcher, middleware, native, request_body, responses, task_run
 from arpg.serve.build_task import TaskBuilder
@@ -81,13 +82,54 @@ class NullTokenizer:
         return {}
 
 
-class NullBatch(ContinuousBatch):
-    """A batch whose network only takes time. Its steps are planned and its tokens delivered as in any other."""
+class NullDevice:
+    """A device whose steps only take time, one after the other. Two may be in flight, as on a GPU."""
 
     step_s = 0.0
 
+    def __init__(self) -> None:
+        self.ends: deque[float] = deque([0.0, 0.0])  # of the last two steps
+
+    def launch(self) -> None:
+        """Launch a step."""
+        self.wait(self.ends.popleft())
+        self.ends.append(max(self.ends[-1], time.perf_counter()) + self.step_s)
+
+    @staticmethod
+    def wait(end: float) -> None:
+        """Wait for the end of a step."""
+        if (seconds := end - time.perf_counter()) > 0:
+            time.sleep(seconds)
+
+
+class NullCopy(TokenCopy):
+    """Tokens that are there when a step has ended."""
+
+    def __init__(self, copy: TokenCopy, end: float) -> None:
+        self._copy, self._end = copy, end
+
+    @property
+    def ready(self) -> bool:
+        """Whether the step has ended."""
+        return time.perf_counter() >= self._end
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Wait for the end of the step."""
+        NullDevice.wait(self._end)
+        return self._copy.wait()
+
+
+class NullBatch(ContinuousBatch):
+    """A batch on a `NullDevice`. Its steps are planned and its tokens delivered as in any other."""
+
+    device = NullDevice()
+
     def _launch(self, shape: StepShape, flat: Tensor) -> None:
-        time.sleep(self.step_s)
+        self.device.launch()
+
+    def fetch(self, rows: Sequence[int]) -> TokenCopy:
+        """Return the tokens after the last step."""
+        return NullCopy(super().fetch(rows), self.device.ends[-1])
 
 
 class CpuTimes:
@@ -132,7 +174,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, required=True, help="requests that may be waiting")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    NullBatch.step_s = options.step_ms / 1000
+    NullDevice.step_s = options.step_ms / 1000
     batcher.start_batch = NullBatch  # type: ignore[assignment]
     times = CpuTimes()
     settings = ServeSettings(
