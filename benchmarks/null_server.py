@@ -5,7 +5,8 @@ The process that `benchmarks.serve --null-model` measures: HTTP, admission, batc
 tokenizer returns images that are made before: noise with the spectrum of photographs, whose PNG files have about
 120 kB.
 
-`GET /cpu` returns the CPU seconds of each group of threads, and of the functions in `STAGES`.
+`GET /cpu` returns the CPU seconds of each group of threads, and of the functions in `STAGES`, with
+`--worker-process` in both processes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from torch import Tensor
 
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
@@ -28,7 +32,7 @@ from arpg.decode.continuous import ContinuousBatch, StepShape, TokenCopy
 from arpg.image import to_images
 from arpg.serve import batcher, middleware, native, request_body, responses, task_run
 from arpg.serve.build_task import TaskBuilder
-from arpg.serve.observability import configure_logging
+from arpg.serve.observability import WorkerMetrics, configure_logging
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server import Server, bind
 from arpg.serve.server_config import ServeSettings
@@ -132,10 +136,12 @@ class NullBatch(ContinuousBatch):
         return NullCopy(super().fetch(rows), self.device.ends[-1])
 
 
-class CpuTimes:
-    """CPU seconds by group of threads, and by function."""
+class CpuTimes(Collector):
+    """CPU seconds of a process by group of threads, and by function, as metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        """`prefix`: before the names, where there are several processes."""
+        self.prefix = prefix
         self.stages: Counter[str] = Counter()
         for stage, (owner, name) in STAGES.items():
             setattr(owner, name, self._timed(stage, getattr(owner, name)))
@@ -160,10 +166,43 @@ class CpuTimes:
             groups[thread.name.split("_")[0]] += time.clock_gettime(clock)
         return {"threads": dict(groups), "stages": dict(self.stages)}
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield the seconds as a metric."""
+        family = GaugeMetricFamily(f"{self.prefix or 'server'}_cpu_by", "CPU seconds", labels=("kind", "name"))
+        for kind, seconds in self.read().items():
+            for name, value in seconds.items():
+                family.add_metric((kind, f"{self.prefix} {name}".strip()), value)
+        yield family
+
+
+class NullModel(ServedModel):
+    """A model that costs nothing, wherever it is loaded."""
+
+    def __init__(self, step_ms: float) -> None:
+        super().__init__("null", null_pipeline)
+        self.step_s = step_ms / 1000
+
+    def open(self, settings: ServeSettings, metrics: WorkerMetrics) -> None:
+        """Let steps only take time, count the CPU time, and start the threads."""
+        torch.set_num_threads(1)
+        NullDevice.step_s = self.step_s
+        batcher.start_batch = NullBatch  # type: ignore[assignment]
+        metrics.registry.register(CpuTimes("worker" if settings.worker_process else ""))
+        super().open(settings, metrics)
+
 
 def null_pipeline() -> Pipeline:
     """Return a pipeline of the published grid and classes."""
     return Pipeline(ARPG(MODEL).init_weights(seed=0).eval(), NullTokenizer())
+
+
+def read_cpu_times(registry: CollectorRegistry) -> dict[str, dict[str, float]]:
+    """Return the CPU seconds of all processes by thread and by function."""
+    found: dict[str, dict[str, float]] = {"threads": {}, "stages": {}}
+    for family in registry.collect():
+        for sample in family.samples if family.name.endswith("_cpu_by") else ():
+            found[sample.labels["kind"]][sample.labels["name"]] = sample.value
+    return found
 
 
 def main() -> None:
@@ -172,20 +211,22 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--clients", type=int, required=True, help="requests that may be waiting")
+    parser.add_argument("--worker-process", action="store_true", help="as in `arpg serve`")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    NullDevice.step_s = options.step_ms / 1000
-    batcher.start_batch = NullBatch  # type: ignore[assignment]
-    times = CpuTimes()
     settings = ServeSettings(
-        max_batch=options.max_batch, max_pending_requests=options.clients, max_pending_cost=8.0 * options.clients
+        max_batch=options.max_batch,
+        max_pending_requests=options.clients,
+        max_pending_cost=8.0 * options.clients,
+        worker_process=options.worker_process,
     )
-    images = ImageService([ServedModel("null", null_pipeline)], settings=settings)
+    images = ImageService([NullModel(options.step_ms)], settings=settings)
+    if options.worker_process:
+        images.metrics.registry.register(CpuTimes("http"))
     bound = bind("127.0.0.1", options.port)
     print(f"serving at http://127.0.0.1:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
     configure_logging()
     server = Server(images)
-    server.config.app.get("/cpu")(times.read)  # type: ignore[union-attr]
+    server.config.app.get("/cpu")(functools.partial(read_cpu_times, images.metrics.registry))  # type: ignore[union-attr]
     server.run(sockets=[bound])
 
 

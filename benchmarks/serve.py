@@ -13,7 +13,8 @@ that each client got done (1: all the same, 1/n: one got everything), with reque
 The clients then parse nothing, so that they do not limit the rate of a GPU.
 
 `--null-model` measures the host's share: the server has a model that costs nothing (`benchmarks.null_server`), and each
-row says how much CPU time of the server an image takes, in which threads and functions.
+row says how much CPU time of the server an image takes, in which threads and functions. `--serve worker-process`:
+with the models in a process of their own.
 """
 
 from __future__ import annotations
@@ -298,21 +299,30 @@ def running_server(*options: str, module: str = "arpg.cli", verb: str | None = "
             drain.wait()
 
 
+def process_tree(process: int) -> list[int]:
+    """Return a process and its children, from /proc."""
+    threads = Path(f"/proc/{process}/task").glob("*/children")
+    return [process, *(int(child) for thread in threads for child in thread.read_text().split())]
+
+
 def cpu_seconds(process: int) -> float:
-    """Return the CPU seconds that a process has used, from /proc; 0 where there is none."""
-    stat = Path(f"/proc/{process}/stat")
-    if not stat.exists():
-        return 0.0
-    user, system = stat.read_text().rsplit(")", 1)[1].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    """Return the CPU seconds that a process and its children have used, from /proc; 0 where there is none."""
+    seconds = 0.0
+    for each in process_tree(process):
+        stat = Path(f"/proc/{each}/stat")
+        if stat.exists():
+            user, system = stat.read_text().rsplit(")", 1)[1].split()[11:13]
+            seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def resident_mb(process: int) -> float | None:
-    """Return the resident memory of a process in MB, from /proc; None where there is none."""
-    status = Path(f"/proc/{process}/statm")
-    if not status.exists():
+    """Return the resident memory of a process and its children in MB, from /proc; None where there is none."""
+    files = [Path(f"/proc/{each}/statm") for each in process_tree(process)]
+    if not files[0].exists():
         return None
-    return round(int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    pages = sum(int(file.read_text().split()[1]) for file in files if file.exists())
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
 
 
 def measure_model(options: argparse.Namespace) -> dict[str, Any]:
@@ -335,9 +345,11 @@ def measure_host(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the server around a model that costs nothing."""
     settings = {"step-ms": options.step_ms, "max-batch": options.max_batch, "clients": max(*options.clients, 16)}
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    given += [f"--{name}" for name in options.serve]
     with running_server(*given, module="benchmarks.null_server", verb=None) as (address, process):
         rows = asyncio.run(run_raw(address, options, process, measure_null))
-    return {"benchmark": "serve", "model": "null", "serve": settings, "rows": rows, "png": compare_png_files()}
+    about = {"benchmark": "serve", "model": "null", "serve": settings, "options": options.serve}
+    return {**about, "rows": rows, "png": compare_png_files()}
 
 
 def compare_png_files(repeats: int = 20) -> dict[str, dict[str, float]]:

@@ -266,8 +266,9 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 def page_tables(records: Path) -> dict[str, str]:
     """Return the tables of the page by their marks."""
-    names = ("serving-model-cpu.json", "serving-plan-h200.json", "serve-null-cpu.json")
-    compared, planned, null = (json.loads((records / name).read_text()) for name in names)
+    parts = ("serving-model-cpu", "serving-plan-h200", "serve-null-cpu", "serve-null-worker-cpu")
+    names = [f"{part}.json" for part in parts]
+    compared, planned, null, worker = (json.loads((records / name).read_text()) for name in names)
     columns = ("images/s", "p50 s", "p99 s")
     rows = [
         [row["clients"], *(f"{row[side][column]:.2f}" for column in columns for side in ("measured", "predicted"))]
@@ -280,27 +281,34 @@ def page_tables(records: Path) -> dict[str, str]:
     ]
     png_rows = [[name, f"{each['cpu ms']:.1f}", f"{each['bytes']:,}"] for name, each in null["png"].items()]
     return {
-        "host": host_table(null["rows"]),
+        "host": host_table(null["rows"], ""),
+        "host-worker": host_table(worker["rows"], "worker "),
         "png": markdown_table(["", "CPU ms", "bytes"], png_rows),
         "compared": markdown_table(header, rows),
         "planned": markdown_table(["requests/s", "replicas", "p50, ms", "p99, ms"], plan_rows),
     }
 
 
-def host_table(measured: list[dict[str, Any]]) -> str:
-    """Return the table of the CPU time of an image, by thread, with the null model."""
-    threads = ("MainThread", "arpg-prepare", "arpg-batcher", "arpg-tokenizer", "arpg-finish")
+def host_table(measured: list[dict[str, Any]], prefix: str) -> str:
+    """Return the table of the CPU time of an image by thread; `prefix` begins the names of the models' threads."""
+    names = {"arpg-prepare": "prepare", "arpg-batcher": "batcher", "arpg-tokenizer": "pixels", "arpg-finish": "finish"}
+    if prefix:
+        http = {"http MainThread": "event loop", "http arpg-channel": "pipe"}
+        columns = {**http, **{f"{prefix}{name}": title for name, title in names.items()}, "worker arpg-channel": "pipe"}
+    else:
+        columns = {"MainThread": "event loop", **names}
     rows = [
         [
             row["clients"],
+            f"{row['images/s']:.0f}",
+            f"{row['p99 ms']:.0f}",
             f"{row['cpu ms/image']:.1f}",
-            *(f"{row['cpu ms/image by thread'].get(name, 0.0):.2f}" for name in threads),
-            f"{row['cpu ms/image by function']['PNG']:.1f}",
+            *(f"{row['cpu ms/image by thread'].get(name, 0.0):.2f}" for name in columns),
+            f"{row['cpu ms/image by function'][f'{prefix}PNG']:.1f}",
         ]
         for row in measured
     ]
-    header = ["clients", "all", "event loop", "prepare", "batcher", "pixels", "finish", "of it PNG"]
-    return markdown_table(header, rows)
+    return markdown_table(["clients", "images/s", "p99, ms", "all", *columns.values(), "of it PNG"], rows)
 
 
 def write_page(options: argparse.Namespace) -> None:

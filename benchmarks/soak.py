@@ -178,7 +178,7 @@ class Faults:
     def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
-        codec = service.loaded.codec.small._codec
+        codec = service.worker.loaded.codec.small._codec
         decode = codec.decode
 
         def step(running: ContinuousBatch) -> None:
@@ -422,15 +422,19 @@ def problems(report: dict[str, Any]) -> list[str]:
 async def _leftover(service: ImageService) -> dict[str, Any]:
     """Count requests, rows, threads, files and tensors when all clients are done."""
     for _ in range(600):
-        busy = (service.admission.num_admitted, service.loaded.batcher.num_running, service.loaded.batcher.num_waiting)
+        busy = (
+            service.admission.num_admitted,
+            service.worker.loaded.batcher.num_running,
+            service.worker.loaded.batcher.num_waiting,
+        )
         if busy == (0, 0, 0):
             break
         await asyncio.sleep(0.05)
     gc.collect()
     return {
         "inside": service.admission.num_admitted,
-        "rows_running": service.loaded.batcher.num_running,
-        "rows_waiting": service.loaded.batcher.num_waiting,
+        "rows_running": service.worker.loaded.batcher.num_running,
+        "rows_waiting": service.worker.loaded.batcher.num_waiting,
         "body_bytes": service.metrics.registry.get_sample_value("arpg_body_bytes"),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,

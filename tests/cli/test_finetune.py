@@ -83,8 +83,8 @@ def test_a_server_merges_adapters_into_their_base(base, tmp_path):
     path = adapter(tmp_path / "mine", base)
     settings = ServeSettings(device="cpu", lora=(f"{path}:0.5",))
     service = ImageService.from_pretrained(str(base), DEFAULT_MODEL, keys=ApiKeys(), settings=settings)
-    assert [model.lora for model in service.models.values()] == [(f"{path}:0.5",), ()]
-    assert service.models["base"]._load().classes.lines == (*NAMES, "zebra")
+    assert [model.lora for model in service.worker.models.values()] == [(f"{path}:0.5",), ()]
+    assert service.worker.models["base"]._load().classes.lines == (*NAMES, "zebra")
     with pytest.raises(InputError, match=f"was trained for none of {DEFAULT_MODEL}; add its base with --model"):
         ImageService.from_pretrained(DEFAULT_MODEL, keys=ApiKeys(), settings=settings)
 

@@ -1,6 +1,7 @@
 """Admission by cost: what a task costs, budgets of small and large ones, shares of tenants; lanes that do not wait."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -8,12 +9,12 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from arpg.serve.admission import AdmissionLimiter, task_cost
+from arpg.serve.admission import AdmissionLimiter, CostLimiter, task_cost
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.auth import ApiKeys
 from arpg.serve.batcher import ContinuousBatch
-from arpg.serve.observability import Metrics
+from arpg.serve.observability import HttpMetrics, WorkerMetrics
 from arpg.serve.server_config import ServeSettings
 from support.http import error, image_of, pixels, post
 from support.rows import SteppedBatcher, SubmittedRows
@@ -21,7 +22,13 @@ from support.small import noise
 
 
 def limiter(num_tenants=0, **settings):
-    return AdmissionLimiter(ServeSettings(**settings), SimpleNamespace(num_tenants=num_tenants), Metrics())
+    return AdmissionLimiter(ServeSettings(**settings), SimpleNamespace(num_tenants=num_tenants), HttpMetrics())
+
+
+def cost_limiter(share=1.0, **settings):
+    limits = CostLimiter(ServeSettings(**settings), WorkerMetrics())
+    limits.reserve = partial(limits.reserve, share=share)
+    return limits
 
 
 def refused(code, call, *arguments, **options):
@@ -52,26 +59,28 @@ def test_a_default_image_costs_one(pipeline):
 
 
 def test_the_budget_of_small_tasks_is_their_own():
-    admission = limiter(max_pending_cost=16)
-    big = admission.reserve("none", 100, large=True)  # beyond the budget, but alone
-    refused("cost_limit", admission.reserve, "none", 3, large=True)
-    refused("cost_limit", admission.reserve, "none", 2.5, large=False)  # more than an eighth: a large one, too
-    small = [admission.reserve("none", 2, large=False) for _ in range(8)]
-    refused("cost_limit", admission.reserve, "none", 0.1, large=False)
-    assert (admission.pending_cost("small"), admission.pending_cost("large")) == (16, 100)
+    costs = cost_limiter(max_pending_cost=16)
+    big = costs.reserve("none", 100, large=True)  # beyond the budget, but alone
+    refused("cost_limit", costs.reserve, "none", 3, large=True)
+    refused("cost_limit", costs.reserve, "none", 2.5, large=False)  # more than an eighth: a large one, too
+    small = [costs.reserve("none", 2, large=False) for _ in range(8)]
+    refused("cost_limit", costs.reserve, "none", 0.1, large=False)
+    assert (costs.pending_cost("small"), costs.pending_cost("large")) == (16, 100)
     for release in [big, *small]:
         release()
-    assert (admission.pending_cost("small"), admission.pending_cost("large")) == (0, 0)
-    admission.reserve("none", 16, large=True)
+    assert (costs.pending_cost("small"), costs.pending_cost("large")) == (0, 0)
+    costs.reserve("none", 16, large=True)
 
 
 def test_a_tenant_has_a_share():
-    admission = limiter(num_tenants=2, max_pending_cost=16, max_pending_requests=4, key_share=0.5)
+    costs = cost_limiter(share=0.5, max_pending_cost=16)
     for _ in range(4):
-        admission.reserve("alice", 2, large=False)
-    message = refused("key_quota", admission.reserve, "alice", 1, large=False)
+        costs.reserve("alice", 2, large=False)
+    message = refused("key_quota", costs.reserve, "alice", 1, large=False)
     assert "8.0 images are in progress for keys labelled 'alice'; this one costs 1.0 and the limit is 8;" in message
-    admission.reserve("bob", 2, large=False)
+    costs.reserve("bob", 2, large=False)
+    admission = limiter(num_tenants=2, max_pending_requests=4, key_share=0.5)
+    assert admission.share == 0.5
     admission.enter("alice")
     admission.enter("alice")
     refused("key_quota", admission.enter, "alice")
@@ -81,6 +90,7 @@ def test_a_tenant_has_a_share():
     admission.enter("bob")
     refused("queue_full", admission.enter, "carol")
     alone = limiter(num_tenants=1, max_pending_requests=4, key_share=0.5)
+    assert alone.share == 1
     for _ in range(4):
         alone.enter("alice")
 
@@ -88,7 +98,7 @@ def test_a_tenant_has_a_share():
 def test_a_request_over_the_budget_is_a_429(served):
     service = served(max_pending_cost=8)
     client = TestClient(create_app(service))
-    release = service.admission.reserve("none", 7.9, large=True)
+    release = service.worker.costs.reserve("none", 7.9, share=1.0, large=True)
     answer = client.post("/v1/arpg/generate", json={"class": 1, "num": 2})
     assert error(answer, 429)["code"] == "cost_limit"
     assert int(answer.headers["retry-after"]) >= 1
@@ -96,7 +106,7 @@ def test_a_request_over_the_budget_is_a_429(served):
     post(client, "generate", {"class": 1, "steps": 4})
     release()
     post(client, "generate", {"class": 1, "num": 2, "steps": 16})
-    assert (service.admission.pending_cost("small"), service.admission.pending_cost("large")) == (0, 0)
+    assert (service.worker.costs.pending_cost("small"), service.worker.costs.pending_cost("large")) == (0, 0)
 
 
 def test_a_body_that_does_not_arrive_takes_no_place(live):
@@ -154,7 +164,7 @@ def test_a_step_over_a_large_grid_delays_no_small_request(served, pipeline, monk
 
 
 def test_pixels_of_a_large_image_delay_no_small_one(served, monkeypatch):
-    lanes = served().loaded.codec
+    lanes = served().worker.loaded.codec
     inside, go = threading.Event(), threading.Event()
     execute = lanes.large._execute
 
@@ -206,8 +216,8 @@ def send(client, key):
 def test_the_label_of_a_key_is_its_tenant(served):
     service = served(keys=ApiKeys([*ALICE_KEYS, f"bob {BOB}"]))
     client, seen = TestClient(create_app(service)), []
-    submit = service.loaded.batcher.small.submit
-    service.loaded.batcher.small.submit = lambda pending: (seen.append(pending.tenant), submit(pending))
+    submit = service.worker.loaded.batcher.small.submit
+    service.worker.loaded.batcher.small.submit = lambda pending: (seen.append(pending.tenant), submit(pending))
     for key in (OLD, NEW, BOB):
         assert send(client, key).status_code == 200
     assert seen == ["alice", "alice", "bob"]
@@ -216,12 +226,13 @@ def test_the_label_of_a_key_is_its_tenant(served):
 
 
 def test_a_label_that_is_alone_has_the_whole_limits_with_two_keys(served):
-    admission = served(keys=ApiKeys(ALICE_KEYS), max_pending_requests=4, max_pending_cost=16, key_share=0.5).admission
+    service = served(keys=ApiKeys(ALICE_KEYS), max_pending_requests=4, max_pending_cost=16, key_share=0.5)
+    admission, costs = service.admission, service.worker.costs
     for _ in range(4):
         admission.enter("alice")
-        admission.reserve("alice", 4, large=True)
+        costs.reserve("alice", 4, share=admission.share, large=True)
     refused("queue_full", admission.enter, "alice")
-    refused("cost_limit", admission.reserve, "alice", 4, large=True)
+    refused("cost_limit", costs.reserve, "alice", 4, share=admission.share, large=True)
 
 
 def test_keys_of_one_label_have_one_share(served):

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
 from arpg.serve import batcher
@@ -30,3 +31,8 @@ def test_cpu_time_is_counted_by_thread_and_function(monkeypatch):
     found = times.read()
     assert found["threads"]["MainThread"] > 0
     assert list(found["stages"]) == ["parse JSON"]
+    registry = CollectorRegistry()
+    registry.register(times)
+    again = null_server.read_cpu_times(registry)
+    assert again["stages"] == found["stages"]
+    assert again["threads"]["MainThread"] >= found["threads"]["MainThread"]

@@ -37,7 +37,7 @@ def test_metrics_tell_what_happened(service, client, monkeypatch):
     post(client, "generate", {"class": 1, "num": 3, "steps": 2})
     client.post("/v1/arpg/generate", json={"class": 1, "steps": 4, "stream": True, "previews": 2})
     monkeypatch.setattr(
-        type(service.loaded.batcher.small), "_step", lambda batcher: batcher._fail_all(OSError("broken"))
+        type(service.worker.loaded.batcher.small), "_step", lambda batcher: batcher._fail_all(OSError("broken"))
     )
     post(client, "generate", {"class": 1, "num": 2}, status=500)
     assert value("arpg_images_total", {"outcome": "ok"}) == 4

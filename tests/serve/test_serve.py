@@ -403,7 +403,7 @@ def test_an_internal_error_reveals_nothing(service, monkeypatch, caplog):
         raise ZeroDivisionError("a secret detail")
 
     caplog.set_level("CRITICAL")
-    monkeypatch.setattr(service.loaded.builder, "from_params", broken)
+    monkeypatch.setattr(service.worker.loaded.builder, "from_params", broken)
     found = client.post("/v1/arpg/generate", json={"class": 1})
     assert error(found, 500)["type"] == "server_error"
     assert "secret" not in found.text

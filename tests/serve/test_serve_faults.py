@@ -22,8 +22,9 @@ from arpg import InputError, cli
 from arpg.serve import task_run
 from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
-from arpg.serve.server import SWITCH_INTERVAL_S, Server
+from arpg.serve.server import Server
 from arpg.serve.service import ImageService
+from arpg.serve.workers import SWITCH_INTERVAL_S
 from support.http import until
 from support.paths import ROOT
 
@@ -82,11 +83,13 @@ def test_a_disconnect_frees_its_rows_within_a_step(live, paused_steps, stream):
     address, service = live()
     connection = send(address, {"class": 1, "steps": 16, "num": 4, "stream": stream})
     paused_steps.reached()
-    assert (service.loaded.batcher.num_running, service.admission.num_admitted) == (4, 1)
+    assert (service.worker.loaded.batcher.num_running, service.admission.num_admitted) == (4, 1)
     connection.close()
     assert until(lambda: service.admission.num_admitted == 0)
     paused_steps.release(1)  # the step that it was in, and no other
-    assert until(lambda: (service.loaded.batcher.num_running, service.loaded.batcher.num_waiting) == (0, 0))
+    assert until(
+        lambda: (service.worker.loaded.batcher.num_running, service.worker.loaded.batcher.num_waiting) == (0, 0)
+    )
     paused_steps.release(1000)
     assert call(address, {"class": 1, "steps": 2})[0] == 200
     assert service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1
@@ -108,7 +111,7 @@ def test_a_client_that_does_not_read_is_disconnected(live, monkeypatch):
     monkeypatch.setattr(task_run, "base64_png", lambda image: b"x" * 10_000_000)  # more than the buffers of the socket
     connection = send(address, {"class": 1, "steps": 16, "stream": True})
     assert until(lambda: service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
-    assert until(lambda: (service.admission.num_admitted, service.loaded.batcher.num_running) == (0, 0))
+    assert until(lambda: (service.admission.num_admitted, service.worker.loaded.batcher.num_running) == (0, 0))
     connection.close()
 
 
@@ -143,10 +146,10 @@ def test_a_failing_worker_is_a_500_and_the_server_goes_on(live, monkeypatch, cap
 def test_a_failing_tokenizer_is_a_500_and_the_server_goes_on(live, caplog):
     address, service = live()
     caplog.set_level("CRITICAL")
-    inner, broken = service.loaded.codec.small._codec, object()
-    service.loaded.codec.small._codec = broken
+    inner, broken = service.worker.loaded.codec.small._codec, object()
+    service.worker.loaded.codec.small._codec = broken
     assert call(address, {"class": 1, "steps": 2})[0] == 500
-    service.loaded.codec.small._codec = inner
+    service.worker.loaded.codec.small._codec = inner
     assert call(address, {"class": 1, "steps": 2})[0] == 200
 
 

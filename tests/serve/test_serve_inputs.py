@@ -185,7 +185,7 @@ def test_a_class_that_looks_like_a_number_is_no_500(client, name):
 def test_an_image_of_too_many_tokens_is_not_encoded(served, monkeypatch):
     """A small file can stand for a large grid: its shorter side is scaled to that of the model."""
     service = served(limits=Limits(side=64))
-    monkeypatch.setattr(service.loaded.codec.large, "_codec", None)
+    monkeypatch.setattr(service.worker.loaded.codec.large, "_codec", None)
     wide = {"image": b64(noise(300, 1)), "right": 8, "class": 1}
     found = error(client_of(service).post("/v1/arpg/outpaint", json=wide), 400)
     assert "the result would have 4928 tokens; at most 1024" in found["message"]
@@ -354,7 +354,7 @@ def blocked(monkeypatch):
 def test_an_extraction_has_a_deadline_and_threads_of_its_own(served, blocked, monkeypatch):
     service = served(pipeline=Pipeline(controlled_model(), small_tokenizer(), license="MIT"), deadline=0.5)
     client, body = client_of(service), {"image": b64(noise(8, 8)), "kind": "canny"}
-    monkeypatch.setattr(service.loaded.builder, "extract_condition", lambda _: blocked.wait(60))
+    monkeypatch.setattr(service.worker.loaded.builder, "extract_condition", lambda _: blocked.wait(60))
     for _ in range(5):  # more than there are threads
         assert error(client.post("/v1/arpg/condition", json=body), 504)["code"] == "deadline_exceeded"
     post(client, "generate", {"class": 1, "steps": 1})
@@ -363,7 +363,7 @@ def test_an_extraction_has_a_deadline_and_threads_of_its_own(served, blocked, mo
 
 def test_an_extraction_whose_client_is_gone_is_dropped(live, blocked, monkeypatch):
     address, service = live(pipeline=Pipeline(controlled_model(), small_tokenizer(), license="MIT"))
-    monkeypatch.setattr(service.loaded.builder, "extract_condition", lambda _: blocked.wait(60))
+    monkeypatch.setattr(service.worker.loaded.builder, "extract_condition", lambda _: blocked.wait(60))
     body = {"image": b64(noise(8, 8)), "kind": "canny"}
     for _ in range(5):
         with pytest.raises(httpx.ReadTimeout):

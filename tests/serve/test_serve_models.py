@@ -73,7 +73,7 @@ def test_models_are_listed_and_described(client, service):
         {"name": "small", "takes": "classes", "control": False, "default": True},
         {"name": "words", "takes": "prompts", "control": False, "default": False},
     ]
-    model = service.loaded.pipeline.model
+    model = service.worker.loaded.pipeline.model
     assert weights[0] > sum(p.numel() * p.element_size() for p in model.parameters())
     value = service.metrics.registry.get_sample_value("arpg_model_weight_bytes", {"model": "words"})
     assert value == weights[1]

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from arpg.serve.auth import ApiKeys
-from arpg.serve.openai import ImageStore, ResponseFormat, random_patches
+from arpg.serve.openai import ImageStore, random_patches
 from arpg.serve.server_config import Limits
 from support.small import noise
 
@@ -186,13 +186,13 @@ def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
 
 def test_files_are_encoded_in_worker_threads(client, monkeypatch):
     """Not on the event loop, where all other responses would wait."""
-    threads, compress = [], ResponseFormat._compress
+    threads, save = [], Image.Image.save
 
-    def recorded(form, image):
+    def recorded(image, *arguments, **options):
         threads.append(threading.current_thread().name)
-        return compress(form, image)
+        save(image, *arguments, **options)
 
-    monkeypatch.setattr(ResponseFormat, "_compress", recorded)
+    monkeypatch.setattr(Image.Image, "save", recorded)
     client.images.generate(prompt="3", output_format="webp", extra_body={"steps": 1})
     assert [name.split("_")[0] for name in threads] == ["arpg-finish"]
 

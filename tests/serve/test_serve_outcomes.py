@@ -60,7 +60,7 @@ def test_a_finished_task_is_freed_without_a_garbage_collection(service, client, 
 def test_only_tasks_with_files_are_prepared_in_several_threads(service, client, monkeypatch):
     used = []
     for name in ("prepare", "prepare_light"):
-        pool = getattr(service.pools, name)
+        pool = getattr(service.worker.pools, name)
         submit = pool.submit
         monkeypatch.setattr(pool, "submit", lambda work, name=name, submit=submit: (used.append(name), submit(work))[1])
     image = b64(noise(8, 8))
@@ -75,14 +75,14 @@ def test_only_tasks_with_files_are_prepared_in_several_threads(service, client, 
 
 @pytest.mark.parametrize("part", ["decode", "tokenizer"])
 def test_a_dead_worker_fails_requests_at_once_and_the_health_check(service, client, part, monkeypatch, caplog):
-    caplog.set_level("CRITICAL", "arpg.serve.service")
+    caplog.set_level("CRITICAL", "arpg.serve.model_worker")
     assert client.get("/healthz").status_code == 200
     if part == "decode":
         monkeypatch.setattr(ContinuousBatch, "step", kill)
-        thread = service.loaded.batcher.small._thread
+        thread = service.worker.loaded.batcher.small._thread
     else:
-        monkeypatch.setattr(service.loaded.codec.small, "_execute", kill)
-        thread = service.loaded.codec.small._thread
+        monkeypatch.setattr(service.worker.loaded.codec.small, "_execute", kill)
+        thread = service.worker.loaded.codec.small._thread
     for _ in range(2):  # the second is submitted to a thread that is dead
         assert error(client.post("/v1/arpg/generate", json={"class": 1, "steps": 2}), 500)
     thread.join(30)
@@ -92,7 +92,7 @@ def test_a_dead_worker_fails_requests_at_once_and_the_health_check(service, clie
 
 
 def test_the_process_exits_with_1_when_a_worker_dies(pipeline, monkeypatch, caplog):
-    caplog.set_level("CRITICAL", "arpg.serve.service")
+    caplog.set_level("CRITICAL", "arpg.serve.model_worker")
     monkeypatch.setattr(server, "configure_logging", lambda: None)
     monkeypatch.setattr(ContinuousBatch, "step", kill)
     bound, exits = server.bind("127.0.0.1", 0), []

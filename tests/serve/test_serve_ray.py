@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from arpg.errors import InputError
 from support.http import ask
 from support.paths import ROOT
 
@@ -245,6 +246,17 @@ def test_arguments_of_ray_serve_are_settings(monkeypatch):
     assert models == ["a", "b"]
     lora = ("one.safetensors", "two.safetensors:0.5")
     assert settings == ServeSettings(lora=lora, max_batch=8, max_pending_requests=3, deadline=9.0)
+
+
+def test_replicas_have_no_worker_process():
+    from arpg.serve import ray_serve
+    from arpg.serve.auth import ApiKeys
+    from arpg.serve.server_config import ServeSettings
+
+    with pytest.raises(InputError, match="worker_process is for one server"):
+        ray_serve.application(keys=ApiKeys(), settings=ServeSettings(worker_process=True))
+    with pytest.raises(InputError, match="unknown argument worker_process"):
+        ray_serve.build({"worker_process": "true"})
 
 
 @pytest.mark.slow

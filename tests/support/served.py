@@ -3,11 +3,17 @@
 import contextlib
 import socket
 import threading
+from functools import partial
 
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server import Server
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
+
+
+def itself(pipeline):
+    """What a model loads; it can be sent to another process."""
+    return pipeline
 
 
 @contextlib.contextmanager
@@ -17,7 +23,7 @@ def services(default):
 
     def serve(*, keys=None, pipeline=default, more=None, **settings):
         pipelines = {"small": pipeline, **(more or {})}
-        models = [ServedModel(name, lambda made=made: made) for name, made in pipelines.items()]
+        models = [ServedModel(name, partial(itself, made)) for name, made in pipelines.items()]
         service = ImageService(models, keys=keys, settings=ServeSettings(**settings))
         service.open()
         opened.append(service)

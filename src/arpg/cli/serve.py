@@ -113,7 +113,7 @@ def serve(
         service.metrics.serve(host, metrics_port)
     shown = f"[{host}]" if ":" in host else host
     err.print(
-        f"serving {', '.join(service.models)} at {'https' if tls else 'http'}://{shown}:{bound.getsockname()[1]}/ "
+        f"serving {', '.join(service.names)} at {'https' if tls else 'http'}://{shown}:{bound.getsockname()[1]}/ "
         "(stop with Ctrl+C)",
         markup=False,
     )

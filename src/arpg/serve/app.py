@@ -59,6 +59,7 @@ def create_app(service: ImageService, *, hosts: frozenset[str] | None = None) ->
     app.add_middleware(
         RequestMiddleware,
         admission=service.admission,
+        metrics=service.metrics,
         settings=service.settings,
         hosts=hosts,
         tracer=service.tracer,
@@ -90,7 +91,7 @@ def _add_health_routes(app: FastAPI, service: ImageService) -> None:
     @app.get("/metrics", tags=["health"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return service.metrics.response()
+        return await asyncio.to_thread(service.metrics.response)
 
 
 def _add_page(app: FastAPI) -> None:

@@ -24,7 +24,7 @@ from arpg.decode.continuous import BUCKET, ContinuousBatch, DraftingBatch, Token
 from arpg.decode.engine import choose_mode
 from arpg.decode.graphs import GraphCache
 from arpg.model import ARPG
-from arpg.serve.observability import Metrics
+from arpg.serve.observability import WorkerMetrics
 from arpg.serve.workers import WorkerThread
 from arpg.settings import SamplingSettings
 
@@ -114,14 +114,14 @@ class Batcher(WorkerThread):
         max_batch: int = 16,
         max_wait: float = 0.01,
         threads: int | None = None,
-        metrics: Metrics | None = None,
+        metrics: WorkerMetrics | None = None,
         engine: str = "eager",
     ) -> None:
         """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph` the steps of a batch are
         captured, bucket by bucket. `auto` captures none, also on a GPU: there the two have not been compared.
         """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
-        self.metrics = metrics or Metrics()
+        self.metrics = metrics or WorkerMetrics()
         self._arrived: list[PendingRows] = []
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()

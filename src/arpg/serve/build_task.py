@@ -16,8 +16,9 @@ from arpg.extractors import can_extract
 from arpg.image import to_rgb, to_rgba
 from arpg.pipeline import Pipeline
 from arpg.serve.api_error import ApiError, check, shorten
-from arpg.serve.schemas import TASKS, ControlImage, ExtractCondition, TaskParams
+from arpg.serve.schemas import TASKS, ControlImage, ExtractCondition, TaskParams, Upscale
 from arpg.serve.server_config import Limits
+from arpg.serve.upscaler import load_upscaler
 from arpg.settings import EXPAND_METHODS
 from arpg.tasks.control_input import ControlInput
 from arpg.tasks.task import ImageTask
@@ -29,6 +30,7 @@ OWN_FIELDS = {  # what a task takes besides the parameters of all tasks
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # Pillow reads many more, which would only be a larger surface to attack
 
 BuiltTask = tuple[ImageTask, dict[str, Any]]  # and what else than settings its response and PNG files list
+FilteredImage = tuple[Image.Image, dict[str, Any]]  # an image that is not sampled, and what its response says of it
 
 
 class TaskBuilder:
@@ -78,13 +80,17 @@ class TaskBuilder:
             shown["control"] = {"kind": each.kind, "strength": each.strength}
         return built, {"model": self.name, "task": task, **shown}
 
-    def extract_condition(self, params: ExtractCondition) -> tuple[Image.Image, str]:
+    def extract_condition(self, params: ExtractCondition) -> FilteredImage:
         """Return the condition image of an image, and its kind; without a size, at the model's."""
         control = ControlImage(image=params.image, kind=params.kind, strength=1.0, from_image=True)
         size = self.image_size if params.size is None else (params.size[0], params.size[1])
         self._check_side(size)
         found = self._control_input(control, size, param="image")
-        return found.image, found.kind
+        return found.image, {"kind": found.kind}
+
+    def upscale(self, params: Upscale) -> FilteredImage:
+        """Return a small image four times as large."""
+        return load_upscaler().upscale(self.read_base64(params.image, "image")), {}
 
     def label_of(self, prompt: str, negative: str | None) -> dict[str, Any]:
         """Return the label of a call of the OpenAI API: its prompt, or the class that it names."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, internal_error
 from arpg.serve.auth import ANONYMOUS, ApiKeys, is_loopback
-from arpg.serve.observability import RecordedTrace, Trace
+from arpg.serve.observability import HttpMetrics, RecordedTrace, Trace
 from arpg.serve.schemas import TASKS
 from arpg.serve.server_config import ServeSettings
 
@@ -77,12 +77,13 @@ class RequestMiddleware:
         app: ASGIApp,
         *,
         admission: AdmissionLimiter,
+        metrics: HttpMetrics,
         settings: ServeSettings,
         hosts: frozenset[str] | None,
         tracer: Tracer | None = None,
     ) -> None:
         self.tracer = tracer
-        self.app, self.admission, self.metrics = app, admission, admission.metrics
+        self.app, self.admission, self.metrics = app, admission, metrics
         self.settings, self.hosts = settings, hosts
         self.body_bytes = 0  # of all requests that are being answered
         self.metrics.gauge("arpg_body_bytes", "Bytes of request bodies in memory", lambda: self.body_bytes)
@@ -182,6 +183,8 @@ class RequestMiddleware:
         status = scope["state"].get("outcome", response.status)  # of a stream: how it ended
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.latency.labels(route).observe(seconds)
+        if status == 429:
+            self.metrics.rejected.inc()
         if "tenant" in scope["state"] and scope["path"].startswith("/v1/"):
             self.metrics.key_requests.labels(scope["state"]["tenant"], str(status)).inc()
         scope["state"]["trace"].end(status, route)

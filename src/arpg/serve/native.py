@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import methodcaller
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
-from PIL import Image
 
 from arpg.serve.api_error import ApiError
-from arpg.serve.build_task import BuiltTask, TaskBuilder
+from arpg.serve.build_task import FilteredImage, TaskBuilder
+from arpg.serve.job import Accepted, JobStream, PreviewOptions, Result, StepEvent
 from arpg.serve.request_body import JsonRoute
-from arpg.serve.responses import (
-    Accepted,
-    Job,
-    PreviewOptions,
-    Result,
-    SseEvent,
-    StepEvent,
-    json_response,
-    respond,
-    wait_for_result,
-)
+from arpg.serve.responses import SseEvent, json_response, respond, wait_for_result
 from arpg.serve.schemas import (
     TASKS,
     Classes,
@@ -37,7 +28,6 @@ from arpg.serve.schemas import (
     UpscaleResponse,
 )
 from arpg.serve.service import ImageService
-from arpg.serve.upscaler import load_upscaler
 
 ModelQuery = Annotated[str | None, Query(max_length=200, description="One of /v1/models; by default the first.")]
 Responses = dict[int | str, dict[str, Any]]
@@ -87,11 +77,9 @@ def native_routes(service: ImageService) -> APIRouter:
     async def classes(model: ModelQuery = None) -> dict[str, Any]:
         """All classes by id; none where the model takes text."""
         found = service.find(model)
-        names = found.loaded.pipeline.classes
+        names, is_default = found.classes, found.name == service.names[0]
         entries = [{"id": i, "name": names.name(i)} for i in range(len(names))]
-        url = (
-            THUMBNAILS["url"] if found is service.default else f"{THUMBNAILS['url']}?{urlencode({'model': found.name})}"
-        )
+        url = THUMBNAILS["url"] if is_default else f"{THUMBNAILS['url']}?{urlencode({'model': found.name})}"
         return {"classes": entries, "thumbnails": None if found.thumbnails is None else {**THUMBNAILS, "url": url}}
 
     @router.get(
@@ -109,26 +97,19 @@ def native_routes(service: ImageService) -> APIRouter:
     for task, schema in TASKS.items():
         _add_task_route(router, service, task, schema)
 
-    async def filter_image(call: Request, make: Callable[[], tuple[Image.Image, dict[str, Any]]]) -> Response:
-        result = await wait_for_result(service.start_filter(call, make), call)
+    async def filter_image(call: Request, model: str | None, build: Callable[[TaskBuilder], FilteredImage]) -> Response:
+        result = await wait_for_result(service.start_filter(call, service.find(model), build), call)
         return json_response({"png": result.files[0], **result.settings, **_sides(result)})
 
     @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
     async def condition(call: Request, body: ExtractCondition) -> Response:
         """The edges or the depth of an image, as a condition image of the model's size. Nothing is generated."""
-        builder = service.find(body.model).loaded.builder
-
-        def extract() -> tuple[Image.Image, dict[str, Any]]:
-            image, kind = builder.extract_condition(body)
-            return image, {"kind": kind}
-
-        return await filter_image(call, extract)
+        return await filter_image(call, body.model, methodcaller("extract_condition", body))
 
     @router.post("/upscale", response_model=UpscaleResponse, responses=ERRORS)
     async def upscale(call: Request, body: Upscale) -> Response:
         """A small image, four times as large, by a super-resolution network. It invents detail: for display only."""
-        builder = service.loaded.builder
-        return await filter_image(call, lambda: (load_upscaler().upscale(builder.read_base64(body.image, "image")), {}))
+        return await filter_image(call, None, methodcaller("upscale", body))
 
     return router
 
@@ -137,12 +118,9 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
     async def run_task(call: Request, body: TaskParams) -> Response:
         previews = PreviewOptions(body.previews, body.preview_size) if body.stream else None
 
-        def build(builder: TaskBuilder) -> BuiltTask:
-            return builder.from_params(task, body)
-
         reads_files = any(getattr(body, name, None) is not None for name in ("image", "mask", "control"))
-        model, stream = service.find(body.model), body.stream
-        job = service.start(call, model, build, reads_files=reads_files, stream=stream, previews=previews)
+        model, build = service.find(body.model), methodcaller("from_params", task, body)
+        job = service.start(call, model, build, reads_files=reads_files, stream=body.stream, previews=previews)
         return await respond(job, call, to_body=_to_body, to_sse=_to_sse)
 
     run_task.__annotations__["body"] = schema
@@ -158,7 +136,7 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
     )
 
 
-def _to_body(job: Job, result: Result) -> dict[str, Any]:
+def _to_body(job: JobStream, result: Result) -> dict[str, Any]:
     return {
         "id": job.id,
         "created": int(job.created),
@@ -170,7 +148,7 @@ def _to_body(job: Job, result: Result) -> dict[str, Any]:
     }
 
 
-def _to_sse(job: Job, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
+def _to_sse(job: JobStream, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
     if isinstance(event, Accepted):
         yield "queued", {"id": job.id, "position": event.position}
     elif isinstance(event, StepEvent):

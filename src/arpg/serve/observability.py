@@ -25,6 +25,7 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
+from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 import arpg
@@ -40,35 +41,11 @@ _OTEL_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_END
 
 
 class Metrics:
-    """The metrics of one service, in a registry of its own so that one process can have several services."""
+    """Metrics in a registry of their own, so that one process can have several services."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
-
-        def histogram(name: str, help: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(name, help, labels, buckets=buckets, registry=registry)
-
-        self.requests = Counter("arpg_requests", "HTTP requests answered", ("route", "status"), registry=registry)
-        self.latency = histogram("arpg_request_seconds", "Duration of an HTTP request", _SECONDS, ("route",))
-        self.key_requests = Counter(
-            "arpg_key_requests", "HTTP requests by label of the API key", ("key", "status"), registry=registry
-        )
-        self.images = Counter("arpg_images", "Images: ok, cancelled, deadline, error", ("outcome",), registry=registry)
-        self.key_images = Counter("arpg_key_images", "Images by label of the API key", ("key",), registry=registry)
-        self.queue = histogram("arpg_queue_seconds", "Time that a decoding request waits for a batch", _SECONDS)
-        self.first_preview = histogram("arpg_first_preview_seconds", "Time to the first preview of a stream", _SECONDS)
-        self.batch = histogram("arpg_batch_rows", "Rows (images) decoded together in a step", _ROWS)
-        self.step = histogram("arpg_step_seconds", "Duration of a decoding step of a batch", _SECONDS)
-        self.prompt = histogram("arpg_prompt_seconds", "Time to encode a prompt that is not cached", _SECONDS)
-        self.cancelled = Counter("arpg_cancelled", "HTTP requests whose client disconnected", registry=registry)
-        self.failures = Counter("arpg_failures", "Batches that failed on the server", registry=registry)
-        self.rejected = Counter("arpg_rejected", "HTTP requests rejected with 429", registry=registry)
-        ProcessCollector(registry=registry)
-        build = {"version": arpg.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        Info("arpg_build", "Versions", registry=registry).info(build)
-        for kind, value in (("allocated", torch.cuda.memory_allocated), ("reserved", torch.cuda.memory_reserved)):
-            self.gauge("arpg_gpu_memory_bytes", "Memory of the GPU", partial(_gpu_bytes, value), kind=kind)
 
     def gauge(self, name: str, help: str, value: Callable[[], float], **labels: str) -> None:
         """Register a gauge whose value is computed when the metrics are read."""
@@ -76,6 +53,29 @@ class Metrics:
             self._gauges[name] = Gauge(name, help, tuple(labels), registry=self.registry)
         gauge = self._gauges[name]
         (gauge.labels(**labels) if labels else gauge).set_function(value)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(name, help, labels, buckets=buckets, registry=self.registry)
+
+
+class HttpMetrics(Metrics):
+    """The metrics of the process that answers HTTP requests. `worker` yields those of the models."""
+
+    def __init__(self, worker: Collector | None = None) -> None:
+        super().__init__()
+        self.requests = self._counter("arpg_requests", "HTTP requests answered", "route", "status")
+        self.latency = self._histogram("arpg_request_seconds", "Duration of an HTTP request", "route")
+        self.key_requests = self._counter("arpg_key_requests", "HTTP requests by label of the API key", "key", "status")
+        self.cancelled = self._counter("arpg_cancelled", "HTTP requests whose client disconnected")
+        self.rejected = self._counter("arpg_rejected", "HTTP requests rejected with 429")
+        ProcessCollector(registry=self.registry)
+        build = {"version": arpg.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        Info("arpg_build", "Versions", registry=self.registry).info(build)
+        if worker is not None:
+            self.registry.register(worker)
 
     def serve(self, host: str, port: int) -> None:
         """Serve the metrics, without a key, at a port of their own, from a thread of its own."""
@@ -88,6 +88,23 @@ class Metrics:
     def response(self) -> Response:
         """Return all metrics in the text format of Prometheus."""
         return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class WorkerMetrics(Metrics):
+    """The metrics of the models and of their work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = self._counter("arpg_images", "Images: ok, cancelled, deadline, error", "outcome")
+        self.key_images = self._counter("arpg_key_images", "Images by label of the API key", "key")
+        self.queue = self._histogram("arpg_queue_seconds", "Time that a decoding request waits for a batch")
+        self.first_preview = self._histogram("arpg_first_preview_seconds", "Time to the first preview of a stream")
+        self.batch = self._histogram("arpg_batch_rows", "Rows (images) decoded together in a step", buckets=_ROWS)
+        self.step = self._histogram("arpg_step_seconds", "Duration of a decoding step of a batch")
+        self.prompt = self._histogram("arpg_prompt_seconds", "Time to encode a prompt that is not cached")
+        self.failures = self._counter("arpg_failures", "Batches that failed on the server")
+        for kind, value in (("allocated", torch.cuda.memory_allocated), ("reserved", torch.cuda.memory_reserved)):
+            self.gauge("arpg_gpu_memory_bytes", "Memory of the GPU", partial(_gpu_bytes, value), kind=kind)
 
 
 def _gpu_bytes(value: Callable[[], int]) -> float:

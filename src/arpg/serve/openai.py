@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,9 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from arpg.image import to_rgb
 from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
+from arpg.serve.job import Accepted, JobStream, PreviewOptions, Result, StepEvent
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
-from arpg.serve.responses import Accepted, Job, PreviewOptions, Result, SseEvent, StepEvent, respond, to_base64, to_png
+from arpg.serve.responses import SseEvent, respond, to_base64, to_png
 from arpg.serve.schemas import MAX, Feather, ModelName, Sampling, Seed, TaskParams, Text
 from arpg.serve.service import ImageService
 from arpg.settings import TASK_SETTINGS
@@ -79,6 +81,11 @@ class ImagesParams(Sampling):
     frame_duration_ms: Annotated[int, Field(ge=0, le=60000)] | None = Field(None, description="Not used.")
     seed: Seed | None = Field(None, description="Ours: image i has this seed + i; null: a random one.")
     best_of: Annotated[int, Field(ge=1, le=MAX.best_of)] | None = Field(None, description="Ours.")
+
+    @property
+    def file_format(self) -> str:
+        """The format of the image files."""
+        return self.output_format or "png"
 
 
 class GenerationParams(ImagesParams):
@@ -216,55 +223,32 @@ def openai_routes(service: ImageService) -> APIRouter:
             reads_files=kind == "image_edit",
             stream=bool(params.stream),
             previews=form.previews,
-            encode=form.encode,
+            encode=partial(_encode, params=params),
         )
         return await respond(job, call, to_body=form.body, to_sse=form.events)
 
     @router.get("/v1/models", response_model=ModelList, responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:
         """All models that are served, the default first."""
-        return {"object": "list", "data": [entry_of(name) for name in service.models]}
+        return {"object": "list", "data": [entry_of(name) for name in service.names]}
 
     @router.get(
         "/v1/models/{model}", response_model=ModelEntry, responses={status: ERRORS[status] for status in (401, 404)}
     )
     async def model(model: str) -> dict[str, Any]:
         """A served model, by its name."""
-        return entry_of(service.find(model).name)
+        return entry_of(service.check_name(model))
 
     @router.post("/v1/images/generations", responses=IMAGES_RESPONSES)
     async def generations(call: Request, body: GenerationParams) -> Response:
         """Images of the prompt, or of the class that it names."""
-
-        def build(builder: TaskBuilder) -> BuiltTask:
-            params, label = _task_params(builder, body), builder.label_of(body.prompt, body.negative)
-            size = _result_size(body, builder)
-            if size == builder.image_size:
-                return builder.build("generate", label, params)
-            return builder.build("expand", label, params, size=size)
-
-        return await run_task(call, body, build, "image_generation")
+        return await run_task(call, body, partial(_build_generation, params=body), "image_generation")
 
     async def run_edit(call: Request, schema: type[EditParams], *, masked: bool) -> Response:
         body, files = await _read_form(call, schema)
         check(masked or "mask" not in files, "a variation has no mask; send only an image", param="mask")
 
-        def build(builder: TaskBuilder) -> BuiltTask:
-            params = _task_params(builder, body)
-            label = {} if body.prompt is None else builder.label_of(body.prompt, body.negative)
-            image = builder.read_image(files["image"], param="image", alpha=masked)
-            mask = None
-            if masked:
-                sent = builder.read_image(files["mask"], param="mask", alpha=True) if "mask" in files else image
-                mask = transparent_part(sent)
-            if mask is None or mask.getextrema() == (0, 0):
-                check(
-                    "mask" not in files, "mask has no transparent pixel; the transparent ones are edited", param="mask"
-                )
-                mask = random_patches(image.size, builder.pipeline.model.config.grid, params.seed)
-            _check_kept_size(body, image.size)
-            return builder.build("inpaint", label, params, image=to_rgb(image), mask=mask, feather=body.feather)
-
+        build = partial(_build_edit, params=body, files=files, masked=masked)
         return await run_task(call, body, build, "image_edit")
 
     edit_form = _form_schema(EditParams, "image", "mask", required=["image", "prompt"])
@@ -349,6 +333,43 @@ def transparent_part(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.where(np.asarray(image.getchannel("A")) == 0, 255, 0).astype(np.uint8))
 
 
+def _build_generation(builder: TaskBuilder, *, params: GenerationParams) -> BuiltTask:
+    """Build the task of `generations`."""
+    common, label = _task_params(builder, params), builder.label_of(params.prompt, params.negative)
+    size = _result_size(params, builder)
+    if size == builder.image_size:
+        return builder.build("generate", label, common)
+    return builder.build("expand", label, common, size=size)
+
+
+def _build_edit(builder: TaskBuilder, *, params: EditParams, files: dict[str, bytes], masked: bool) -> BuiltTask:
+    """Build the task of `edits` (`masked`) or `variations`."""
+    common = _task_params(builder, params)
+    label = {} if params.prompt is None else builder.label_of(params.prompt, params.negative)
+    image = builder.read_image(files["image"], param="image", alpha=masked)
+    mask = None
+    if masked:
+        sent = builder.read_image(files["mask"], param="mask", alpha=True) if "mask" in files else image
+        mask = transparent_part(sent)
+    if mask is None or mask.getextrema() == (0, 0):
+        check("mask" not in files, "mask has no transparent pixel; the transparent ones are edited", param="mask")
+        mask = random_patches(image.size, builder.pipeline.model.config.grid, common.seed)
+    _check_kept_size(params, image.size)
+    return builder.build("inpaint", label, common, image=to_rgb(image), mask=mask, feather=params.feather)
+
+
+def _encode(image: Image.Image, settings: dict[str, Any], *, params: ImagesParams) -> bytes:
+    """Return the file of an image: in base64, unless it is fetched by its URL."""
+    if params.file_format == "png":
+        data = to_png(image, settings)
+    else:
+        file, compression = io.BytesIO(), params.output_compression
+        quality = 95 if compression is None else min(95, max(1, compression))
+        image.save(file, format=params.file_format, quality=quality)
+        data = file.getvalue()
+    return data if params.response_format == "url" else to_base64(data)
+
+
 def _task_params(builder: TaskBuilder, params: ImagesParams) -> TaskParams:
     """Return the parameters of all tasks, from the fields of this API."""
     given = params.given()
@@ -422,11 +443,11 @@ class ResponseFormat:
         self.previews = PreviewOptions(params.partial_images) if params.stream and params.partial_images else None
         self._num_sent = 0
 
-    def body(self, job: Job, result: Result) -> dict[str, Any]:
+    def body(self, job: JobStream, result: Result) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         return {"created": int(job.created), "data": self._images(result), **self._about(result)}
 
-    def events(self, job: Job, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
+    def events(self, job: JobStream, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
         """Return the server-sent events of a preview (at most one) or of a result (one per image)."""
         created = {"created_at": int(job.created)}
         if isinstance(event, Result):
@@ -440,26 +461,13 @@ class ResponseFormat:
             yield name, {"type": name, **image, **about, **created}
             self._num_sent += 1
 
-    def encode(self, image: Image.Image, settings: dict[str, Any]) -> bytes:
-        """Return the file of an image: in base64, unless it is fetched by its URL."""
-        file = to_png(image, settings) if self._format == "png" else self._compress(image)
-        return file if self.params.response_format == "url" else to_base64(file)
-
     def _images(self, result: Result) -> list[dict[str, Any]]:
         images = zip(result.files, result.seeds, strict=True)
         if self.params.response_format == "url":
-            return [{"url": self.to_url(file, f"image/{self._format}"), "seed": seed} for file, seed in images]
+            return [
+                {"url": self.to_url(file, f"image/{self.params.file_format}"), "seed": seed} for file, seed in images
+            ]
         return [{"b64_json": file, "seed": seed} for file, seed in images]
-
-    def _compress(self, image: Image.Image) -> bytes:
-        file, compression = io.BytesIO(), self.params.output_compression
-        quality = 95 if compression is None else min(95, max(1, compression))
-        image.save(file, format=self._format, quality=quality)
-        return file.getvalue()
-
-    @property
-    def _format(self) -> str:
-        return self.params.output_format or "png"
 
     @property
     def _quality(self) -> str:
@@ -473,7 +481,7 @@ class ResponseFormat:
         tokens = usage.text_tokens + usage.image_tokens
         about: dict[str, Any] = {
             "background": "opaque",
-            "output_format": self._format,
+            "output_format": self.params.file_format,
             "quality": self._quality,
             "size": f"{width}x{height}",
             "usage": {

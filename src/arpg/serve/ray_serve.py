@@ -31,11 +31,12 @@ from arpg.serve.app import create_app
 from arpg.serve.auth import KEYS_VARIABLE, ApiKeys, check_exposure, read_keys
 from arpg.serve.batcher import CPU_BATCH, GPU_BATCH
 from arpg.serve.middleware import POST_ROUTES, ClientDisconnected, RequestMiddleware, replay, wait_for_disconnect
-from arpg.serve.observability import Metrics, configure_logging, tracer_from_environment
+from arpg.serve.model_worker import ModelWorker
+from arpg.serve.observability import HttpMetrics, configure_logging, tracer_from_environment
 from arpg.serve.responses import json_response
-from arpg.serve.server import freeze_heap
 from arpg.serve.server_config import ALIASES, ServeSettings
 from arpg.serve.service import ImageService
+from arpg.serve.workers import freeze_heap
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ SCALE_TYPES: dict[str, Any] = {
 SETTING_TYPES: dict[str, Any] = {
     setting.name: int if setting.default is None else type(setting.default)
     for setting in dataclasses.fields(ServeSettings)
-    if setting.name != "limits"
+    if setting.name not in ("limits", "worker_process")
 } | {"lora": lambda files: tuple(files.split(","))}
 SCOPE_FIELDS = ("method", "path", "raw_path", "query_string", "headers", "client", "scheme", "http_version")
 
@@ -81,8 +82,9 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Report to Ray how long the oldest image has waited for a place in a batch, in seconds."""
-        loaded = [model.loaded for model in self.service.models.values()]
-        return {QUEUE_SECONDS: max(each.batcher.queue_seconds for each in loaded)}
+        assert isinstance(self.service.worker, ModelWorker)
+        models = self.service.worker.models.values()
+        return {QUEUE_SECONDS: max(model.loaded.batcher.queue_seconds for model in models)}
 
     async def respond(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """Yield the messages of the response as they are made. Generation stops when the caller stops reading."""
@@ -130,7 +132,7 @@ class QueueTimePolicy:
 class Ingress:
     """An ASGI application that forwards requests to the replicas, and again if a replica dies."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: HttpMetrics) -> None:
         self.metrics = metrics
         self._replicas: DeploymentHandle[Any] | None = None
 
@@ -215,10 +217,11 @@ class Ingress:
 def ingress_app(settings: ServeSettings, keys: ApiKeys, hosts: frozenset[str] | None) -> ASGIApp:
     """Build what clients connect to: the same middleware as on one machine, around the ingress."""
     configure_logging()
-    metrics = Metrics()
+    metrics = HttpMetrics()
     return RequestMiddleware(
         Ingress(metrics),
         admission=AdmissionLimiter(settings, keys, metrics),
+        metrics=metrics,
         settings=settings,
         hosts=hosts,
         tracer=tracer_from_environment(),
@@ -237,6 +240,9 @@ def application(
     hosts: frozenset[str] | None = None,
 ) -> serve.Application:
     """Build the deployments. More replicas are started while images wait longer than `target_queue_s` for a batch."""
+    require(
+        not settings.worker_process, "worker_process is for one server; on Ray, replicas are processes of their own"
+    )
     require(target_queue_s > 0, f"target_queue_s is {target_queue_s}; expected more than 0 seconds")
     require(replicas >= 1, f"replicas is {replicas}; expected 1 or more")
     most = replicas if max_replicas is None else max_replicas

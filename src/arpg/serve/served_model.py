@@ -1,4 +1,4 @@
-"""ServedModel: one model of a server by its name, and what exists of it once it is loaded."""
+"""ServedModel: one model of a server by its name, what exists of it once it is loaded, and what responses say of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from arpg.checkpoint import MODEL, FolderConfig, read_folder
-from arpg.config import DEFAULT_MODEL
+from arpg.classes import ClassNames
+from arpg.config import DEFAULT_MODEL, ModelConfig, TokenizerConfig
 from arpg.decode.engine import choose_mode
 from arpg.errors import InputError, present
 from arpg.files import hash_file
@@ -25,10 +26,11 @@ from arpg.pipeline import Pipeline, choose_device, load_with_adapters
 from arpg.serve.api_error import ApiError
 from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, choose_max_wait, warm_up
 from arpg.serve.build_task import TaskBuilder
-from arpg.serve.observability import Metrics
+from arpg.serve.observability import WorkerMetrics
 from arpg.serve.schemas import model_info
-from arpg.serve.server_config import ServeSettings
+from arpg.serve.server_config import Limits, ServeSettings
 from arpg.serve.workers import TokenizerLanes, WorkerThread
+from arpg.settings import SamplingDefaults
 from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import PromptCache, PromptEncoder, missing_encoder
 
@@ -36,15 +38,60 @@ log = logging.getLogger(__name__)
 MAX_PIXEL_BATCH = 16  # images of one call of the tokenizer: their activations take memory beside the cache
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What responses say of a loaded model. It can be pickled: its weights may be in another process."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: TokenizerConfig
+    sampling: SamplingDefaults
+    classes: ClassNames
+    weight_bytes: int  # of memory
+    about: str = ""
+    examples: tuple[str, ...] = ()
+    thumbnails: Path | None = None  # one small image of each class
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the model takes prompts instead of classes."""
+        return self.config.text is not None
+
+    def names_class(self, prompt: str) -> bool:
+        """Return whether a prompt is the name or the id of a class of the model."""
+        if prompt not in self.classes and not prompt.strip().isdecimal():
+            return False  # at once: for an unknown name, `find` would search for similar ones
+        try:
+            self.classes.find(prompt)
+        except InputError:
+            return False
+        return True
+
+    def info(self, limits: Limits) -> dict[str, Any]:
+        """Return what `/v1/arpg/info` says of this model."""
+        parts = (self.name, self.config, self.tokenizer, self.sampling, limits)
+        return model_info(*parts, about=self.about, examples=self.examples)
+
+    def entry(self, *, default: bool) -> dict[str, Any]:
+        """Return the line of this model in the list of all models."""
+        return {
+            "name": self.name,
+            "takes": "prompts" if self.takes_text else "classes",
+            "control": self.config.control is not None,
+            "default": default,
+            "weight_bytes": self.weight_bytes,
+        }
+
+
 @dataclass(frozen=True)
 class LoadedModel:
-    """The parts of a served model that exist once it is loaded; `weight_bytes`: memory of its weights."""
+    """The parts of a served model that exist once it is loaded."""
 
     pipeline: Pipeline
     codec: TokenizerLanes
     batcher: BatcherLanes
     builder: TaskBuilder
-    weight_bytes: int
+    facts: ModelFacts
 
     @property
     def threads(self) -> list[WorkerThread]:
@@ -79,7 +126,7 @@ class ServedModel:
         load = partial(load_with_adapters, folder, [parse_lora(text) for text in lora], **options)
         return cls(Path(model).name or model, load, folder=folder, lora=lora)
 
-    def open(self, settings: ServeSettings, metrics: Metrics) -> None:
+    def open(self, settings: ServeSettings, metrics: WorkerMetrics) -> None:
         """Load the model and start its threads; this takes a while."""
         loaded = self._load()
         size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
@@ -109,11 +156,22 @@ class ServedModel:
             warm_up(batcher, present(task.next_request(), "a new task has a request"), task.spec.settings)
         if loaded.device.type == "cuda":
             codec.warm_up(loaded.model.config.grid)
+        described = FolderConfig() if self.folder is None else read_folder(self.folder)
+        facts = ModelFacts(
+            name=self.name,
+            config=loaded.model.config,
+            tokenizer=loaded.tokenizer.config,
+            sampling=loaded.sampling,
+            classes=loaded.classes,
+            weight_bytes=_tensor_bytes(loaded.model, loaded.tokenizer),
+            about=described.about,
+            examples=described.examples,
+            thumbnails=None if self.folder is None else find_thumbnails(self.folder),
+        )
         builder = TaskBuilder(pipeline, self.name, settings.limits)
-        weight_bytes = _tensor_bytes(loaded.model, loaded.tokenizer)
-        self._state = LoadedModel(pipeline, codec, batcher, builder, weight_bytes)
+        self._state = LoadedModel(pipeline, codec, batcher, builder, facts)
         about = {"model": self.name, "device": str(pipeline.model.device)}
-        log.info("loaded", extra={**about, "weight_bytes": weight_bytes, "max_batch": size})
+        log.info("loaded", extra={**about, "weight_bytes": facts.weight_bytes, "max_batch": size})
 
     def close(self) -> None:
         """Stop the threads; requests that are not finished end with an error."""
@@ -135,59 +193,19 @@ class ServedModel:
     def loaded(self) -> LoadedModel:
         """The parts of the loaded model; raises a 503 before they exist."""
         if self._state is None:
-            raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=5)
+            raise loading_error()
         return self._state
 
-    @property
-    def takes_text(self) -> bool:
-        """Whether the model takes prompts instead of classes."""
-        return self.loaded.builder.takes_text
 
-    @property
-    def thumbnails(self) -> Path | None:
-        """The file with the thumbnails of the classes, if there is one."""
-        return None if self.folder is None else find_thumbnails(self.folder)
-
-    def names_class(self, prompt: str) -> bool:
-        """Return whether a prompt is the name or the id of a class of the model."""
-        classes = self.loaded.pipeline.classes
-        if prompt not in classes and not prompt.strip().isdecimal():
-            return False  # at once: for an unknown name, `find` would search for similar ones
-        try:
-            classes.find(prompt)
-        except InputError:
-            return False
-        return True
-
-    def info(self, settings: ServeSettings) -> dict[str, Any]:
-        """Return what `/v1/arpg/info` says of this model."""
-        pipe = self.loaded.pipeline
-        described = FolderConfig() if self.folder is None else read_folder(self.folder)
-        return model_info(
-            self.name,
-            pipe.model.config,
-            pipe.tokenizer.config,
-            pipe.sampling,
-            settings.limits,
-            about=described.about,
-            examples=described.examples,
-        )
-
-    def entry(self, *, default: bool) -> dict[str, Any]:
-        """Return the line of this model in the list of all models."""
-        return {
-            "name": self.name,
-            "takes": "prompts" if self.takes_text else "classes",
-            "control": self.loaded.pipeline.model.config.control is not None,
-            "default": default,
-            "weight_bytes": self.loaded.weight_bytes,
-        }
+def loading_error() -> ApiError:
+    """Return the 503 for a model that is not loaded yet."""
+    return ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=5)
 
 
 class TimedTextEncoder:
     """A text encoder that records in the metrics how long each call takes."""
 
-    def __init__(self, encoder: PromptEncoder, metrics: Metrics) -> None:
+    def __init__(self, encoder: PromptEncoder, metrics: WorkerMetrics) -> None:
         self._encoder, self._metrics = encoder, metrics
 
     def states(self, prompts: Sequence[str]) -> list[Tensor]:
@@ -196,7 +214,7 @@ class TimedTextEncoder:
             return self._encoder.states(prompts)
 
 
-def _serving_pipeline(pipeline: Pipeline, codec: TokenizerLanes, metrics: Metrics) -> Pipeline:
+def _serving_pipeline(pipeline: Pipeline, codec: TokenizerLanes, metrics: WorkerMetrics) -> Pipeline:
     """Return `pipeline` with the tokenizer in threads of its own and prompts that are cached in memory only.
 
     Clients could fill a cache on disk. The text encoder is loaded and run here, not at the first prompt: a server

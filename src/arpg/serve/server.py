@@ -35,9 +35,9 @@ from arpg.serve.middleware import allowed_hosts
 from arpg.serve.observability import configure_logging
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
+from arpg.serve.workers import SWITCH_INTERVAL_S, freeze_heap
 
 log = logging.getLogger(__name__)
-SWITCH_INTERVAL_S = 0.0005  # after which a thread gives up the interpreter lock; Python's own is ten times as long
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
@@ -79,15 +79,6 @@ def run(service: ImageService, bound: socket.socket, **tls: str) -> None:
     server.run(sockets=[bound])
     if server.failed:
         raise SystemExit(1)
-
-
-def freeze_heap() -> None:
-    """Leave all objects that exist now out of garbage collections, which stop every thread while they scan.
-
-    For a process whose model is loaded: a full collection of its hundreds of thousands of objects takes 0.1 s.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class Server(uvicorn.Server):

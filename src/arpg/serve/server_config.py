@@ -80,6 +80,9 @@ class ServeSettings:
     public_url: str = _option(
         "", "Address of the server behind a reverse proxy, for URLs of images; by default that of the request."
     )
+    worker_process: bool = _option(
+        False, "Run the models in a process of their own, so that HTTP does not hold up decoding; not on Ray."
+    )
     threads: int | None = _option(None, "CPU threads of a step; by default one per core.")
     limits: Limits = field(default_factory=Limits)
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from arpg.decode import Step, make_plan
 from arpg.serve.admission import task_cost
 from arpg.serve.batcher import PendingRows
-from arpg.serve.responses import Job, Result, StepEvent, Usage, base64_png
+from arpg.serve.job import Job, Result, StepEvent, Usage
+from arpg.serve.responses import base64_png
 from arpg.serve.served_model import LoadedModel
 from arpg.tasks.task import ImageTask, StepTokens
 
 if TYPE_CHECKING:
-    from arpg.serve.service import ImageService
+    from arpg.serve.model_worker import ModelWorker
 
 MAX_UNREAD_EVENTS = 64  # of a slow reader; further steps are left out
 
@@ -49,13 +50,13 @@ class TaskRun:
     """
 
     def __init__(
-        self, service: ImageService, loaded: LoadedModel, job: Job, task: ImageTask, about: dict[str, Any]
+        self, worker: ModelWorker, loaded: LoadedModel, job: Job, task: ImageTask, about: dict[str, Any]
     ) -> None:
-        self.service, self.loaded, self.job, self.task, self.about = service, loaded, job, task, about
+        self.worker, self.loaded, self.job, self.task, self.about = worker, loaded, job, task, about
         self.cost = task_cost(task, loaded.pipeline)
         own_tokens = math.prod(loaded.pipeline.model.config.grid)
         self.large = any(math.prod(stage.grid) > own_tokens for stage in task.stages)
-        self.pool = service.pools.large if self.large else service.pools.finish
+        self.pool = worker.pools.large if self.large else worker.pools.finish
         self._states: list[StepState] = []  # to report, in order
         self._decoded: Step | None = None  # the result of the current request, where previews come before it
         self._reporting = False  # whether a worker runs `_report`
@@ -75,7 +76,7 @@ class TaskRun:
         self._earlier_steps = max(0, int(self._decoded_at_Bhw.max()) + 1)  # of the windows before
         job = self.job
         pending = PendingRows(job, request, plan, settings, lambda: job.should_stop, self._on_end, tenant=job.tenant)
-        if job.previews is not None:
+        if job.spec.previews is not None:
             pending.on_step = self._on_step
         self.loaded.batcher.submit(pending)
 
@@ -106,8 +107,8 @@ class TaskRun:
 
     def _is_due(self, share: float) -> bool:
         """Return whether the next of the wanted number of previews is due, when `share` of the task is decoded."""
-        assert self.job.previews is not None
-        most = self.job.previews.most
+        assert self.job.spec.previews is not None
+        most = self.job.spec.previews.most
         due = most is not None and share < 1 and self._num_due < most and share * (most + 1) >= self._num_due + 1
         self._num_due += due
         return due
@@ -116,10 +117,10 @@ class TaskRun:
         """In the batching thread: the request is decoded, or it failed, or the job was stopped."""
         now = time.monotonic()
         if pending.started is not None:
-            self.job.trace.add("queue", pending.since, pending.started)
-            self.job.trace.add("decode", pending.started, now, rows=len(pending.steps_B), steps=max(pending.steps_B))
+            self.job.add_span("queue", pending.since, pending.started)
+            self.job.add_span("decode", pending.started, now, rows=len(pending.steps_B), steps=max(pending.steps_B))
         if error is not None:
-            self.service.fail(self.job, error)
+            self.worker.fail(self.job, error)
         elif pending.num_open == 0:
             steps = max(pending.steps_B)
             decoded = Step(steps, steps + 1, pending.ids_BN, pending.known_BN)
@@ -132,7 +133,7 @@ class TaskRun:
             if waits:
                 self._start_reporting()
             else:
-                self.service.submit(self.pool, self.job, lambda: self._accept(decoded, overtaken))
+                self.worker.submit(self.pool, self.job, lambda: self._accept(decoded, overtaken))
         else:
             self.job.stop()
 
@@ -142,16 +143,16 @@ class TaskRun:
             if self._reporting or not (self._states or self._decoded):
                 return
             self._reporting = True
-        self.service.submit(self.pool, self.job, self._report)
+        self.worker.submit(self.pool, self.job, self._report)
 
     def _report(self) -> None:
         """Send the events of the steps that are waiting, unless the result overtakes them; then take the result."""
-        assert self.job.previews is not None
+        assert self.job.spec.previews is not None
         with self._lock:
             states = list(self._states)
         for state in states:
-            read = state is states[-1] and self.job.previews.most is None and self.job.num_unread == 0
-            pngs = self._preview(state, self.job.previews.size) if state.due or read else []
+            read = state is states[-1] and self.job.spec.previews.most is None and self.job.num_unread == 0
+            pngs = self._preview(state, self.job.spec.previews.size) if state.due or read else []
             with self._lock:
                 if state in self._states:
                     self._states.remove(state)
@@ -193,18 +194,20 @@ class TaskRun:
         )
         self.job.send(event)
         if pngs and self._num_made == 0:
-            self.service.metrics.first_preview.observe(self.job.seconds)
+            self.worker.metrics.first_preview.observe(self.job.seconds)
         self._num_made += bool(pngs)
 
     def _finish(self) -> None:
         start = time.monotonic()
         images, seeds = self.task.images(), self.task.seeds
         settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
-        files = [self.job.encode(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)]
-        self.job.trace.add("pixels", start, time.monotonic(), images=len(images))
+        files = [
+            self.job.spec.encode(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)
+        ]
+        self.job.add_span("pixels", start, time.monotonic(), images=len(images))
         seconds = self.job.seconds
-        self.service.admission.record(self.cost, seconds)
-        self.job.end(Result(files, images[0].size, seeds, settings, seconds, self._usage()))
+        self.worker.costs.record(self.cost, seconds)
+        self.job.end(Result(files, images[0].size, seeds, settings, seconds, self.cost, self._usage()))
 
     def _usage(self) -> Usage:
         """Count the tokens of the task; a class is one."""
