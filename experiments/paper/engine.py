@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from arpg.errors import require
 from arpg.model import TokenDecoder
 from arpg.noise import Stream, gumbel
 from arpg.settings import SamplingSettings
-from experiments.paper.peers import GROUP, Masked, Regions
+from experiments.paper.peers import Masked, Peer
 
 GRAPH_SHARE = 1 / 8  # of the GPU's memory that the graphs of one engine may hold: a search has several engines
 
@@ -111,14 +111,15 @@ class RowEngine(Engine):
 
     def generate(self, labels: Sequence[int], seeds: Sequence[int], settings: SamplingSettings) -> Tensor:
         """Sample ids `[B, N]`; image i has label i and seed i, with the orders and step sizes of `settings`."""
-        return self.fill(tasks.generate(self.model, labels, seeds), settings)
+        make = self.model.request if isinstance(self.model, Peer) else partial(tasks.generate, self.model)
+        return self.fill(make(labels, seeds), settings)[:, -math.prod(self.model.config.grid) :]
 
     @torch.no_grad()
     def fill(self, request: Request, settings: SamplingSettings) -> Tensor:
-        """Sample what a request leaves open; return ids `[B, N]`. `Regions` have an order and steps of their own."""
-        if isinstance(self.model, Regions):
+        """Sample what a request leaves open; return ids `[B, N]`. Some peers have an order and steps of their own."""
+        sizes = self.model.fixed_sizes() if isinstance(self.model, Peer) else None
+        if sizes is not None:
             order = self.model.fixed_order(torch.device("cpu"))
-            sizes = (*[1] * GROUP, *[GROUP] * (len(order) // GROUP - 1))
             settings = dataclasses.replace(settings, order=order, schedule=sizes)
         plan = self.plan(request, settings)
         *_, last = self.decode(request, plan, settings, every_step=False)

@@ -1,5 +1,5 @@
 """Peers of ARPG on the same layers: next-token models, with and without positions of what comes next, one that
-predicts fixed groups, and a masked one.
+predicts fixed groups, one that predicts scales, and a masked one.
 
 | peer | sequence | attention | cache | the paper's name |
 |---|---|---|---|---|
@@ -7,6 +7,7 @@ predicts fixed groups, and a masked one.
 | `NextToken`, random orders | class, tokens; the next position is not told | causal | yes | 24+0 without guidance |
 | `InterleavedPositions` | class, then [MASK] at a position before its token | causal | yes, twice as long | RandAR |
 | `Regions` | class, a token of each region, [MASK]s, then groups of one token of each region | group-wise | yes | PAR |
+| `NextScale` | class, then grids of 2 x 2, 3 x 3, ... tokens, each from the one before | scale-wise | yes | VAR |
 | `Masked` | class, all tokens or [MASK] | bidirectional | no | MaskGIT |
 
 A peer has as many layers as both passes of its configuration together, all of them self-attention. It takes the place
@@ -20,14 +21,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from arpg import tasks
 from arpg.config import ModelConfig
 from arpg.data.dataset import Batch
+from arpg.decode import Request
 from arpg.errors import require
 from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache
@@ -40,6 +44,7 @@ from arpg.train.objective import Objective
 IGNORED = -100  # a target that does not count
 SIDE = 2  # regions of `Regions` in each direction
 GROUP = SIDE * SIDE
+SCALES = tuple(side / 16 for side in (1, 2, 3, 4, 5, 6, 8, 10, 13, 16))  # VAR's, as shares of the largest side
 
 
 class PeerCache(Cache):
@@ -75,6 +80,14 @@ class Peer(TokenDecoder):
     def fixed_order(self, device: torch.device) -> Tensor | None:
         """Return the order `[N]` in which it is trained, whatever order the batch has; None: that of the batch."""
         return None
+
+    def fixed_sizes(self) -> tuple[int, ...] | None:
+        """Return the tokens of each step where they are fixed, in the fixed order."""
+        return None
+
+    def request(self, labels: Sequence[int], seeds: Sequence[int]) -> Request:
+        """Return the request for whole images; the last tokens of its grid are those of the image."""
+        return tasks.generate(self, labels, seeds)
 
     def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sequence of training after the class: embeddings `[B, S, D]` and positions.
@@ -210,6 +223,10 @@ class Regions(Peer):
         cells = torch.arange(height * width, device=device).view(SIDE, height // SIDE, SIDE, width // SIDE)
         return cells.permute(1, 3, 0, 2).flatten()
 
+    def fixed_sizes(self) -> tuple[int, ...]:
+        """Return single tokens, then groups."""
+        return (*[1] * GROUP, *[GROUP] * (math.prod(self.config.grid) // GROUP - 1))
+
     def slots(self, ids_BN: Tensor, order_BN: Tensor, pos_BN2: Tensor, key_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return single tokens, [MASK]s, then all groups but the last."""
         slots = (slice(GROUP), slice(GROUP + 1, 2 * GROUP), slice(GROUP, -GROUP))
@@ -249,6 +266,63 @@ class InterleavedPositions(Peer):
     def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
         """Allocate slots for the [MASK]s as well."""
         return super().allocate_cache(rows, slots + math.prod(self.config.grid), ragged=ragged)
+
+
+class NextScale(Peer):
+    """Square grids of growing side, each sampled at once from the grid before, resized to as many tokens.
+
+    Tokens see their own grid and all smaller ones. The tokens of all scales are one row of the request, the image's at
+    the end. It is not trained here, which would need a tokenizer of all scales; speed and memory do not depend on that.
+    """
+
+    queries = False
+    grouped = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        height, width = config.grid
+        require(height == width, f"grid is {height}x{width}; scales need as many rows as columns")
+        self.sides = sorted({max(1, round(share * height)) for share in SCALES})
+        self.step_tokens = tuple(side**2 for side in self.sides)
+
+    def fixed_order(self, device: torch.device) -> Tensor:
+        """Return the tokens of all scales, one after the other."""
+        return torch.arange(sum(self.fixed_sizes()), device=device)
+
+    def fixed_sizes(self) -> tuple[int, ...]:
+        """Return the tokens of each scale."""
+        return tuple(side**2 for side in self.sides)
+
+    def request(self, labels: Sequence[int], seeds: Sequence[int]) -> Request:
+        """Return a request for the tokens of all scales, at their places in the largest grid."""
+        whole, largest = super().request(labels, seeds), self.sides[-1]
+        cells = [(torch.arange(side) + 0.5) * (largest / side) - 0.5 for side in self.sides]
+        pos_N2 = torch.cat([torch.cartesian_prod(cell, cell) for cell in cells])
+        made = Request.from_nothing(whole.condition, (1, len(pos_N2)), whole.seeds)
+        return dataclasses.replace(made, pos_N2=pos_N2)
+
+    def predict(
+        self,
+        pos_BS2: Tensor | Rope,
+        query_BSD: Tensor | None,
+        cache: Cache,
+        visible_BS: Tensor | None = None,
+        *,
+        scale_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Resize the pending grid to that of the positions, whose tokens it predicts."""
+        rope = self._rope(pos_BS2)
+        assert isinstance(cache, PeerCache)
+        assert rope is not None
+        ((x_BSD, _),) = cache.pending
+        side, new = math.isqrt(x_BSD.shape[1]), math.isqrt(rope.cos_BSK.shape[1])
+        nearest = torch.arange(new, device=x_BSD.device) * side // new
+        cache.pending[:] = [(x_BSD[:, (nearest[:, None] * side + nearest).flatten()], rope)]
+        return super().predict(rope, query_BSD, cache, visible_BS, scale_BS=scale_BS)
+
+    def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
+        """Allocate slots for all scales; the class has that of the first token."""
+        return super().allocate_cache(rows, sum(self.fixed_sizes()), ragged=ragged)
 
 
 class Masked(Peer):
@@ -312,5 +386,6 @@ PEERS: dict[str, type[Peer]] = {
     "random": NextToken,
     "interleaved": InterleavedPositions,
     "regions": Regions,
+    "scales": NextScale,
     "masked": Masked,
 }

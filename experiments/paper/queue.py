@@ -53,7 +53,7 @@ RESULTS, WORK = Path("runs/paper/results"), Path("runs/paper/work")
 
 def trained_rows(bench: Bench, rows: Sequence[Row]) -> None:
     """Train each row and measure its quality at its numbers of steps; a row that is measured is not trained again."""
-    for row in [] if bench.options.only == "speed" else bench.chosen(rows):
+    for row in [] if bench.options.only == "speed" else [row for row in bench.chosen(rows) if row.trained]:
         wanted = [(steps, seed) for steps in row.steps for seed in range(bench.options.quality_seeds)]
         keys = [bench.key(row.name, steps=steps, seed=seed, measure="quality") for steps, seed in wanted]
         engine: RowEngine | None = None

@@ -16,7 +16,7 @@ from arpg.train.loop import train
 from arpg.train.model import ModelTraining
 from arpg.train.objective import Objective
 from arpg.train.recipe import ModelRecipe
-from experiments.paper.peers import GROUP, PEERS, Peer, PeerObjective
+from experiments.paper.peers import GROUP, PEERS, SCALES, Peer, PeerObjective
 
 WEIGHTS = "peer.safetensors"
 BASE = ModelConfig(width=384, num_heads=6, pass1_layers=12, pass2_layers=12, vocab_size=8192, num_classes=225)
@@ -34,6 +34,7 @@ class Row:
     steps: tuple[int, ...] = (64,)
     # Fine-tuned from the row without it: on its own "orders", as long on "random" ones, or to distill "guidance".
     tuned: str | None = None
+    trained: bool = True  # False: only speed and memory are measured
 
     @property
     def trained_as(self) -> str:
@@ -89,6 +90,7 @@ def peers(base: ModelConfig = BASE) -> list[Row]:
         Row("raster AR", base, peer="raster", order="raster", steps=(tokens,)),
         Row("interleaved positions", base, peer="interleaved", steps=some),
         Row("2x2 regions", base, peer="regions", steps=(GROUP + tokens // GROUP - 1,)),
+        Row("next scale", base, peer="scales", steps=(len(SCALES),), trained=False),
         Row("masked, confidence", base, peer="masked", confidence=4.5, steps=few or (tokens,)),
         Row("masked, Halton", base, peer="masked", order="halton", steps=few or (tokens,)),
     ]

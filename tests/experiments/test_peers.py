@@ -26,6 +26,7 @@ from support.small import small_model
 
 CONFIG = ModelConfig(32, 2, 1, 2, vocab_size=12, num_classes=3, grid=(2, 6), dropout=0.1)
 NUM = 12
+TRAINED = [kind for kind in PEERS if kind != "scales"]
 SEEDS, LABELS = [5, 6, 9], [0, 2, 1]
 GUIDED = SamplingSettings(steps=4, guidance=2.5, guidance_schedule="constant")
 
@@ -141,6 +142,33 @@ def test_regions_decode_as_without_a_cache():
 
 
 @torch.no_grad()
+def test_scales_decode_as_without_a_cache():
+    """Grids of side 1, 2, 3 and 4, each from the nearest tokens of the one before; each sees where it ends."""
+    peer = make("scales", grid=(4, 4))
+    assert peer.sides == [1, 2, 3, 4]
+    prefix, _ = conditions(peer)
+    ids, x, pos, ends = None, torch.empty(6, 0, 32), torch.empty(6, 0, 2), []
+    for first, side in ((0, 1), (1, 2), (5, 3), (14, 4)):
+        cells = [(row, column) for row in range(side) for column in range(side)]
+        if ids is None:
+            inputs = prefix
+        else:
+            nearest = [(row * (side - 1) // side) * (side - 1) + column * (side - 1) // side for row, column in cells]
+            inputs = peer.embedding(ids[:, nearest]).repeat(2, 1, 1)
+        at = torch.tensor([[4 / side * (cell + 0.5) - 0.5 for cell in both] for both in cells])
+        x, pos = torch.cat((x, inputs), 1), torch.cat((pos, at.expand(6, -1, -1)), 1)
+        ends += [len(ends) + len(cells)] * len(cells)
+        logits = peer.head(peer.run(x, pos, torch.tensor([ends]))[:, -len(cells) :])
+        ids = sampled(peer, logits, torch.arange(first, first + len(cells)).expand(3, -1), GUIDED)
+    found = RowEngine(peer).generate(LABELS, SEEDS, GUIDED)
+    assert torch.equal(found, ids)
+    assert found.shape == (3, 16)
+    assert len(ids.unique()) > 4
+    with pytest.raises(InputError, match="grid is 2x6; scales need as many rows as columns"):
+        make("scales")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("confidence", [None, 0.0, 3.0])
 @pytest.mark.parametrize("order", ["random", "halton"])
 def test_masked_models_decode_as_one_sample_at_a_time(confidence, order):
@@ -198,6 +226,7 @@ def test_predicting_all_that_is_left_in_planned_order_is_planned_decoding(order,
             ("random", "random", None),
             ("interleaved", "random", None),
             ("regions", "random", None),
+            ("scales", "random", None),
         ),
         *(("masked", "halton", None), ("masked", "random", 3.0), (None, "random", None), (None, "random", 2.0)),
     ],
@@ -226,7 +255,7 @@ def batch():
     return Batch(ids, torch.tensor([0, 1, 2, 3]), order, keys)
 
 
-@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_losses_are_cross_entropies_of_what_a_peer_predicts(kind):
     peer, data = make(kind), batch()
     loss = PeerObjective(peer, CONFIG.grid)(data)
@@ -259,7 +288,7 @@ def test_losses_are_cross_entropies_of_what_a_peer_predicts(kind):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_gradients_of_peers_are_replayed_from_a_graph(kind):
     config = dataclasses.replace(CONFIG, width=128, dropout=0.0)
     peer = PEERS[kind](config).init_weights(seed=1).cuda()
