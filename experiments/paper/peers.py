@@ -135,6 +135,10 @@ class Peer(TokenDecoder):
         assert rope is not None
         cache.pending.append((x_BSD, rope))
 
+    def inputs(self, pending: list[tuple[Tensor, Rope]], rope: Rope) -> list[tuple[Tensor, Rope]]:
+        """Return what a call of the network begins with, of the pending slots and the positions to predict."""
+        return list(pending)
+
     def predict(
         self,
         pos_BS2: Tensor | Rope,
@@ -148,7 +152,7 @@ class Peer(TokenDecoder):
         rope = self._rope(pos_BS2)
         assert isinstance(cache, PeerCache)
         assert rope is not None
-        num_last, parts = rope.cos_BSK.shape[1], list(cache.pending)
+        num_last, parts = rope.cos_BSK.shape[1], self.inputs(cache.pending, rope)
         expected = " or ".join(map(str, self.step_tokens or ()))
         require(
             self.step_tokens is None or num_last in self.step_tokens,
@@ -301,24 +305,12 @@ class NextScale(Peer):
         made = Request.from_nothing(whole.condition, (1, len(pos_N2)), whole.seeds)
         return dataclasses.replace(made, pos_N2=pos_N2)
 
-    def predict(
-        self,
-        pos_BS2: Tensor | Rope,
-        query_BSD: Tensor | None,
-        cache: Cache,
-        visible_BS: Tensor | None = None,
-        *,
-        scale_BS: Tensor | None = None,
-    ) -> Tensor:
-        """Resize the pending grid to that of the positions, whose tokens it predicts."""
-        rope = self._rope(pos_BS2)
-        assert isinstance(cache, PeerCache)
-        assert rope is not None
-        ((x_BSD, _),) = cache.pending
+    def inputs(self, pending: list[tuple[Tensor, Rope]], rope: Rope) -> list[tuple[Tensor, Rope]]:
+        """Resize the pending grid to that of the positions to predict, where it stands as well."""
+        ((x_BSD, _),) = pending
         side, new = math.isqrt(x_BSD.shape[1]), math.isqrt(rope.cos_BSK.shape[1])
         nearest = torch.arange(new, device=x_BSD.device) * side // new
-        cache.pending[:] = [(x_BSD[:, (nearest[:, None] * side + nearest).flatten()], rope)]
-        return super().predict(rope, query_BSD, cache, visible_BS, scale_BS=scale_BS)
+        return [(x_BSD[:, (nearest[:, None] * side + nearest).flatten()], rope)]
 
     def allocate_cache(self, rows: int, slots: int, *, ragged: bool = False) -> Cache:
         """Allocate slots for all scales; the class has that of the first token."""

@@ -20,9 +20,9 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
     )
     stub.chmod(0o755)
     repo, copy = tmp_path / "repo", keep / "repository"
-    script = repo / "experiments" / "holding.sh"
+    script = repo / "experiments" / "remote_job.sh"
     script.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "experiments" / "holding.sh", script)
+    shutil.copy(ROOT / "experiments" / "remote_job.sh", script)
     names = ["weights/inception.safetensors", "runs/meadow/model.safetensors"]
     names += [f"data/meadow-{domain}.zip" for domain in ("pets", "flowers", "birds", "things", "dogs")]
     for name in names:

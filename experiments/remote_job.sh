@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run commands on a remote machine that is held for several short calls, $LANES at a time.
+# Run commands on a remote machine that is kept for several short calls, $LANES at a time.
 #
-#   experiments/holding.sh                                                       # keep what was uploaded
-#   experiments/holding.sh 'paper designs --rows 12+12 "unshared KV"' 'pytest -m gpu'  # start the commands, then wait
-#   experiments/holding.sh                                                       # wait on
+#   experiments/remote_job.sh                                                             # keep what was uploaded
+#   experiments/remote_job.sh 'paper designs --rows 12+12 "unshared KV"' 'pytest -m gpu'  # start the commands, then wait
+#   experiments/remote_job.sh                                                             # wait on
 #
 # From the root of the repository. The commands run in a copy of it in $KEEP, in the background; none begins after
 # $MINUTES. `paper VERB ...` is `python3 -m experiments.paper VERB ...` with the options that all verbs share.
@@ -14,7 +14,7 @@
 # machine lacks; git/, a `.git` folder, for records that name the commit. With photographs but without tokens, the tokens
 # and the statistics of the photographs are made first.
 set -u
-export KEEP=${KEEP:-/tmp/held} MINUTES=${MINUTES:-25} LANES=${LANES:-1}
+export KEEP=${KEEP:-/tmp/remote-job} MINUTES=${MINUTES:-25} LANES=${LANES:-1}
 COPY=$KEEP/repository
 
 run_all() {
@@ -76,7 +76,7 @@ if [ $# -gt 0 ]; then
   [ -d runs/git ] && cp -rT runs/git "$COPY/.git"
   rm -f "$KEEP/finished"
   : >"$KEEP/log"
-  setsid "$COPY/experiments/holding.sh" --run "$@" >"$KEEP/log" 2>&1 </dev/null &
+  setsid "$COPY/experiments/remote_job.sh" --run "$@" >"$KEEP/log" 2>&1 </dev/null &
 fi
 if [ ! -f "$KEEP/log" ]; then
   echo "== nothing runs here; parts of the upload: $(ls "$KEEP/carry" 2>/dev/null | wc -l)"
