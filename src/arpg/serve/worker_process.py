@@ -158,9 +158,10 @@ class WorkerProcess(Collector):
     def run(self, spec: JobSpec, deliver: Callable[[Event], None]) -> RemoteJob:
         """Start a job of a loaded model; its events go to `deliver`, from a thread."""
         with self._lock:
-            if not self._ended:
+            ended = self._ended
+            if not ended:
                 self._jobs[spec.id] = deliver
-        if self._ended:
+        if ended:
             deliver(internal_error())
         self.send(spec)
         return RemoteJob(self, spec.id, self._settings.deadline)
