@@ -1,13 +1,14 @@
 """Time the fused layers of small batches (up to 128 rows) of ARPG-L on a GPU, and search their tiles.
 
-    python -m benchmarks.small_gemm             # a layer by number of rows: library, small_gemm, wgmma_gemm
+    python -m benchmarks.small_gemm             # a layer by number of rows: library, small_gemm, wgmma_gemm, row blocks
     python -m benchmarks.small_gemm --products  # each matrix product, checked against float32
     python -m benchmarks.small_gemm --tiles     # the fastest tile of each kind of product
 
 The network (24 layers and the head, both passes, 93 tokens known) runs as one CUDA graph; its logits are compared with
-float32. The first table shows for how many rows each of the fused GEMMs pays (`SMALL_BATCH_ROWS` and `WGMMA_ROWS` of
-`arpg.kernels.dispatch`); the tile search finds the entries of `arpg.kernels.small_gemm.TILES`. All of it needs compute
-capability 9.0 or later, `wgmma_gemm` 9.0. The latency of a whole image is a row of `benchmarks/engine.py`.
+float32. The first table shows for how many rows each of the fused GEMMs pays (`SMALL_BATCH_ROWS`, `WGMMA_ROWS` and
+`ROW_BLOCK_ROWS` of `arpg.kernels.dispatch`), and among how many programs `wgmma_gemm` should divide its rows; the tile
+search finds the entries of `arpg.kernels.small_gemm.TILES`. All of it needs compute capability 9.0 or later,
+`wgmma_gemm` 9.0. The latency of a whole image is a row of `benchmarks/engine.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -34,14 +35,25 @@ from arpg.model import ARPG
 from benchmarks.measures import graph_microseconds, relative_error
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
-ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 128)
+ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 GEMMS: dict[str, FusedGemm] = {"small_gemm": small_gemm, "wgmma_gemm": wgmma_gemm}
-MODES: dict[str, tuple[KernelPolicy, range]] = {  # the rows that wgmma_gemm takes; small_gemm has the others
-    "library": (KernelPolicy(small_gemm=False, pdl=False), range(0)),
-    "small_gemm, not prefetched": (KernelPolicy(pdl=False), range(0)),
-    "small_gemm": (KernelPolicy(), range(0)),
-    "wgmma_gemm, not prefetched": (KernelPolicy(pdl=False), range(max(ROWS) + 1)),
-    "wgmma_gemm": (KernelPolicy(), range(max(ROWS) + 1)),
+
+
+class Mode(NamedTuple):
+    """How a layer is timed."""
+
+    policy: KernelPolicy
+    wgmma: bool = False  # of all numbers of rows; else small_gemm
+    programs: int = 132  # among which wgmma_gemm divides rows, at most
+
+
+MODES = {
+    "library": Mode(KernelPolicy(small_gemm=False, pdl=False)),
+    "small_gemm, not prefetched": Mode(KernelPolicy(pdl=False)),
+    "small_gemm": Mode(KernelPolicy()),
+    "wgmma_gemm, not prefetched": Mode(KernelPolicy(pdl=False), wgmma=True),
+    "wgmma_gemm": Mode(KernelPolicy(), wgmma=True),
+    **{f"row_blocks, {num} programs": Mode(KernelPolicy(row_blocks=True), True, num) for num in (66, 100, 132)},
 }
 SHAPES = {  # name: kind of product, inputs, outputs
     "qkv": ("plain", 1024, 3072),
@@ -121,15 +133,17 @@ def time_layers(model: ARPG, exact: ARPG, rows: int) -> list[dict[str, Any]]:
     """Print and return the microseconds of a layer by mode, and the error of the logits."""
     expected, record = one_step(exact, rows, torch.float32)(), []
     found: dict[str, Tensor] = {}
-    for mode, (policy, taken) in MODES.items():
-        limits = {"SMALL_BATCH_ROWS": max(ROWS), "WGMMA_ROWS": taken}
-        with kernel_policy(policy), mock.patch.multiple(dispatch, **limits):
-            result = attempt(mode, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
+    for name, mode in MODES.items():
+        taken = range(max(ROWS) + 1) if mode.wgmma else range(0)
+        limits = {"SMALL_BATCH_ROWS": max(ROWS), "WGMMA_ROWS": taken, "ROW_BLOCK_ROWS": taken}
+        programs = mock.patch.object(wgmma_gemm, "ROW_BLOCK_PROGRAMS", mode.programs)
+        with kernel_policy(mode.policy), mock.patch.multiple(dispatch, **limits), programs:
+            result = attempt(name, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
         if result is not None:
-            took, found[mode] = result[0] / LAYERS, result[1].clone()
-            error = relative_error(found[mode], expected)
-            print(f"{rows:3d} rows  {mode:26s} {took:6.2f} us a layer, error {error:.4f}", flush=True)
-            record.append({"rows": rows, "mode": mode, "us": took, "error": error})
+            took, found[name] = result[0] / LAYERS, result[1].clone()
+            error = relative_error(found[name], expected)
+            print(f"{rows:3d} rows  {name:26s} {took:6.2f} us a layer, error {error:.4f}", flush=True)
+            record.append({"rows": rows, "mode": name, "us": took, "error": error})
     for name in GEMMS:  # a kernel that does not wait for the one before would show here
         early, late = found.get(name), found.get(f"{name}, not prefetched")
         if early is not None and late is not None and not torch.equal(early, late):

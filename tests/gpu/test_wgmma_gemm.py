@@ -86,10 +86,19 @@ def few_inputs(monkeypatch, inputs, ring_bytes=None):
         monkeypatch.setattr(wgmma_gemm, "RING_BYTES", ring_bytes)
 
 
-@pytest.mark.parametrize("rows", [24, 33, 64] if HOPPER else [5, 33])
+@pytest.fixture(params=[None, 132, 13], ids=["one block", "blocks", "few programs"])
+def row_blocks(request, monkeypatch):
+    """All rows in each program, or rows divided among up to so many programs."""
+    if request.param is not None:
+        monkeypatch.setattr(wgmma_gemm, "ROW_BLOCK_PROGRAMS", request.param)
+    with kernel_policy(KernelPolicy(row_blocks=request.param is not None)):
+        yield
+
+
+@pytest.mark.parametrize("rows", [24, 33, 64, 128] if HOPPER else [5, 33])
 @pytest.mark.parametrize("inputs", [640, 336, 48])
 @pytest.mark.parametrize("kind", ["norm", "swiglu", "sum", "sum, divided", "plain"])
-def test_a_product(rows, inputs, kind, anywhere, monkeypatch):
+def test_a_product(rows, inputs, kind, row_blocks, anywhere, monkeypatch):
     """Whole chunks and tiles and not; stages of 128 and 64 inputs that are filled again; one program and four."""
     few_inputs(monkeypatch, 32 if "divided" in kind else 1280, 32 * 1024)
     swiglu, outputs = kind == "swiglu", 72
@@ -112,22 +121,23 @@ def test_a_norm_whose_squares_are_not_known(swiglu, anywhere):
 
 
 @pytest.mark.parametrize("after", [wgmma_gemm, small_gemm])
-def test_squares_that_are_summed_on_the_way(after, anywhere, monkeypatch):
+def test_squares_that_are_summed_on_the_way(after, row_blocks, anywhere, monkeypatch):
     """A product leaves the sums of its squares, and the norm of the next takes them, in either kernel.
 
-    The counters behind them are zero before and after a product that is divided takes them; rows may lie apart.
+    The counters behind them are zero before and after a product that is divided takes them, also where that has other
+    blocks of rows; rows may lie apart.
     """
     few_inputs(monkeypatch, 256)
     x, weight, add = draw(1, 24, 512)[..., :256], draw(144, 256, seed=1) / 16, draw(1, 24, 144, seed=2)
     sums = empty_sums(x, weight).fill_(float("nan"))
-    counters = sums.as_strided((3,), (1,), sums.numel()).fill_(7)
+    counters = sums.as_strided((6,), (1,), sums.numel()).fill_(7)  # 3 tiles of outputs, 2 of 16 rows
     first = linear(x, weight, add=add, sums_PM=sums)
     assert off(first, plain(x, weight, add=add)) < CLOSE
-    assert counters.tolist() == [0, 0, 0]
+    assert counters.tolist() == [0] * 6
     hidden, down, later = draw(1, 24, 640, seed=5), draw(144, 640, seed=6) / 25, empty_sums(x, weight)
     for _ in range(2):
         made = linear(hidden, down, add=first, squares_PM=sums, sums_PM=later)
-        assert counters.tolist() == [0, 0, 0]
+        assert counters.tolist() == [0] * 6
     assert off(made, plain(hidden, down, add=first)) < CLOSE
     torch.testing.assert_close(later.sum(0)[:24], made[0].float().square().sum(-1), atol=1e-2, rtol=1e-4)
     norm, weight = draw(144, seed=3), draw(96, 144, seed=4) / 12
@@ -163,6 +173,8 @@ def test_which_gemm_is_chosen(monkeypatch):
         assert chosen(24) is None
     with kernel_policy(KernelPolicy(wgmma_gemm=False)):
         assert [chosen(each) for each in rows] == [small, small, small, small, None, None, None]
+    with kernel_policy(KernelPolicy(row_blocks=True)):
+        assert [chosen(each) for each in (23, 24, 128, 129)] == [small, wgmma, wgmma, None]
     for missing in ({"has_wgmma": lambda x: False}, {"gluon_works": lambda device, kernel: kernel != wgmma}):
         with monkeypatch.context() as patch:
             for name, value in missing.items():
@@ -181,7 +193,8 @@ def test_only_hopper_has_wgmma(capability, expected, monkeypatch):
 
 
 @torch.no_grad()
-def test_in_the_network(anywhere, monkeypatch):
+@pytest.mark.parametrize("row_blocks", [False, True])
+def test_in_the_network(row_blocks, anywhere, monkeypatch):
     """All products of a pass but a first norm take the kernel, the guided head of half the rows the other one."""
     model = small_model(dataclasses.replace(SMALL, pass1_layers=2, pass2_layers=2)).to(DEVICE, HALF).eval()
     pos, x = draw(2, 13, 2, seed=1).float().abs(), draw(2, 13, model.config.width)
@@ -196,7 +209,7 @@ def test_in_the_network(anywhere, monkeypatch):
         expected = logits()
     if not HOPPER:
         on_hopper(monkeypatch)
-    with kernel_policy(KernelPolicy(pdl=False)):
+    with kernel_policy(KernelPolicy(pdl=False, row_blocks=row_blocks)):
         logits()  # tries the kernels
     counts = {}
     for module in (wgmma_gemm, small_gemm):
@@ -206,7 +219,7 @@ def test_in_the_network(anywhere, monkeypatch):
             module, "linear", lambda x, *a, own=own, to=counts[module], **k: to.append(x.shape[1]) or own(x, *a, **k)
         )
     few_inputs(monkeypatch, model.config.width)  # the last product of a layer is divided
-    with kernel_policy(KernelPolicy(pdl=False)):
+    with kernel_policy(KernelPolicy(pdl=False, row_blocks=row_blocks)):
         made = logits()
     assert off(made, expected) < (0.03 if HOPPER else 1e-5)
     assert counts[wgmma_gemm].count(13) == 4 * 4 + 1 - 1  # one set of keys and values; one query for all slots
@@ -239,12 +252,12 @@ def test_the_simulation_notices(mistake, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [24, 64])
-def test_the_compiled_kernel(rows):
+@pytest.mark.parametrize("arguments", [["24"], ["64"], ["64", "row_blocks"], ["128", "row_blocks"]], ids=" ".join)
+def test_the_compiled_kernel(arguments):
     """For sm_90: shared memory, registers, the instructions it is built on, and what comes before the barrier."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    program = [sys.executable, "-m", "support.compile_wgmma", str(rows)]
+    program = [sys.executable, "-m", "support.compile_wgmma", *arguments]
     run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     made = json.loads(run.stdout)
@@ -288,19 +301,20 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GP
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in (torch.bfloat16, torch.float16)])
-@pytest.mark.parametrize("rows", [24, 32, 48, 64])
-def test_a_layer_as_it_is_used(rows, dtype):
+@pytest.mark.parametrize(("rows", "row_blocks"), [(24, 0), (32, 0), (48, 0), (64, 0), (40, 1), (64, 1), (128, 1)])
+def test_a_layer_as_it_is_used(rows, row_blocks, dtype):
     """The sizes of ARPG-L, with early launch and without."""
     layer, exact = layer_of(rows, dtype)
-    with kernel_policy(KernelPolicy(pdl=False)):
+    with kernel_policy(KernelPolicy(pdl=False, row_blocks=bool(row_blocks))):
         made = layer()
     assert off(made[0], exact) < 2 * CLOSE
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(layer(), made, strict=True))
+    with kernel_policy(KernelPolicy(row_blocks=bool(row_blocks))):
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(layer(), made, strict=True))
 
 
 @pytest.mark.parametrize("rows", [pytest.param(64, marks=gpu)])
-def test_two_graphs_at_once(rows):
+def test_two_graphs_at_once(rows, row_blocks):
     """Replayed on two streams, graphs of the same products share no counters: neither changes the other's numbers."""
     runs = []
     for _ in range(2):
@@ -319,8 +333,9 @@ def test_two_graphs_at_once(rows):
         assert all(torch.equal(a, b) for made in parts for a, b in zip(made, expected, strict=True))
 
 
+@pytest.mark.parametrize("row_blocks", [False, True])
 @pytest.mark.parametrize("num_images", [pytest.param(num, marks=gpu) for num in (1, 3, 8)])
-def test_a_generation_with_and_without_pdl(num_images):
+def test_a_generation_with_and_without_pdl(num_images, row_blocks):
     """Steps of 2 to 128 rows, in all kernels: early launch changes no token."""
     config = dataclasses.replace(SMALL, width=256, num_heads=4, vocab_size=512, grid=(8, 8))
     model = small_model(config).to(DEVICE, HALF).eval()
@@ -331,8 +346,9 @@ def test_a_generation_with_and_without_pdl(num_images):
     def tokens():
         return list(decode(model, request, plan, settings))[-1].ids_BN
 
-    made = tokens()
-    for _ in range(5):
-        assert torch.equal(tokens(), made)
-    with kernel_policy(KernelPolicy(pdl=False)):
+    with kernel_policy(KernelPolicy(row_blocks=row_blocks)):
+        made = tokens()
+        for _ in range(5):
+            assert torch.equal(tokens(), made)
+    with kernel_policy(KernelPolicy(pdl=False, row_blocks=row_blocks)):
         assert torch.equal(tokens(), made)

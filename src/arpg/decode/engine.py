@@ -26,6 +26,7 @@ from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, StepPlan
 from arpg.device import nvidia_capability
 from arpg.errors import one_of, require
+from arpg.kernels.dispatch import use_graph_branches
 from arpg.model import TokenDecoder
 from arpg.settings import SamplingSettings
 
@@ -33,6 +34,7 @@ from arpg.settings import SamplingSettings
 # returns are used instead of the sampled ones (None: the sampled ones).
 Hook = Callable[[DecodeState, StepPlan, Tensor, Tensor], Tensor | None]
 
+_SMALLEST_HALVED = 32  # samples of a batch whose halves may be branches of a graph
 _BUCKETS = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # batch sizes that graphs are captured for
 
 
@@ -243,12 +245,28 @@ class Engine:
         return to_device(self.model, request, guided=plan.guided, ragged=strategy.ragged), strategy
 
     def _capture(self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool) -> CapturedGraphs:
-        eager = loop(self.model, *self._start(request, plan, settings), settings)
-        run_bytes = run_and_measure(eager, self.model.device)  # compiles the kernels
+        branches = self._branches(*self._start(request, plan, settings), settings)
+        run_bytes = max(run_and_measure(steps, self.model.device) for steps in branches)  # compiles the kernels
         state, strategy = self._start(request, plan, settings)
         state = copy_tensors(state)
-        steps = loop(self.model, state, strategy, settings)
-        return CapturedGraphs(state, strategy.cursor, steps, every_step=every_step, run_bytes=run_bytes)
+        branches = self._branches(state, strategy, settings)
+        return CapturedGraphs(state, strategy.cursor, branches, every_step=every_step, run_bytes=run_bytes)
+
+    def _branches(
+        self, state: DecodeState, strategy: PlannedSteps, settings: SamplingSettings
+    ) -> list[Generator[Step]]:
+        """Return the loop over the batch, or those over the halves of a large one."""
+        batch = len(state.ids_BN)
+        if not use_graph_branches() or batch < _SMALLEST_HALVED or type(strategy) is not PlannedSteps:
+            return [loop(self.model, state, strategy, settings)]
+        halves = slice(batch // 2), slice(batch // 2, batch)
+        return [self._branch(state, strategy.cursor, half, settings) for half in halves]
+
+    def _branch(
+        self, state: DecodeState, cursor: PlanCursor, rows: slice, settings: SamplingSettings
+    ) -> Generator[Step]:
+        """The loop over some of the samples, whose part of the state is taken when it begins: inside of the graph."""
+        yield from loop(self.model, state.part(rows), PlannedSteps(cursor.part(rows)), settings)
 
     @staticmethod
     def _replay(graphs: CapturedGraphs, state: DecodeState, cursor: PlanCursor) -> Generator[Step]:

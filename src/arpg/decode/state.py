@@ -102,6 +102,28 @@ class DecodeState:
             return self.prefix_length_R[:, None]
         return torch.full((len(self.prefix_RPD), 1), self.num_prefix, device=self.ids_BN.device)
 
+    def part(self, rows: slice) -> DecodeState:
+        """Return the state of a range of the samples, which `prefill` has not run on yet."""
+        assert self.cache is None
+
+        known, length_R, query_RND = self.known, self.prefix_length_R, self.query_RND
+        if known is not None:
+            count_B = None if known.count_B is None else known.count_B[rows]
+            known = dataclasses.replace(known, position_BS=known.position_BS[rows], count_B=count_B)
+
+        def of_copies(x_R: Tensor) -> Tensor:
+            return x_R.view(self.copies, -1, *x_R.shape[1:])[:, rows].flatten(0, 1)
+
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in ("ids_BN", "known_BN", "pos_BN2", "key_B2")},
+            **{name: of_copies(getattr(self, name)) for name in ("prefix_RPD", "prefix_pos_RP2")},
+            prefix_length_R=None if length_R is None else of_copies(length_R),
+            query_RND=None if query_RND is None else of_copies(query_RND),
+            known=known,
+            cache=None,
+        )
+
     def select(self, rows: Sequence[int]) -> DecodeState:
         """Return the state of some of the samples."""
         rows_B = torch.tensor(list(rows), dtype=torch.long, device=self.ids_BN.device)

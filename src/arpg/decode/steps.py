@@ -5,6 +5,7 @@ Shapes: B batch, S tokens of a step, T positions of all steps, K steps, V vocabu
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,6 +124,15 @@ class PlanCursor:
     def predicted(self) -> tuple[Tensor, ...]:
         """`[B, S]`: the positions that each step predicts, padded with N."""
         return self._groups[1 : self.num_steps + 1]
+
+    def part(self, rows: slice) -> PlanCursor:
+        """Return the cursor of a range of the samples, at the first step; groups stay as wide."""
+        part = copy(self)
+        part.position_BT = self.position_BT[rows]
+        part.scale_BK = None if self.scale_BK is None else self.scale_BK[rows]
+        part.count_BK = None if self.count_BK is None else self.count_BK[rows]
+        vars(part).pop("_groups", None)
+        return part
 
     def tensors(self) -> list[Tensor]:
         """The tensors that differ between batches of the same shape."""

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 SMALL_BATCH_ROWS = 48  # rows up to which one image is made faster with the small-batch GEMM than with the library's
 WGMMA_ROWS = range(24, 65)  # rows for which that of Hopper is faster than both
+ROW_BLOCK_ROWS = range(24, 129)  # the same where it divides the rows
 MAX_WGMMA_INPUTS, WGMMA_SPLIT = 1280, 4  # whose weights a program holds in shared memory; programs that share more
 TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None
 _OLDEST_GPU = (8, 0)  # compute capability: Ampere has tensor cores for bfloat16, and more than 64 KiB of shared memory
@@ -33,7 +34,9 @@ class KernelPolicy:
 
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
     wgmma_gemm: bool = True  # another kernel for those of 24 to 64 rows on Hopper (`wgmma_gemm.py`)
+    row_blocks: bool = False  # let programs of that kernel share its rows, of which it then takes up to 128
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
+    graph_branches: bool = False  # decode the halves of a large batch in parallel branches of its CUDA graph
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
 
@@ -112,7 +115,8 @@ def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return None
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    few, more = rows <= SMALL_BATCH_ROWS, policy.wgmma_gemm and rows in WGMMA_ROWS and has_wgmma(x)
+    taken = ROW_BLOCK_ROWS if policy.row_blocks else WGMMA_ROWS
+    few, more = rows <= SMALL_BATCH_ROWS, policy.wgmma_gemm and rows in taken and has_wgmma(x)
     if not few and not more:
         return None
     if width % 16 or layer.in_features % 16 or not gluon_works(x.device, "small_gemm"):  # loads of 16 bytes
@@ -126,6 +130,16 @@ def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
 def has_wgmma(x: Tensor) -> bool:
     """Whether the GPU multiplies matrices in shared memory by warpgroups: Hopper has it, and no later one."""
     return nvidia_capability(x.device) == (9, 0)
+
+
+def use_row_blocks() -> bool:
+    """Whether `wgmma_gemm` divides rows among programs."""
+    return _policy.get().row_blocks
+
+
+def use_graph_branches() -> bool:
+    """Whether the halves of a large batch may be branches of a CUDA graph."""
+    return _policy.get().graph_branches
 
 
 def use_pixel_graphs() -> bool:
