@@ -1,6 +1,7 @@
 """What is done for CPUs: packed weights compute the same, threads are counted right, pixels in bfloat16 are close."""
 
 import copy
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -15,6 +16,7 @@ from arpg.decode import decode, make_plan
 from arpg.decode.sampling import sample
 from arpg.noise import seed_keys
 from arpg.quantization.packed import PackedLinear, can_pack, pack_linears, unpack_linears
+from arpg.quantization.precision import Int8Linear
 from support.paths import ROOT
 from support.small import small_model, small_tokenizer
 
@@ -75,6 +77,24 @@ def test_packing_loses_nothing():
     assert torch.equal(packed.head.weight.float(), state["head.weight"])
     back = unpack_linears(pack_linears(small_model()))
     assert {name for name, _ in back.named_parameters()} == set(state)
+
+
+def send_product(layer, x, connection):
+    with torch.no_grad():
+        connection.send(layer(x).tolist())
+
+
+@pytest.mark.parametrize("kind", [pytest.param(PackedLinear, marks=needs_packing), Int8Linear])
+def test_a_layer_can_be_passed_to_another_process(kind):
+    """It shares tensors, of which a packed weight has none."""
+    context, x = multiprocessing.get_context("spawn"), torch.randn(2, 32)
+    layer = kind.from_linear(torch.nn.Linear(32, 48, bias=False))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=send_product, args=(layer, x, theirs))
+    process.start()
+    theirs.close()
+    torch.testing.assert_close(torch.tensor(ours.recv()), layer(x))
+    process.join()
 
 
 @needs_packing

@@ -5,12 +5,13 @@ import threading
 import pytest
 import torch
 
+from arpg import Pipeline
 from arpg.config import TOKENIZERS
 from arpg.decode import pixels
 from arpg.decode.pixels import GraphedTokenizer, chunk_sizes, largest_chunk
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.tokenizer import PixelCodec, VQTokenizer
-from support.small import small_tokenizer
+from support.small import small_model, small_tokenizer
 
 GPU = torch.cuda.is_available()
 GRID = (2, 3)
@@ -124,7 +125,8 @@ def test_where_nothing_is_captured(captured, monkeypatch):
     assert captured == []
 
 
-def test_a_moved_pipeline_captures_anew(pipeline):
+def test_a_moved_pipeline_captures_anew():
+    pipeline = Pipeline(small_model(), small_tokenizer())
     before = pipeline.graphed_tokenizer
     assert pipeline.graphed_tokenizer is before
     assert before.tokenizer is pipeline.tokenizer

@@ -24,7 +24,14 @@ from arpg.kernels import ops
 from arpg.kernels.dispatch import FLOAT8, FLOAT8_MAX
 from arpg.kernels.ops import to_float8
 from arpg.model import ARPG
-from arpg.quantization.packed import QuantizedLinear, replace_layers, unpack_linears
+from arpg.quantization.packed import (
+    QuantizedLinear,
+    computes,
+    from_pickle,
+    replace_layers,
+    to_pickle,
+    unpack_linears,
+)
 from arpg.quantization.storage import to_int8
 
 Precision = str | torch.dtype  # one of PRECISIONS, or a type
@@ -102,10 +109,10 @@ class Int8Linear(QuantizedLinear):
         return self.values.to_dense().t() if self.values.is_mkldnn else self.values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "values": self._plain().contiguous()}
+        return {**self.__dict__, "values": to_pickle(self._plain(), self.values)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "values": _pack(state["values"])})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "values": _pack(from_pickle(state["values"]))})  # type: ignore[no-untyped-call]
 
 
 def to_precision(
@@ -182,22 +189,18 @@ def has_int8_product() -> bool:
 
     CPUs without VNNI add in 16 bits on the way and overflow.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
     x, values_OI = torch.linspace(-3, 5, 6 * 64).reshape(6, 64), torch.full((48, 64), 127, dtype=torch.int8)
     values_OI[::2, ::3] = -127
-    try:
-        product = _cpu_product(x, torch.ops.onednn.qlinear_prepack(values_OI, None), torch.ones(48))
-    except (AttributeError, RuntimeError, NotImplementedError):  # the operators are not part of torch's public API
-        return False
-    expected = x @ values_OI.float().t()
-    return bool((product - expected).norm() < 0.02 * expected.norm())
+    return computes(lambda: _cpu_product(x, _prepack(values_OI), torch.ones(48)), x @ values_OI.float().t(), 0.02)
 
 
 def _pack(values_OI: Tensor) -> Tensor:
-    if values_OI.device.type != "cpu" or not has_int8_product():
-        return values_OI.contiguous()
-    packed: Tensor = torch.ops.onednn.qlinear_prepack(values_OI.contiguous(), None)
+    fits = values_OI.device.type == "cpu" and has_int8_product()
+    return _prepack(values_OI.contiguous()) if fits else values_OI.contiguous()
+
+
+def _prepack(values_OI: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(values_OI, None)
     return packed
 
 
