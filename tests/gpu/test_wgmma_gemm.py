@@ -1,4 +1,4 @@
-"""The GEMM for 24 to 64 rows on Hopper against plain PyTorch, in the network, and compiled.
+"""The GEMM for 24 to 128 rows on Hopper against plain PyTorch, in the network, and compiled.
 
 Without a GPU its numbers are those of Triton's interpreter, in float32, with shared memory, bulk copies and their
 barriers simulated (`interpreted_gluon.py`).
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def few_inputs(monkeypatch, inputs, ring_bytes=None):
 
 
 @pytest.fixture(params=[None, 132, 13], ids=["one block", "blocks", "few programs"])
-def row_blocks(request, monkeypatch):
+def division(request, monkeypatch):
     """All rows in each program, or rows divided among up to so many programs."""
     if request.param is not None:
         monkeypatch.setattr(wgmma_gemm, "ROW_BLOCK_PROGRAMS", request.param)
@@ -98,7 +99,7 @@ def row_blocks(request, monkeypatch):
 @pytest.mark.parametrize("rows", [24, 33, 64, 128] if HOPPER else [5, 33])
 @pytest.mark.parametrize("inputs", [640, 336, 48])
 @pytest.mark.parametrize("kind", ["norm", "swiglu", "sum", "sum, divided", "plain"])
-def test_a_product(rows, inputs, kind, row_blocks, anywhere, monkeypatch):
+def test_a_product(rows, inputs, kind, division, anywhere, monkeypatch):
     """Whole chunks and tiles and not; stages of 128 and 64 inputs that are filled again; one program and four."""
     few_inputs(monkeypatch, 32 if "divided" in kind else 1280, 32 * 1024)
     swiglu, outputs = kind == "swiglu", 72
@@ -121,7 +122,7 @@ def test_a_norm_whose_squares_are_not_known(swiglu, anywhere):
 
 
 @pytest.mark.parametrize("after", [wgmma_gemm, small_gemm])
-def test_squares_that_are_summed_on_the_way(after, row_blocks, anywhere, monkeypatch):
+def test_squares_that_are_summed_on_the_way(after, division, anywhere, monkeypatch):
     """A product leaves the sums of its squares, and the norm of the next takes them, in either kernel.
 
     The counters behind them are zero before and after a product that is divided takes them, also where that has other
@@ -151,6 +152,28 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "has_wgmma", lambda x: True)
     monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: True)
     fuse_everywhere(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "swiglu", "expected"),
+    [
+        (64, 1024, 3072, False, (48, 1, 2)),  # 2 x 48 programs fit into 132, 4 x 48 do not
+        (64, 1024, 2816, True, (88, 1, 1)),
+        (64, 1024, 1024, False, (16, 1, 4)),  # of 16 rows, the smallest tile
+        (128, 1024, 1024, False, (16, 1, 8)),
+        (80, 2816, 1024, False, (16, 4, 2)),  # of 64 and 16 rows
+    ],
+)
+def test_how_rows_are_divided(rows, inputs, outputs, swiglu, expected, monkeypatch):
+    """Among as many programs as fit, and only with the policy's `row_blocks`."""
+    kernel = MagicMock()
+    x, weight = torch.zeros(rows, inputs, dtype=HALF), torch.zeros(outputs * (1 + swiglu), inputs, dtype=HALF)
+    monkeypatch.setattr(wgmma_gemm, "_wgmma_gemm", kernel)
+    monkeypatch.setattr(wgmma_gemm, "TensorDescriptor", lambda *arguments: None)
+    for row_blocks in (False, True):
+        with kernel_policy(KernelPolicy(row_blocks=row_blocks)):
+            linear(x, weight, swiglu=swiglu)
+    assert [grid for (grid,), _ in kernel.__getitem__.call_args_list] == [(*expected[:2], 1), expected]
 
 
 @torch.no_grad()
@@ -314,7 +337,7 @@ def test_a_layer_as_it_is_used(rows, row_blocks, dtype):
 
 
 @pytest.mark.parametrize("rows", [pytest.param(64, marks=gpu)])
-def test_two_graphs_at_once(rows, row_blocks):
+def test_two_graphs_at_once(rows, division):
     """Replayed on two streams, graphs of the same products share no counters: neither changes the other's numbers."""
     runs = []
     for _ in range(2):

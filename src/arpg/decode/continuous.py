@@ -552,8 +552,9 @@ class DraftingBatch:
     @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these samples."""
-        self.strategy.select(torch.tensor(list(rows), device=self.model.device))
-        self.rows, self.state = [self.rows[i] for i in rows], self.state.select(rows)
+        rows_B = torch.tensor(list(rows), dtype=torch.long, device=self.model.device)
+        self.strategy.select(rows_B)
+        self.rows, self.state = [self.rows[i] for i in rows], self.state.select(rows_B)
 
     def fetch(self, rows: Sequence[int]) -> TokenCopy:
         """Copy the tokens of some samples; waits for the device, as every step does."""

@@ -8,6 +8,7 @@ Shapes: B batch, N grid tokens, S tokens of a step, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -259,14 +260,17 @@ class Engine:
         batch = len(state.ids_BN)
         if not use_graph_branches() or batch < _SMALLEST_HALVED or type(strategy) is not PlannedSteps:
             return [loop(self.model, state, strategy, settings)]
-        halves = slice(batch // 2), slice(batch // 2, batch)
+        halves = range(batch // 2), range(batch // 2, batch)
         return [self._branch(state, strategy.cursor, half, settings) for half in halves]
 
     def _branch(
-        self, state: DecodeState, cursor: PlanCursor, rows: slice, settings: SamplingSettings
+        self, state: DecodeState, cursor: PlanCursor, rows: range, settings: SamplingSettings
     ) -> Generator[Step]:
-        """The loop over some of the samples, whose part of the state is taken when it begins: inside of the graph."""
-        yield from loop(self.model, state.part(rows), PlannedSteps(cursor.part(rows)), settings)
+        """The loop over some of the samples, which are selected when it begins: where it is captured, in the graph."""
+        rows_B = torch.arange(rows.start, rows.stop, device=self.model.device)
+        cursor = copy(cursor)
+        cursor.select(rows_B)
+        yield from loop(self.model, state.select(rows_B), PlannedSteps(cursor), settings)
 
     @staticmethod
     def _replay(graphs: CapturedGraphs, state: DecodeState, cursor: PlanCursor) -> Generator[Step]:

@@ -7,7 +7,6 @@ P prefix slots, D width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,31 +101,8 @@ class DecodeState:
             return self.prefix_length_R[:, None]
         return torch.full((len(self.prefix_RPD), 1), self.num_prefix, device=self.ids_BN.device)
 
-    def part(self, rows: slice) -> DecodeState:
-        """Return the state of a range of the samples, which `prefill` has not run on yet."""
-        assert self.cache is None
-
-        known, length_R, query_RND = self.known, self.prefix_length_R, self.query_RND
-        if known is not None:
-            count_B = None if known.count_B is None else known.count_B[rows]
-            known = dataclasses.replace(known, position_BS=known.position_BS[rows], count_B=count_B)
-
-        def of_copies(x_R: Tensor) -> Tensor:
-            return x_R.view(self.copies, -1, *x_R.shape[1:])[:, rows].flatten(0, 1)
-
-        return dataclasses.replace(
-            self,
-            **{name: getattr(self, name)[rows] for name in ("ids_BN", "known_BN", "pos_BN2", "key_B2")},
-            **{name: of_copies(getattr(self, name)) for name in ("prefix_RPD", "prefix_pos_RP2")},
-            prefix_length_R=None if length_R is None else of_copies(length_R),
-            query_RND=None if query_RND is None else of_copies(query_RND),
-            known=known,
-            cache=None,
-        )
-
-    def select(self, rows: Sequence[int]) -> DecodeState:
-        """Return the state of some of the samples."""
-        rows_B = torch.tensor(list(rows), dtype=torch.long, device=self.ids_BN.device)
+    def select(self, rows_B: Tensor) -> DecodeState:
+        """Return the state of some of the samples, before `prefill` or after."""
         rows_R = torch.cat([copy * len(self.ids_BN) + rows_B for copy in range(self.copies)])
         return dataclasses.replace(
             self,
@@ -134,8 +110,8 @@ class DecodeState:
             **{name: getattr(self, name)[rows_R] for name in ("prefix_RPD", "prefix_pos_RP2")},
             prefix_length_R=None if self.prefix_length_R is None else self.prefix_length_R[rows_R],
             query_RND=None if self.query_RND is None else self.query_RND[rows_R],
-            known=None,
-            cache=self.filled_cache.select(rows_R),
+            known=None if self.known is None else self.known.select(rows_B),
+            cache=None if self.cache is None else self.cache.select(rows_R),
         )
 
 
