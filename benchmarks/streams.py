@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ from arpg.files import write_json
 from arpg.model import ARPG
 from arpg.tables import markdown_table, significant
 
-CASES = ("1x64", "1x128", "2x32", "2x64", "3x64", "1x256", "2x128")
+CASES = ((1, 64), (1, 128), (2, 32), (2, 64), (3, 64), (1, 256), (2, 128))
 
 
 class Lane:
@@ -58,9 +59,9 @@ class Lane:
                     return
 
     def rate(self, until: float) -> float:
-        """Return images/s of the batches that ended before `until`."""
+        """Return images/s of the batches that ended before `until`; nan if there were not two."""
         ends = [end for end in self.ends if end <= until]
-        return self.case.batch * (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else float("nan")
+        return self.case.batch * (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else math.nan
 
 
 def measure(model: ARPG, case: Case, streams: int, seconds: float) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def measure(model: ARPG, case: Case, streams: int, seconds: float) -> dict[str, 
     with ThreadPoolExecutor(streams) as threads:
         for done in [threads.submit(lane.run, until) for lane in lanes]:
             done.result()
-    row = {"streams": streams, "batch": case.batch, "images/s": significant(sum(lane.rate(until) for lane in lanes))}
+    rate = sum(lane.rate(until) for lane in lanes)
+    row = {"streams": streams, "batch": case.batch, "images/s": None if math.isnan(rate) else significant(rate)}
     row |= {"batches": sum(len(lane.ends) for lane in lanes)}
     row |= {"equal": all(torch.equal(first, other) for other in others)}
     if device.type == "cuda":
@@ -83,27 +85,32 @@ def measure(model: ARPG, case: Case, streams: int, seconds: float) -> dict[str, 
     return row
 
 
+def streams_and_batch(text: str) -> tuple[int, int]:
+    """Parse `2x64`."""
+    streams, batch = map(int, text.split("x"))
+    return streams, batch
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=CASES, metavar="SxB", help="Streams x batch size.")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="SxB", type=streams_and_batch)
     parser.add_argument("--model", default="arpg-l", help="Random weights of its configuration.")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=4.0, help="Of each case.")
+    parser.add_argument("--seconds", type=float, default=4.0, help="Of each case: at least two batches per stream.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="Also write a record.")
     options = parser.parse_args()
     device = choose_device(options.device)
     pipe = open_pipeline(options.model, random=True, device=str(device), dtype=options.precision, engine="eager")
     settings, rows = pipe.sampling.settings(steps=options.steps, guidance=4.0), []
-    for text in options.cases:
-        streams, batch = map(int, text.split("x"))
+    for streams, batch in options.cases:
         case = Case(f"{options.model} (random)", batch, settings, pipe.model.config.grid)
         rows.append(measure(pipe.model, case, streams, options.seconds))
         if options.out:
             record = {"benchmark": "streams", "where": environment(device), "model": options.model, "rows": rows}
             write_json(options.out, record | {"precision": options.precision, "steps": options.steps})
-        print(markdown_table(list(rows[0]), [[str(cell) for cell in row.values()] for row in rows]), flush=True)
+        print(markdown_table(list(rows[0]), [list(row.values()) for row in rows]), flush=True)
 
 
 if __name__ == "__main__":
