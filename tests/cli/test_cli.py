@@ -314,7 +314,7 @@ def test_bugs_are_one_line_too(run, folder, tmp_path, monkeypatch):
 def test_as_a_process(tmp_path):
     """The installed entry point, once for real."""
     result = subprocess.run(
-        [sys.executable, "-m", "arpg.cli", "generate", "--model", tmp_path / "x", "--class", "1"],
+        [sys.executable, "-m", "arpg", "generate", "--model", tmp_path / "x", "--class", "1"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

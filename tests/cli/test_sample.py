@@ -156,7 +156,7 @@ def run(folder, monkeypatch, capsys):
 def test_a_killed_process_and_two_more(run, folder, tmp_path, monkeypatch):
     """SIGKILL in the middle, then two processes that know their rank as torchrun tells it."""
     options = ["--num", "40", "--steps", "3", "--guidance", "2", "--seed", "7", "--batch-size", "2"]
-    command = [sys.executable, "-m", "arpg.cli", "sample", "-m", folder, "--device", "cpu", *options]
+    command = [sys.executable, "-m", "arpg", "sample", "-m", folder, "--device", "cpu", *options]
     command += ["-o", tmp_path / "a.npz"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -173,7 +173,7 @@ def test_requests_at_the_same_time_get_what_they_get_alone(live):
 @contextlib.contextmanager
 def serving(folder, *arguments):
     """A real process that is ready; yields it and its address."""
-    command = [sys.executable, "-m", "arpg.cli", "serve", "--model", str(folder), "--port", "0", *arguments]
+    command = [sys.executable, "-m", "arpg", "serve", "--model", str(folder), "--port", "0", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ARPG_API_KEYS": ""}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -268,7 +268,7 @@ def test_a_local_cluster_requires_the_token_of_ray(folder, tmp_path):
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path), "ARPG_API_KEYS": KEY}
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "arpg.cli", "serve", "--ray", "--port", str(port)]
+    command = [sys.executable, "-m", "arpg", "serve", "--ray", "--port", str(port)]
     command += ["--model", str(folder), "--model", str(second)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
         try:

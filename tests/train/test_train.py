@@ -110,7 +110,7 @@ def popen(command):
 def process(recipe, folder, *overrides, count=1):
     """`arpg train` in processes of its own; under torchrun when there are several."""
     command = torchrun(count) if count > 1 else [sys.executable]
-    command += ["-m", "arpg.cli", "train", str(recipe), "-o", str(folder), "--device", "cpu"]
+    command += ["-m", "arpg", "train", str(recipe), "-o", str(folder), "--device", "cpu"]
     return popen(command + [part for override in overrides for part in ("--set", override)])
 
 
@@ -426,7 +426,7 @@ def test_a_killed_worker_brings_the_job_back(recipe, tmp_path, monkeypatch):
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=3"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "-m", "arpg.cli", "train"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "-m", "arpg", "train"]
     command += [str(recipe), "-o", str(tmp_path / "run"), "--device", "cpu", "--resume"]
     overrides = [part for option in [*options, "run.parallel=hsdp"] for part in ("--set", option)]
     # With a shared store the workers of the other agent wait under the keys of the first attempt.

@@ -18,7 +18,7 @@ from arpg.kernels.ops import fold_key, fold_keys, grad_fanout
 from arpg.model import class_condition
 from arpg.model.layers import Dropout
 from arpg.quantization.storage import pack, unpack
-from arpg.train import memory
+from arpg.train import cost
 from arpg.train.model import warm_start
 from arpg.train.objective import linear_cross_entropy
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
@@ -281,12 +281,12 @@ def test_a_batch_that_does_not_fit_is_cut(monkeypatch):
     recipe = ModelRecipe(config, TokenData("t"), OptimRecipe(1e-3), RunRecipe(10, 512, precision="float32"))
 
     for parts in (1, 2, 16):
-        budget = memory.training_bytes(config, 512 // parts, precision="float32")
-        monkeypatch.setattr(memory, "budget_bytes", lambda on, budget=budget: budget)
-        assert memory.fit_to_device(recipe, torch.device("cpu")).run.accumulate == parts
-    monkeypatch.setattr(memory, "budget_bytes", lambda on: 1 << 20)
+        budget = cost.training_bytes(config, 512 // parts, precision="float32")
+        monkeypatch.setattr(cost, "budget_bytes", lambda on, budget=budget: budget)
+        assert cost.fit_to_device(recipe, torch.device("cpu")).run.accumulate == parts
+    monkeypatch.setattr(cost, "budget_bytes", lambda on: 1 << 20)
     with pytest.raises(InputError, match="GiB with one image at a time"):
-        memory.fit_to_device(recipe, torch.device("cpu"))
+        cost.fit_to_device(recipe, torch.device("cpu"))
 
 
 def test_eight_bit_storage(tmp_path):

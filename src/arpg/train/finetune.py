@@ -32,9 +32,9 @@ from arpg.hub import resolve
 from arpg.lora import AdapterConfig
 from arpg.storage import AnyPath
 from arpg.text_encoder import open_encoder
+from arpg.train.cost import budget_bytes, training_bytes
 from arpg.train.distributed import training_device
 from arpg.train.loop import train
-from arpg.train.memory import budget_bytes, training_bytes
 from arpg.train.model import ModelTraining
 from arpg.train.recipe import ModelRecipe, make_recipe
 

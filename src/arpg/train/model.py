@@ -34,10 +34,9 @@ from arpg.kernels.dispatch import can_compile
 from arpg.lora import WEIGHTS, add_adapters, merged_weights, trained_weights, write_adapter
 from arpg.model import ARPG, text_condition
 from arpg.storage import AnyPath, as_path
-from arpg.train.cost import forward_flops
+from arpg.train.cost import fit_to_device, forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
 from arpg.train.loop import BestWeights, Training, train
-from arpg.train.memory import fit_to_device
 from arpg.train.objective import GraphedGradients, GuidanceDistillation, Objective
 from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe
