@@ -4,8 +4,8 @@
     python -m benchmarks.streams --cases 1x64 2x32 2x64 --seconds 5
 
 A case SxB has S threads. Each decodes batches of B images one after the other, from a graph and a cache of its own, so
-that the kernels of one batch can run where those of another leave the GPU idle. The rate is the sum of the threads'
-rates, of each from the end of its first to that of its last batch while all are running.
+that the kernels of one batch can run where those of another leave the GPU idle. The rate is the sum over the threads;
+each is timed from the end of its first batch to the end of its last one while all threads are running.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lane:
         self.ends: list[float] = []
 
     @torch.no_grad()
-    def first(self) -> Tensor:
+    def decode_first(self) -> Tensor:
         """Decode the batch with seeds from 0 on; this captures the graph."""
         *_, step = self.engine.decode(*self.case.request(self.model, 0), self.case.settings, every_step=False)
         return step.ids_BN.cpu()
@@ -71,7 +71,7 @@ def measure(model: ARPG, case: Case, streams: int, seconds: float) -> dict[str, 
         torch.cuda.empty_cache()
     reset_peak(device)
     lanes = [Lane(model, case) for _ in range(streams)]
-    first, *others = [lane.first() for lane in lanes]
+    first, *others = [lane.decode_first() for lane in lanes]
     until = time.perf_counter() + seconds
     with ThreadPoolExecutor(streams) as threads:
         for done in [threads.submit(lane.run, until) for lane in lanes]:

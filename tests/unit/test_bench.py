@@ -492,8 +492,8 @@ def test_batches_at_the_same_time():
     lane = streams.Lane(model, case(batch=3, steps=2))
     lane.ends = [1.0, 2.0, 3.0, 9.0]
     assert lane.rate(until=5.0) == 3 * 2 / 2
-    first = streams.Lane.first
+    decode_first = streams.Lane.decode_first
     with pytest.MonkeyPatch.context() as patch:  # a lane with other tokens shows
-        patch.setattr(streams.Lane, "first", lambda lane: first(lane) + torch.rand(()))
+        patch.setattr(streams.Lane, "decode_first", lambda lane: decode_first(lane) + torch.rand(()))
         assert not streams.measure(model, case(batch=3, steps=2), 2, 0.0)["equal"]
     assert streams.streams_and_batch("3x64") == (3, 64)
