@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import multiprocessing
 import os
 import queue
 import signal
@@ -14,6 +15,7 @@ import time
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -23,13 +25,14 @@ from arpg.decode.continuous import ContinuousBatch
 from arpg.serve.admission import LANES
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
-from arpg.serve.job import JobSpec, Result, Span
+from arpg.serve.job import Job, JobSpec, Result, Span
 from arpg.serve.responses import base64_png
 from arpg.serve.schemas import Generate
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server import Server
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
+from arpg.serve.worker_process import RemoteJob, _WorkerMain
 from support.http import b64, error, events, post, until
 from support.small import noise
 
@@ -271,6 +274,40 @@ def test_closing_ends_jobs_and_the_process(served):
     assert isinstance(received.get(timeout=30), Result | ApiError)
     assert process.exitcode == 0
     assert not service.broken
+
+
+def test_what_is_said_of_a_job_reaches_it():
+    """Events that were read, a disconnect and the deadline, as messages; a job that has ended is dropped."""
+    ours, theirs = multiprocessing.Pipe()
+    jobs, said, events = [], [], []
+
+    class Listening(Job):
+        def read(self):
+            said.append("read")
+
+        def cancel(self):
+            said.append("cancel")
+
+        def stop(self):
+            said.append("stop")
+            super().stop()
+
+    def run(spec, deliver):
+        jobs.append(Listening(spec, deadline=9.0, deliver=deliver))
+        return jobs[-1]
+
+    worker = _WorkerMain(theirs, SimpleNamespace(run=run))
+    ours.send(JobSpec(id="a", tenant="none", share=1.0, model="small", encode=base64_png))
+    remote = RemoteJob(SimpleNamespace(send=ours.send, forget=lambda id: events.append), "a", 9.0)
+    remote.read()
+    remote.cancel()
+    assert until(lambda: said == ["read", "cancel"])
+    assert list(worker.jobs) == ["a"]
+    remote.stop()
+    assert until(lambda: said == ["read", "cancel", "stop"] and not worker.jobs)
+    assert [each.code for each in events] == [ours.recv().event.code] == ["deadline_exceeded"]
+    ours.close()
+    assert worker.closing.wait(30)
 
 
 def exists(pid):
