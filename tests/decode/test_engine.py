@@ -12,7 +12,6 @@ from arpg.decode import engine as engine_module
 from arpg.decode.engine import loop
 from arpg.decode.steps import PlannedSteps
 from arpg.errors import InputError
-from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from support.small import small_model
 
 GPU = torch.cuda.is_available()
@@ -52,58 +51,6 @@ def test_every_mode_draws_the_same_tokens(model, mode, options):
         case = make(model, first=first, **options)
         assert tokens(engine.decode(*case)) == tokens(decode(model, *case))
         assert tokens(engine.decode(*case, every_step=False))[-1] == tokens(decode(model, *case))[-1]
-
-
-def ragged(model):
-    """Two rows know nothing, one six tokens, one ten."""
-    mask = torch.zeros(4, 16, dtype=torch.bool)
-    mask[2, :6] = mask[3, 3:13] = True
-    request = tasks.fill(model, [0, 1, 2, 3], range(4), ids_N=torch.arange(16) % 24, known_N=mask)
-    return request, make_plan((4, 4), mask, request.seeds, SETTINGS), SETTINGS
-
-
-@pytest.fixture
-def halved(monkeypatch):
-    """Batches of two and more are decoded by halves."""
-    monkeypatch.setattr(engine_module, "_SMALLEST_HALVED", 2)
-    with kernel_policy(KernelPolicy(graph_branches=True)):
-        yield
-
-
-CASES = [
-    lambda model: make(model, 2),
-    lambda model: make(model, 6, known=6),
-    lambda model: make(model, 4, settings=SamplingSettings(steps=4)),  # not guided
-    ragged,
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_halves_of_a_batch(model, halved, case):
-    """Each is decoded by itself; together they have the tokens of the whole."""
-    request, plan, settings = case(model)
-    engine = Engine(model, "eager")
-    state, strategy = engine._start(request, plan, settings)
-    strategy.cursor.predicted()  # what it keeps of all rows is not that of a half
-    branches = engine._branches(state, strategy, settings)
-    assert len(branches) == 2
-    *_, whole = decode(model, request, plan, settings)
-    assert torch.equal(torch.cat([list(steps)[-1].ids_BN for steps in branches]), whole.ids_BN)
-    with kernel_policy(KernelPolicy()):
-        assert len(engine._branches(*engine._start(request, plan, settings), settings)) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("every_step", [True, False])
-def test_halves_in_branches_of_a_graph(model, halved, case, every_step):
-    engine, given = Engine(model, "graph"), case(model)
-    expected = tokens(decode(model, *given))
-    for _ in range(3):
-        made = tokens(engine.decode(*given, every_step=every_step))
-        assert made == expected[-len(made) :]
-    assert len(engine.graphs.captured) == 1
 
 
 @pytest.mark.gpu

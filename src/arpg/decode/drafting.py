@@ -80,8 +80,9 @@ class TokenCursor(PlanCursor):
 
     def select(self, rows_B: Tensor) -> None:
         """Keep only these rows."""
-        super().select(rows_B)
-        self.total_B, self.known_B, self.done_B = self.total_B[rows_B], self.known_B[rows_B], self.done_B[rows_B]
+        self.position_BT, self.total_B = self.position_BT[rows_B], self.total_B[rows_B]
+        self.known_B, self.done_B = self.known_B[rows_B], self.done_B[rows_B]
+        self.scale_BK = None if self.scale_BK is None else self.scale_BK[rows_B]
         self.left = int((self.total_B - self.done_B).max())
 
     def _places(self, first: int, stop: int) -> Tensor:

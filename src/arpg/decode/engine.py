@@ -8,7 +8,6 @@ Shapes: B batch, N grid tokens, S tokens of a step, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ from arpg.decode.state import DecodeState, prefill, to_device
 from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, StepPlan
 from arpg.device import nvidia_capability
 from arpg.errors import one_of, require
-from arpg.kernels.dispatch import use_graph_branches
 from arpg.model import TokenDecoder
 from arpg.settings import SamplingSettings
 
@@ -35,7 +33,6 @@ from arpg.settings import SamplingSettings
 # returns are used instead of the sampled ones (None: the sampled ones).
 Hook = Callable[[DecodeState, StepPlan, Tensor, Tensor], Tensor | None]
 
-_SMALLEST_HALVED = 32  # samples of a batch whose halves may be branches of a graph
 _BUCKETS = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # batch sizes that graphs are captured for
 
 
@@ -246,31 +243,12 @@ class Engine:
         return to_device(self.model, request, guided=plan.guided, ragged=strategy.ragged), strategy
 
     def _capture(self, request: Request, plan: Plan, settings: SamplingSettings, *, every_step: bool) -> CapturedGraphs:
-        branches = self._branches(*self._start(request, plan, settings), settings)
-        run_bytes = max(run_and_measure(steps, self.model.device) for steps in branches)  # compiles the kernels
+        eager = loop(self.model, *self._start(request, plan, settings), settings)
+        run_bytes = run_and_measure(eager, self.model.device)  # compiles the kernels
         state, strategy = self._start(request, plan, settings)
         state = copy_tensors(state)
-        branches = self._branches(state, strategy, settings)
-        return CapturedGraphs(state, strategy.cursor, branches, every_step=every_step, run_bytes=run_bytes)
-
-    def _branches(
-        self, state: DecodeState, strategy: PlannedSteps, settings: SamplingSettings
-    ) -> list[Generator[Step]]:
-        """Return the loop over the batch, or those over the halves of a large one."""
-        batch = len(state.ids_BN)
-        if not use_graph_branches() or batch < _SMALLEST_HALVED or type(strategy) is not PlannedSteps:
-            return [loop(self.model, state, strategy, settings)]
-        halves = range(batch // 2), range(batch // 2, batch)
-        return [self._branch(state, strategy.cursor, half, settings) for half in halves]
-
-    def _branch(
-        self, state: DecodeState, cursor: PlanCursor, rows: range, settings: SamplingSettings
-    ) -> Generator[Step]:
-        """The loop over some of the samples, which are selected when it begins: where it is captured, in the graph."""
-        rows_B = torch.arange(rows.start, rows.stop, device=self.model.device)
-        cursor = copy(cursor)
-        cursor.select(rows_B)
-        yield from loop(self.model, state.select(rows_B), PlannedSteps(cursor), settings)
+        steps = loop(self.model, state, strategy, settings)
+        return CapturedGraphs(state, strategy.cursor, steps, every_step=every_step, run_bytes=run_bytes)
 
     @staticmethod
     def _replay(graphs: CapturedGraphs, state: DecodeState, cursor: PlanCursor) -> Generator[Step]:

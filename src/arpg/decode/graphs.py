@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -52,8 +52,12 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self._device, self._handle = device, torch.cuda.graph_pool_handle()
 
-    def capture(self, runs: Iterable[Callable[[], T]]) -> list[tuple[torch.cuda.CUDAGraph, T]]:
-        """Capture what each of `runs` launches, in a graph of its own; return the graphs and the results."""
+    def capture(self, runs: Iterable[Callable[[], T]], *, scratch: int = 0) -> list[tuple[torch.cuda.CUDAGraph, T]]:
+        """Capture what each of `runs` launches, in a graph of its own; return the graphs and the results.
+
+        `scratch`: bytes that are taken first and freed at once: one piece for all that follows, which may grow from run
+        to run.
+        """
         captured: list[tuple[torch.cuda.CUDAGraph, T]] = []
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -62,6 +66,8 @@ class GraphPool:
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
                 try:
+                    if scratch and not captured:
+                        torch.empty(scratch, dtype=torch.uint8, device=self._device)
                     result = run()
                 finally:
                     graph.capture_end()
@@ -81,14 +87,17 @@ class Capture(Generic[T]):
     """Work captured as CUDA graphs with the memory they work in. `busy` is held while one is being replayed."""
 
     @torch.no_grad()
-    def __init__(self, parts: Iterable[Callable[[], T]], device: torch.device) -> None:
-        """Capture each of `parts`, in order, in a graph of its own. A run before has compiled the kernels."""
+    def __init__(self, parts: Iterable[Callable[[], T]], device: torch.device, *, run_bytes: int = 0) -> None:
+        """Capture each of `parts`, in order, in a graph of its own.
+
+        A run of the same work must have come before: it compiles the kernels, and took `run_bytes` of memory.
+        """
         self.busy, self._device = threading.Lock(), device
         # What the run before has freed stays with torch's allocator, which could not give it to the graphs.
         torch.cuda.empty_cache()
         allocated, started = torch.cuda.memory_allocated(device), time.perf_counter()
         pool = GraphPool(device)
-        self.graphs = pool.capture(parts)
+        self.graphs = pool.capture(parts, scratch=run_bytes)
         # The scratch memory of the kernels is free again for the next graph of the pool, but for nothing else.
         self.live_bytes = torch.cuda.memory_allocated(device) - allocated
         self.bytes = max(self.live_bytes, pool.bytes)
@@ -119,41 +128,25 @@ class CapturedGraphs(Capture[tuple[Tensor, Tensor]]):
         self,
         state: DecodeState,
         cursor: PlanCursor,
-        branches: Sequence[Generator[Step]],
+        steps: Generator[Step],
         *,
         every_step: bool = True,
         run_bytes: int = 0,
     ) -> None:
-        """Capture the loops over parts of `state` and `cursor`, which then belong to the graphs.
+        """Capture `steps`, the loop over `state` and `cursor`, which then belong to the graphs.
 
-        `branches`: the loop of each part, in order; the GPU may run them at the same time. `every_step`: in one graph
-        for each step, else in one. A run of one of them took `run_bytes` of memory: each branch takes so many first and
-        frees them at once, one piece for all of its steps, which may grow.
+        `every_step`: in one graph each, else in one.
         """
         self.state, self.cursor = state, cursor
-        self._branches = branches  # hold the caches, which must live as long as the graphs
-        device = state.ids_BN.device
-        side = [torch.cuda.Stream(device) for _ in branches[1:]]  # type: ignore[no-untyped-call]
+        self._steps = steps  # holds the cache, which must live as long as the graphs
 
-        def advance(num_steps: int, *, first: bool) -> tuple[Tensor, Tensor]:
-            main, last = torch.cuda.current_stream(device), list[Any]()
-            for stream in side:
-                stream.wait_stream(main)
-            try:
-                for stream, steps in zip([main, *side], branches, strict=True):
-                    with torch.cuda.stream(stream):
-                        if first and run_bytes:
-                            torch.empty(run_bytes, dtype=torch.uint8, device=device)
-                        for _ in range(num_steps):
-                            step = next(steps)
-                        last.append(step)
-            finally:
-                for stream in side:
-                    main.wait_stream(stream)
-            return concatenate([step.ids_BN for step in last]), concatenate([step.known_BN for step in last])
+        def advance(num_steps: int) -> tuple[Tensor, Tensor]:
+            for _ in range(num_steps):
+                step = next(steps)
+            return step.ids_BN, step.known_BN
 
         sizes = [1] * cursor.num_steps if every_step else [cursor.num_steps]
-        super().__init__([partial(advance, size, first=i == 0) for i, size in enumerate(sizes)], device)
+        super().__init__([partial(advance, size) for size in sizes], state.ids_BN.device, run_bytes=run_bytes)
 
     def replay(self, state: DecodeState, cursor: PlanCursor) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the graphs on another request of the same shape; yield copies of ids and known after each graph."""
@@ -272,11 +265,6 @@ def run_and_measure(steps: Iterable[Any], device: torch.device) -> int:
     for _ in steps:
         pass
     return max(0, peak_bytes(device) - before) if device.type == "cuda" else 0
-
-
-def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate; one alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _leaves(x: Any) -> Iterator[Tensor]:

@@ -102,7 +102,7 @@ class DecodeState:
         return torch.full((len(self.prefix_RPD), 1), self.num_prefix, device=self.ids_BN.device)
 
     def select(self, rows_B: Tensor) -> DecodeState:
-        """Return the state of some of the samples, before `prefill` or after."""
+        """Return the state of some of the samples."""
         rows_R = torch.cat([copy * len(self.ids_BN) + rows_B for copy in range(self.copies)])
         return dataclasses.replace(
             self,
@@ -110,8 +110,8 @@ class DecodeState:
             **{name: getattr(self, name)[rows_R] for name in ("prefix_RPD", "prefix_pos_RP2")},
             prefix_length_R=None if self.prefix_length_R is None else self.prefix_length_R[rows_R],
             query_RND=None if self.query_RND is None else self.query_RND[rows_R],
-            known=None if self.known is None else self.known.select(rows_B),
-            cache=None if self.cache is None else self.cache.select(rows_R),
+            known=None,
+            cache=self.filled_cache.select(rows_R),
         )
 
 

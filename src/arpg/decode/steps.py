@@ -5,7 +5,7 @@ Shapes: B batch, S tokens of a step, T positions of all steps, K steps, V vocabu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,11 +30,6 @@ class EncodeArgs:
     count_B: Tensor | None = None  # how many of a row's positions are real; None: all
     longest: int | None = None  # image tokens of the longest row after this; None: all that are written
     static: bool = False  # the tensors were written before the decode started
-
-    def select(self, rows_B: Tensor) -> EncodeArgs:
-        """Return those of some rows."""
-        count_B = None if self.count_B is None else self.count_B[rows_B]
-        return replace(self, position_BS=self.position_BS[rows_B], count_B=count_B)
 
 
 @dataclass(frozen=True)
@@ -128,13 +123,6 @@ class PlanCursor:
     def predicted(self) -> tuple[Tensor, ...]:
         """`[B, S]`: the positions that each step predicts, padded with N."""
         return self._groups[1 : self.num_steps + 1]
-
-    def select(self, rows_B: Tensor) -> None:
-        """Keep only these rows; groups stay as wide."""
-        self.position_BT = self.position_BT[rows_B]
-        self.scale_BK = None if self.scale_BK is None else self.scale_BK[rows_B]
-        self.count_BK = None if self.count_BK is None else self.count_BK[rows_B]
-        vars(self).pop("_groups", None)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that differ between batches of the same shape."""

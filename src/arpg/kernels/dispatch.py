@@ -36,7 +36,6 @@ class KernelPolicy:
     wgmma_gemm: bool = True  # another kernel for those of 24 to 64 rows on Hopper (`wgmma_gemm.py`)
     row_blocks: bool = False  # let programs of that kernel share its rows, of which it then takes up to 128
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
-    graph_branches: bool = False  # decode the halves of a large batch in parallel branches of its CUDA graph
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
 
@@ -135,11 +134,6 @@ def has_wgmma(x: Tensor) -> bool:
 def use_row_blocks() -> bool:
     """Whether `wgmma_gemm` divides rows among programs."""
     return _policy.get().row_blocks
-
-
-def use_graph_branches() -> bool:
-    """Whether the halves of a large batch may be branches of a CUDA graph."""
-    return _policy.get().graph_branches
 
 
 def use_pixel_graphs() -> bool:
