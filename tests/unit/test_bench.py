@@ -32,7 +32,6 @@ from arpg.bench.throughput import (
 from arpg.cli import app
 from arpg.device import peak_bytes
 from arpg.settings import SamplingDefaults
-from benchmarks import streams
 from support.small import SMALL, small_model, small_tokenizer
 
 ONE_STEP = SamplingSettings(steps=1, guidance=1.0)
@@ -481,19 +480,3 @@ def test_a_fresh_process_says_how_long_each_part_took(folder, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(InputError, match="the fresh process failed: InputError: no-such-model"):
         measure_cold_start("no-such-model", **options)
-
-
-def test_batches_at_the_same_time():
-    """Every lane runs; the rate counts what ended while all were running."""
-    model = small_model().eval()
-    row = streams.measure(model, case(batch=3, steps=2), 2, 0.0)
-    assert row.pop("batches") >= 2
-    assert row == {"streams": 2, "batch": 3, "images/s": None, "equal": True}
-    lane = streams.Lane(model, case(batch=3, steps=2))
-    lane.ends = [1.0, 2.0, 3.0, 9.0]
-    assert lane.rate(until=5.0) == 3 * 2 / 2
-    decode_first = streams.Lane.decode_first
-    with pytest.MonkeyPatch.context() as patch:  # a lane with other tokens shows
-        patch.setattr(streams.Lane, "decode_first", lambda lane: decode_first(lane) + torch.rand(()))
-        assert not streams.measure(model, case(batch=3, steps=2), 2, 0.0)["equal"]
-    assert streams.streams_and_batch("3x64") == (3, 64)
