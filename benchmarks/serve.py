@@ -282,7 +282,7 @@ async def run_raw(
 
 
 @contextlib.contextmanager
-def running_server(*options: str, module: str = "arpg.cli", verb: str | None = "serve") -> Iterator[tuple[str, int]]:
+def running_server(*options: str, module: str = "arpg", verb: str | None = "serve") -> Iterator[tuple[str, int]]:
     """Run `arpg serve`, or another module, on a free port of this machine; yield its address and process id."""
     command = [sys.executable, "-m", module, *([] if verb is None else [verb]), "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
