@@ -114,6 +114,11 @@ def small(row: Row, folder: str) -> Row:
     return replace(row, model=folder, **less)
 
 
+def is_named(row: Row, text: str) -> bool:
+    """Whether the text is the row's name, or the beginning of it and no other row's name."""
+    return row.name == text or (row.name.startswith(text) and all(other.name != text for other in ROWS))
+
+
 def switched(row: Row, field: str) -> tuple[Row, Row]:
     """Return the row with a field of its kernel policy off and on."""
     off, on = (replace(row.policy, **{field: value}) for value in (False, True))
@@ -360,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.host:
         say(host_table(choose_device(options.device)))
         return
-    named = [row for row in ROWS if not options.rows or row.name.startswith(tuple(options.rows))]
+    named = [row for row in ROWS if not options.rows or any(is_named(row, text) for text in options.rows)]
     chosen = [row for row in ROWS if not row.of and row.name in {each.of or each.name for each in named}]
     if not chosen:
         parser.error(f"no row begins with {' or '.join(options.rows)}; there are {'; '.join(row.name for row in ROWS)}")

@@ -45,6 +45,7 @@ class Mode(NamedTuple):
     policy: KernelPolicy
     wgmma: bool = False  # of all numbers of rows; else small_gemm
     programs: int = 132  # among which wgmma_gemm divides rows, at most
+    large: bool = False  # large_gemm of all numbers of rows
 
 
 MODES = {
@@ -54,6 +55,8 @@ MODES = {
     "wgmma_gemm, not prefetched": Mode(KernelPolicy(pdl=False), wgmma=True),
     "wgmma_gemm": Mode(KernelPolicy(), wgmma=True),
     **{f"row_blocks, {num} programs": Mode(KernelPolicy(row_blocks=True), True, num) for num in (66, 100, 132)},
+    "large_gemm, not prefetched": Mode(KernelPolicy(small_gemm=False, pdl=False), large=True),
+    "large_gemm": Mode(KernelPolicy(small_gemm=False), large=True),
 }
 SHAPES = {  # name: kind of product, inputs, outputs
     "qkv": ("plain", 1024, 3072),
@@ -116,7 +119,7 @@ def one_step(model: ARPG, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]
     slots = rows // 2
     x = torch.randn(2, slots, model.config.width, device="cuda", generator=generator).to(dtype)
     positions = torch.randint(16, (2, slots, 2), device="cuda", generator=generator).float()
-    cache = model.allocate_cache(2, 300)
+    cache = model.allocate_cache(2, KNOWN + max(slots, 207))
     for part in (cache.key_LBTHK, cache.value_LBTHK):
         part.copy_(torch.randn(part.shape, device="cuda", generator=generator))
 
@@ -136,6 +139,9 @@ def time_layers(model: ARPG, exact: ARPG, rows: int) -> list[dict[str, Any]]:
     for name, mode in MODES.items():
         taken = range(max(ROWS) + 1) if mode.wgmma else range(0)
         limits = {"SMALL_BATCH_ROWS": max(ROWS), "WGMMA_ROWS": taken, "ROW_BLOCK_ROWS": taken}
+        limits["LARGE_GEMM_ROWS"] = 1 if mode.large else 1 << 30
+        if rows > max(ROWS) and not (mode.large or name == "library"):
+            continue
         programs = mock.patch.object(wgmma_gemm, "ROW_BLOCK_PROGRAMS", mode.programs)
         with kernel_policy(mode.policy), mock.patch.multiple(dispatch, **limits), programs:
             result = attempt(name, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))

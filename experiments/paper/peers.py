@@ -124,7 +124,7 @@ class Peer(TokenDecoder):
     def run(self, x_BSD: Tensor, pos_BS2: Tensor, limit: Limit, dropout_key_B: Tensor | None = None) -> Tensor:
         """Return the normed output of every slot, `[B, S, D]`, without a cache."""
         keys = self._dropout_keys(dropout_key_B, len(self.pass1) + 1)
-        stream, _ = self._self_attention(x_BSD, pos_BS2, limit, None, keys)
+        stream, _ = self._self_attention(x_BSD, pos_BS2, limit, None, keys, self.norm)
         normed: Tensor = self.norm(stream, keys.layers[-1])[1]
         return normed
 
@@ -167,7 +167,9 @@ class Peer(TokenDecoder):
         rope = Rope(*(torch.cat(angles, dim=1) for angles in zip(*(each for _, each in parts), strict=True)))
         writer = cache.reserve(x_BTD.shape[1]) if self.causal else None
         limit = None if writer is None else writer.limit(causal=not self.grouped, count_B=None)
-        stream, _ = self._self_attention(x_BTD, rope, limit, writer, self._dropout_keys(None, len(self.pass1) + 1))
+        stream, _ = self._self_attention(
+            x_BTD, rope, limit, writer, self._dropout_keys(None, len(self.pass1) + 1), self.norm
+        )
         if writer is not None:
             cache.commit(writer.num_new)
             cache.pending.clear()

@@ -116,7 +116,7 @@ def test_a_layer_as_it_is_used(rows):
 def allow_pdl(monkeypatch):
     """The network takes these kernels, whatever the device."""
     monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
-    monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: True)
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: True)
 
 
 def test_when_the_small_gemm_is_used(monkeypatch):
@@ -134,7 +134,7 @@ def test_when_the_small_gemm_is_used(monkeypatch):
         with kernel_policy(KernelPolicy(small_gemm=False)):
             assert not use(x, layer)
         with monkeypatch.context() as without:
-            without.setattr(dispatch, "gluon_works", lambda device, kernel: False)
+            without.setattr(dispatch, "kernel_works", lambda device, kernel: False)
             assert not use(x, layer)
         assert not use(torch.zeros(1, most + 1, 32), layer)  # too many rows
         assert not use(x.half(), layer)

@@ -150,7 +150,7 @@ def on_hopper(monkeypatch):
     """The network chooses its products as on a Hopper GPU, whatever the device."""
     monkeypatch.setattr(dispatch, "supports_pdl", lambda x: True)
     monkeypatch.setattr(dispatch, "has_wgmma", lambda x: True)
-    monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: True)
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: True)
     fuse_everywhere(monkeypatch)
 
 
@@ -198,12 +198,12 @@ def test_which_gemm_is_chosen(monkeypatch):
         assert [chosen(each) for each in rows] == [small, small, small, small, None, None, None]
     with kernel_policy(KernelPolicy(row_blocks=True)):
         assert [chosen(each) for each in (23, 24, 128, 129)] == [small, wgmma, wgmma, None]
-    for missing in ({"has_wgmma": lambda x: False}, {"gluon_works": lambda device, kernel: kernel != wgmma}):
+    for missing in ({"has_wgmma": lambda x: False}, {"kernel_works": lambda device, kernel: kernel != wgmma}):
         with monkeypatch.context() as patch:
             for name, value in missing.items():
                 patch.setattr(dispatch, name, value)
             assert [chosen(each) for each in rows] == [small, small, small, small, None, None, None]
-    monkeypatch.setattr(dispatch, "gluon_works", lambda device, kernel: False)
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: False)
     assert chosen(24) is None
 
 

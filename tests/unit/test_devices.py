@@ -122,13 +122,13 @@ def test_a_gluon_that_does_not_compile_is_logged_once(kernel, monkeypatch, caplo
         raise AttributeError("no attribute 'mma_v2'\nand more")
 
     monkeypatch.setattr(f"arpg.kernels.{kernel}.linear", linear)
-    dispatch.gluon_works.cache_clear()
+    dispatch.kernel_works.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert not dispatch.gluon_works(torch.device("cpu"), kernel)
-            assert not dispatch.gluon_works(torch.device("cpu"), kernel)
+            assert not dispatch.kernel_works(torch.device("cpu"), kernel)
+            assert not dispatch.kernel_works(torch.device("cpu"), kernel)
     finally:
-        dispatch.gluon_works.cache_clear()
+        dispatch.kernel_works.cache_clear()
     assert len(tried) == 1
     line = f"{kernel} is not used, because Gluon does not work: AttributeError: no attribute 'mma_v2'"
     assert [record.getMessage() for record in caplog.records] == [line]

@@ -23,8 +23,10 @@ FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 SMALL_BATCH_ROWS = 48  # rows up to which one image is made faster with the small-batch GEMM than with the library's
 WGMMA_ROWS = range(24, 65)  # rows for which that of Hopper is faster than both
 ROW_BLOCK_ROWS = range(24, 129)  # the same where it divides the rows
+LARGE_GEMM_ROWS = 65  # rows from which on a GEMM with a fused epilogue is faster than the library's and other kernels
 MAX_WGMMA_INPUTS, WGMMA_SPLIT = 1280, 4  # whose weights a program holds in shared memory; programs that share more
 TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None
+QUACK_AVAILABLE = importlib.util.find_spec("quack") is not None
 _OLDEST_GPU = (8, 0)  # compute capability: Ampere has tensor cores for bfloat16, and more than 64 KiB of shared memory
 
 
@@ -35,6 +37,7 @@ class KernelPolicy:
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
     wgmma_gemm: bool = True  # another kernel for those of 24 to 64 rows on Hopper (`wgmma_gemm.py`)
     row_blocks: bool = False  # let programs of that kernel share its rows, of which it then takes up to 128
+    large_gemm: bool = True  # decode layers of more rows in as few, by QuACK on Hopper (`large_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
 
@@ -82,7 +85,9 @@ def can_fuse_inference(x: Tensor) -> bool:
 
 
 class FusedGemm(Protocol):
-    """A module with a GEMM that includes the norm, SwiGLU or residual sum: `small_gemm` or `wgmma_gemm`."""
+    """A module with a GEMM that includes the norm, SwiGLU or residual sum: `small_gemm`, `wgmma_gemm`, `large_gemm`."""
+
+    SCALES_STREAM: bool  # whether `linear` takes the stream times the norm's weight, as `add_linear` makes it
 
     def linear(
         self,
@@ -101,29 +106,32 @@ class FusedGemm(Protocol):
     def empty_sums(self, x: Tensor, weight_ND: Tensor) -> Tensor:
         """Allocate partial sums of the squares of `x @ weight + add`, `[P, M]`."""
 
+    def add_linear(self, x: Tensor, weight_ND: Tensor, add: Tensor, norm_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The stream, the same times `norm_D`, and its sums, as `large_gemm.add_linear` says."""
+
 
 def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
-    """Return the GEMM for the residual stream `x` (few rows) and a `layer` (plain weights of the same type), if any.
+    """Return the GEMM for the residual stream `x` and a `layer` (plain weights of the same type), if there is one.
 
     Only where programmatic dependent launch exists: other GPUs have not been measured. The choice depends on the shape
     of the stream, so all layers of a pass have the same.
     """
-    policy = _policy.get()
-    if not can_fuse_inference(x) or not supports_pdl(x) or not policy.small_gemm:
+    if not can_fuse_inference(x) or not supports_pdl(x):
         return None
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != x.dtype:  # quantized: no
         return None
-    rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    taken = ROW_BLOCK_ROWS if policy.row_blocks else WGMMA_ROWS
-    few, more = rows <= SMALL_BATCH_ROWS, policy.wgmma_gemm and rows in taken and has_wgmma(x)
-    if not few and not more:
+    policy, rows, width = _policy.get(), x.numel() // x.shape[-1], x.shape[-1]
+    if width % 16 or layer.in_features % 16:  # loads of 16 bytes
         return None
-    if width % 16 or layer.in_features % 16 or not gluon_works(x.device, "small_gemm"):  # loads of 16 bytes
-        return None
-    fits = width <= MAX_WGMMA_INPUTS and layer.in_features <= WGMMA_SPLIT * MAX_WGMMA_INPUTS
-    if more and fits and gluon_works(x.device, "wgmma_gemm"):
-        return _import("wgmma_gemm")
-    return _import("small_gemm") if few else None
+    if policy.small_gemm and kernel_works(x.device, "small_gemm"):
+        fits = width <= MAX_WGMMA_INPUTS and layer.in_features <= WGMMA_SPLIT * MAX_WGMMA_INPUTS
+        taken = ROW_BLOCK_ROWS if policy.row_blocks else WGMMA_ROWS
+        if policy.wgmma_gemm and fits and rows in taken and has_wgmma(x) and kernel_works(x.device, "wgmma_gemm"):
+            return _import("wgmma_gemm")
+        if rows <= SMALL_BATCH_ROWS:
+            return _import("small_gemm")
+    large = policy.large_gemm and QUACK_AVAILABLE and rows >= LARGE_GEMM_ROWS and has_wgmma(x)
+    return _import("large_gemm") if large and kernel_works(x.device, "large_gemm") else None
 
 
 def has_wgmma(x: Tensor) -> bool:
@@ -142,19 +150,20 @@ def use_pixel_graphs() -> bool:
 
 
 @cache
-def gluon_works(device: torch.device, kernel: str) -> bool:
-    """Whether this Triton compiles a `kernel` written in Gluon, `small_gemm` or `wgmma_gemm`, for `device`: tried once.
+def kernel_works(device: torch.device, kernel: str) -> bool:
+    """Whether a GEMM, `small_gemm`, `wgmma_gemm` or `large_gemm`, compiles for `device`: tried once.
 
-    Gluon may still change from one Triton to the next, so whatever goes wrong is a reason to do without it.
+    Gluon and QuACK may still change from one version to the next, so whatever goes wrong is a reason to do without.
     """
     try:
         gemm = _import(kernel)
         x = torch.zeros(24, 256, dtype=torch.bfloat16, device=device)
         weight_ND = x.new_zeros(256, 256)
-        gemm.linear(x, weight_ND, norm_D=x[0], eps=1e-5, swiglu=True, squares_PM=gemm.empty_sums(x, weight_ND))
+        norm: dict[str, Tensor] = {} if gemm.SCALES_STREAM else {"norm_D": x[0]}
+        gemm.linear(x, weight_ND, **norm, eps=1e-5, swiglu=True, squares_PM=gemm.empty_sums(x, weight_ND))
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
-        log.warning("%s is not used, because Gluon does not work: %s: %s", kernel, type(error).__name__, why)
+        log.warning("%s is not used, because it does not work: %s: %s", kernel, type(error).__name__, why)
         return False
     return True
 
@@ -173,7 +182,7 @@ def prefetch_weights(x: Tensor) -> bool:
     if not supports_pdl(x):
         return False
     policy = _policy.get()
-    return policy.small_gemm and policy.pdl
+    return policy.pdl and (policy.small_gemm or policy.large_gemm)
 
 
 def supports_pdl(x: Tensor) -> bool:

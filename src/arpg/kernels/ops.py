@@ -57,11 +57,15 @@ class Packing(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream, what is still to be added to it, and partial sums of its squares where they are known."""
+    """The residual stream and what is still to be added to it.
+
+    Where a kernel has made them: partial sums of its squares, and the stream times the weight of the norm that follows.
+    """
 
     x_BSD: Tensor
     delta_BSD: Tensor | None = None
     squares_PM: Tensor | None = None
+    scaled_BSD: Tensor | None = None
 
 
 def to_float8(x: Tensor) -> Tensor:
@@ -125,13 +129,9 @@ def norm_linear(
     key_B: Tensor | None = None,
 ) -> tuple[Stream, list[Tensor]]:
     """Return the stream and what each of `layers` makes of its norm, `[B, S, O]`."""
-    x, gemm = stream.x_BSD, fused_gemm(stream.x_BSD, layers[0])
-    if stream.delta_BSD is None and dropout == 0 and gemm is not None:
-        options: dict[str, Any] = {"norm_D": weight_D, "eps": eps, "squares_PM": stream.squares_PM}
-        weights: list[Any] = [layer.weight for layer in layers]
-        return stream, [
-            _expanded_once(functools.partial(gemm.linear, weight_ND=weight, **options), x) for weight in weights
-        ]
+    if (fused := _fused_norm(stream, weight_D, layers[0], eps, dropout)) is not None:
+        x, linear = fused
+        return stream, [_expanded_once(functools.partial(linear, weight_ND=layer.weight), x) for layer in layers]
     stream, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B, dtype=input_dtype(layers[0]))
     return stream, [_expanded_once(layer, normed) for layer in layers]
 
@@ -158,7 +158,7 @@ def norm_guide_linear(
     else:
         _, normed = norm(stream, weight_D, eps=eps, dropout=dropout, key_B=key_B)
         guided = guide(normed, scale_BS).type_as(normed)
-    if (gemm := fused_gemm(guided, layer)) is not None:
+    if (gemm := fused_gemm(guided, layer)) is not None and not gemm.SCALES_STREAM:
         return gemm.linear(guided, layer.weight)  # type: ignore[arg-type]
     logits: Tensor = layer(guided)
     return logits
@@ -175,23 +175,42 @@ def norm_swiglu(
     dtype: torch.dtype | None = None,
 ) -> tuple[Stream, Tensor]:
     """Return the stream and silu(gate) * up of its norm; `dtype` as in `norm`."""
-    x, gemm = stream.x_BSD, fused_gemm(stream.x_BSD, gate_up)
-    if stream.delta_BSD is None and dropout == 0 and gemm is not None:
-        weight: Any = gate_up.weight
-        return stream, gemm.linear(x, weight, norm_D=weight_D, eps=eps, swiglu=True, squares_PM=stream.squares_PM)
+    if (fused := _fused_norm(stream, weight_D, gate_up, eps, dropout)) is not None:
+        x, linear = fused
+        return stream, linear(x, gate_up.weight, swiglu=True)
     stream, (hidden,) = norm_linear(stream, weight_D, [gate_up], eps=eps, dropout=dropout, key_B=key_B)
     return stream, swiglu(hidden, dtype=dtype)
 
 
-def add_linear(stream: Stream, layer: nn.Module, x_BSO: Tensor) -> Stream:
-    """Add layer(x) to the stream: pending until the next norm, or at once where one kernel does both."""
-    x_BSD, squares = stream.x_BSD, stream.squares_PM
+def add_linear(stream: Stream, layer: nn.Module, x_BSO: Tensor, next_norm_D: Tensor | None = None) -> Stream:
+    """Add layer(x) to the stream: pending until the next norm, or at once where one kernel does both.
+
+    `next_norm_D`: the weight of that norm; None: the kernel that needs it is not used.
+    """
+    x_BSD = stream.x_BSD
     assert stream.delta_BSD is None
-    if (gemm := fused_gemm(x_BSD, layer)) is not None:
-        weight: Any = layer.weight
-        sums = gemm.empty_sums(x_BSD, weight)
-        return Stream(gemm.linear(x_BSO, weight, add=x_BSD, squares_PM=squares, sums_PM=sums), None, sums)
-    return Stream(x_BSD, layer(x_BSO))
+    gemm = fused_gemm(x_BSD, layer)
+    if gemm is None or (gemm.SCALES_STREAM and next_norm_D is None):
+        return Stream(x_BSD, layer(x_BSO))
+    weight: Any = layer.weight
+    if gemm.SCALES_STREAM:
+        assert next_norm_D is not None
+        total, scaled, sums = gemm.add_linear(x_BSO, weight, x_BSD, next_norm_D)
+        return Stream(total, None, sums, scaled)
+    sums = gemm.empty_sums(x_BSD, weight)
+    return Stream(gemm.linear(x_BSO, weight, add=x_BSD, squares_PM=stream.squares_PM, sums_PM=sums), None, sums)
+
+
+def _fused_norm(
+    stream: Stream, weight_D: Tensor, layer: nn.Module, eps: float, dropout: float
+) -> tuple[Tensor, Callable[..., Tensor]] | None:
+    """Return the GEMM that includes the norm before a layer, and what it takes, if there is one."""
+    if stream.delta_BSD is not None or dropout != 0 or (gemm := fused_gemm(stream.x_BSD, layer)) is None:
+        return None
+    linear = functools.partial(gemm.linear, eps=eps, squares_PM=stream.squares_PM)
+    if not gemm.SCALES_STREAM:
+        return stream.x_BSD, functools.partial(linear, norm_D=weight_D)
+    return None if stream.scaled_BSD is None else (stream.scaled_BSD, linear)
 
 
 def swiglu(gate_up: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

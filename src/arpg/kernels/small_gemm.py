@@ -27,6 +27,7 @@ from triton.runtime.jit import constexpr_function
 
 from arpg.kernels.dispatch import prefetch_weights
 
+SCALES_STREAM = False  # the norm's weight is multiplied into the weights of the layer
 ROWS = 16  # of a program: one tile of the tensor cores
 INPUTS = gl.constexpr(64)  # of a warp per iteration: two loads of 16 bytes for each of the four threads of a row
 

@@ -41,6 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from arpg.kernels import small_gemm
 from arpg.kernels.dispatch import MAX_WGMMA_INPUTS, WGMMA_SPLIT, prefetch_weights, use_row_blocks
 
+SCALES_STREAM = False  # as in `small_gemm`
 LINES = 64  # weight lines of a program: `wgmma` multiplies 64 at a time
 ATOM = gl.constexpr(64)  # inputs of a bulk copy: 128 bytes, one swizzled line of shared memory
 RING_BYTES = 64 * 1024  # of shared memory for rows: how much of them is on its way at once

@@ -20,7 +20,7 @@ from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheSlots, CacheWriter, KeyValue
 from arpg.model.condition import Condition, TextPrefix
 from arpg.model.decoder import DropoutKeys, TokenDecoder
-from arpg.model.layers import Block, CrossAttention, ResidualNorm
+from arpg.model.layers import Block, CrossAttention, ResidualNorm, next_norms
 from arpg.model.queries import ControlQueries, GuidanceQueries, PatchEncoder
 from arpg.model.rope import grid_positions
 
@@ -167,7 +167,7 @@ class ARPG(TokenDecoder):
     ) -> list[KeyValue]:
         """Return the keys and values for Pass 2: all that the cache has then, or without one those of these slots."""
         keys = self._keys(None) if keys is None else keys
-        stream, rope = self._self_attention(x_BSD, pos_BS2, limit, writer, keys)
+        stream, rope = self._self_attention(x_BSD, pos_BS2, limit, writer, keys, self.memory_norm)
         num_layers = len(self.pass1)
         _, projected = self.memory_norm.linear(stream, list(self.memory_kv), keys.layers[num_layers])
         slots = [None if writer is None else writer.slots(num_layers + i) for i in range(len(self.memory_kv))]
@@ -204,8 +204,9 @@ class ARPG(TokenDecoder):
         mask = ops.attention_mask(limit, memories[0].key_BTHK.shape[1], x)
         *layers, last = (self._keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]
         stream = Stream(x)
-        for i, (block, key_B) in enumerate(zip(self.pass2, layers, strict=True)):
-            stream = block(stream, rope, mask, memories[i % len(memories)], key_B)
+        norms = next_norms(self.pass2, self.norm)
+        for i, (block, key_B, norm_D) in enumerate(zip(self.pass2, layers, norms, strict=True)):
+            stream = block(stream, rope, mask, memories[i % len(memories)], key_B, norm_D)
         return stream, last
 
     def _keys(self, dropout_key_B: Tensor | None) -> DropoutKeys:

@@ -18,7 +18,7 @@ from arpg.kernels import ops
 from arpg.kernels.ops import Limit, Rope, Stream
 from arpg.model.cache import Cache, CacheWriter
 from arpg.model.condition import Condition, TextPrefix
-from arpg.model.layers import Block, Dropout, ResidualNorm, SelfAttention
+from arpg.model.layers import Block, Dropout, ResidualNorm, SelfAttention, next_norms
 from arpg.model.queries import ControlQueries
 from arpg.model.rope import BASE, make_rope, sinusoids
 
@@ -199,15 +199,22 @@ class TokenDecoder(nn.Module, ABC):
         return generator
 
     def _self_attention(
-        self, x_BSD: Tensor, pos_BS2: Tensor | Rope, limit: Limit, writer: CacheWriter | None, keys: DropoutKeys
+        self,
+        x_BSD: Tensor,
+        pos_BS2: Tensor | Rope,
+        limit: Limit,
+        writer: CacheWriter | None,
+        keys: DropoutKeys,
+        next_norm: ResidualNorm,
     ) -> tuple[Stream, Rope | None]:
-        """Run the blocks of Pass 1; return their stream and the rotation of the slots."""
+        """Run the blocks of Pass 1; return their stream, for `next_norm`, and the rotation of the slots."""
         rope = ops.unpack_rope(self._rope(pos_BS2), None if writer is None else writer.cache.packing)
         x = self.token_dropout(ops.to_autocast(self._add_positions(x_BSD, pos_BS2)), keys.tokens)
         mask = ops.attention_mask(limit, x.shape[1] if writer is None else writer.stop, x)
         stream = Stream(x)
-        for i, block in enumerate(self.pass1):
-            stream = block(stream, rope, mask, None if writer is None else writer.slots(i), keys.layers[i])
+        for i, (block, norm_D) in enumerate(zip(self.pass1, next_norms(self.pass1, next_norm), strict=True)):
+            slots = None if writer is None else writer.slots(i)
+            stream = block(stream, rope, mask, slots, keys.layers[i], norm_D)
         return stream, rope
 
     def _logits(self, stream: Stream, scale_BS: Tensor | None, dropout_key_B: Tensor | None = None) -> Tensor:

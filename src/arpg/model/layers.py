@@ -5,7 +5,7 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -157,9 +157,18 @@ class Block(nn.Module):
         mask: Mask,
         source: CacheSlots | KeyValue | None,
         dropout_key_B: Tensor | None = None,
+        next_norm_D: Tensor | None = None,
     ) -> Stream:
-        """Return the stream after attention and feed-forward. `source`: where keys and values go or come from."""
+        """Return the stream after attention and feed-forward. `source`: where keys and values go or come from.
+
+        `next_norm_D`: the weight of the norm that follows, if it is known.
+        """
         stream, (projected,) = self.attn_norm.linear(stream, [self.attn.projection], dropout_key_B)
-        stream = ops.add_linear(stream, self.attn.out, self.attn(projected, rope, mask, source))
+        stream = ops.add_linear(stream, self.attn.out, self.attn(projected, rope, mask, source), self.ffn_norm.weight)
         stream, hidden = self.ffn_norm.swiglu(stream, self.ffn, dropout_key_B)
-        return ops.add_linear(stream, self.ffn.down, hidden)
+        return ops.add_linear(stream, self.ffn.down, hidden, next_norm_D)
+
+
+def next_norms(blocks: Iterable[Block], last: ResidualNorm) -> list[Tensor]:
+    """Return the weight of the norm that follows each block."""
+    return [*(block.attn_norm.weight for block in blocks), last.weight][1:]

@@ -1,0 +1,199 @@
+"""GEMM for more rows than a small batch has, on Hopper: SwiGLU or the residual sum in the product's kernel, by QuACK.
+
+QuACK (`pip install 'arpg[hopper]'`) makes GEMMs of NVIDIA's CuTe DSL; what follows the product is a function of its
+accumulator. With it a layer is five kernels instead of eight, as for small batches (`small_gemm.py`). Forward only.
+
+An RMS norm is a weight for each input and a factor for each row. The product that makes the residual stream also writes
+it times the weight of the next norm, and partial sums of its squares; the next product multiplies its outputs by the
+factor that it computes from the sums. A kernel is compiled when it is first needed, and kept on disk by QuACK.
+
+Shapes: M rows, D inputs, N outputs, P partial sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Float32, cute
+from quack.activation import swiglu as gated_silu
+from quack.epilogue.frontend import EpiMod, gemm_epilogue
+from quack.epilogue.math import unpack
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
+from torch import Tensor
+
+from arpg.kernels.dispatch import prefetch_weights
+
+SCALES_STREAM = True  # `linear` takes the stream times the norm's weight, which `add_linear` makes
+# Rows and outputs of a tile, and its cost per number relative to the largest tiles: one image of ARPG-L on an H200,
+# `benchmarks/small_gemm.py --large-tiles`.
+TILES = {
+    (64, 64): 1.5,
+    (64, 128): 1.25,
+    (128, 96): 1.0,
+    (192, 96): 1.1,
+    (128, 128): 1.0,
+    (128, 160): 1.0,
+    (128, 192): 1.0,
+}
+
+
+def linear(
+    x: Tensor,
+    weight_ND: Tensor,
+    *,
+    eps: float,
+    squares_PM: Tensor,
+    swiglu: bool = False,
+) -> Tensor:
+    """`[..., N]`: the product of the normed `x`, which is given times the norm's weight.
+
+    `squares_PM`: partial sums of the squares of each row before. `swiglu`: weights of gates, then of their ups.
+    """
+    x_MD = x.flatten(0, -2)
+    rows, inputs = x_MD.shape
+    outputs = len(weight_ND) // (2 if swiglu else 1)
+    out = x.new_empty((*x.shape[:-1], outputs))
+    sums_MP = squares_PM.t()
+    tile = best_tile(rows, len(weight_ND), _processors(x.device))
+    if swiglu:
+        given = {"factor": sums_MP, "hidden": out.view(1, rows, outputs)}
+        _launch(_gated(inputs, eps), tile, x_MD, weight_ND, None, None, given, concat_layout=("B",))
+    else:
+        _launch(_normed(inputs, eps), tile, x_MD, weight_ND, out, None, {"factor": sums_MP})
+    return out
+
+
+def add_linear(x: Tensor, weight_ND: Tensor, add: Tensor, norm_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the stream `x @ weight + add`, `[..., N]`, the same times `norm_D`, and sums of its squares, `[P, M]`."""
+    x_MD, add_MN = x.flatten(0, -2), add.contiguous().flatten(0, -2)
+    rows, outputs = add_MN.shape
+    tile = best_tile(rows, outputs, _processors(x.device))
+    total, scaled = torch.empty_like(add_MN), torch.empty_like(add_MN)
+    sums_MP = torch.empty((rows, math.ceil(outputs / tile[1])), dtype=torch.float32, device=x.device)
+    given = {"norm": norm_D[None], "stream": total[None], "sums": sums_MP[None]}
+    _launch(_added, tile, x_MD, weight_ND, scaled, add_MN, given)
+    return total.view(add.shape), scaled.view(add.shape), sums_MP.t()
+
+
+def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
+    """Allocate partial sums of the squares of `x @ weight + add`, `[P, M]`."""
+    rows, outputs = x.numel() // x.shape[-1], len(weight_ND)
+    parts = math.ceil(outputs / best_tile(rows, outputs, _processors(x.device))[1])
+    return torch.empty((rows, parts), dtype=torch.float32, device=x.device).t()
+
+
+def best_tile(rows: int, outputs: int, processors: int) -> tuple[int, int]:
+    """Return the tile of least cost: a GPU computes as many tiles at once as it has processors."""
+
+    def cost(tile: tuple[int, int]) -> float:
+        tiles = math.ceil(rows / tile[0]) * math.ceil(outputs / tile[1])
+        return math.ceil(tiles / processors) * tile[0] * tile[1] * TILES[tile]
+
+    return min(TILES, key=cost)
+
+
+def _launch(
+    epilogue: EpiMod,
+    tile: tuple[int, int],
+    x_MD: Tensor,
+    weight_ND: Tensor,
+    out: Tensor | None,
+    add: Tensor | None,
+    given: dict[str, Tensor],
+    **options: Any,
+) -> None:
+    """Multiply, by one kernel; QuACK's operands have a batch dimension in front."""
+    out_MN = None if out is None else out.view(1, len(x_MD), -1)
+    epilogue.gemm(
+        x_MD[None],
+        weight_ND[None],
+        out_MN,
+        None if add is None else add[None],
+        epi_args=given,
+        tile_M=tile[0],
+        tile_N=tile[1],
+        cluster_M=1,
+        pingpong=tile != (64, 64),
+        post_init_attrs=() if prefetch_weights(x_MD) else (("use_pdl", False),),
+        **options,
+    )
+
+
+class RowFactor(ColVecLoad):  # type: ignore[misc]
+    """An operand of an epilogue: one over the root mean square of each row, from partial sums of squares `[M, P]`."""
+
+    def __init__(self, name: str, width: int, eps: float) -> None:
+        super().__init__(name)
+        self.width, self.eps = width, eps
+
+    def config_key(self) -> tuple[int, float]:
+        """What the compiled code depends on."""
+        return self.width, self.eps
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        """Return a stand-in for the sums, for compilation."""
+        shape, stride = (fctx.m, cute.sym_int()), (cute.sym_int64(), 1)
+        return cute.runtime.make_fake_tensor(key[0], shape, stride=stride, assumed_align=4)
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        """Pass the sums on as they are."""
+        return {self.name: getattr(args, self.name)}
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def begin(self, gemm, param, smem_tensor, ctx):  # type: ignore[no-untyped-def]
+        """Compute the factors of a tile's rows, a row in each thread, and share them."""
+        for part in cutlass.range_constexpr((ctx.tile_M + ctx.num_epi_threads - 1) // ctx.num_epi_threads):
+            row = ctx.tidx + part * ctx.num_epi_threads
+            if row < ctx.tile_M:
+                total = Float32(0.0)
+                at = ctx.tile_coord_mnkl[0] * ctx.tile_M + row
+                if at < cute.size(param, mode=[0]):
+                    for maker in cutlass.range(cute.size(param, mode=[1])):
+                        total += param[at, maker]
+                smem_tensor[row] = cute.math.rsqrt(total * (1.0 / self.width) + self.eps, fastmath=True)
+        broadcast = cute.make_layout((ctx.tile_M, ctx.tile_N), stride=(1, 0))
+        factors = ctx.partition_for_epilogue_fn(cute.make_tensor(smem_tensor.iterator, broadcast))
+        one = cute.group_modes(factors, 3, cute.rank(factors))[None, None, None, 0]
+        return [factors, cute.make_rmem_tensor(one.layout, gemm.acc_dtype)]
+
+
+@functools.cache
+def _normed(width: int, eps: float) -> EpiMod:
+    @gemm_epilogue(ops={"factor": RowFactor("factor", width, eps)})  # type: ignore[untyped-decorator]
+    def normed(acc, factor):  # type: ignore[no-untyped-def]
+        return {"D": acc * factor}
+
+    return normed
+
+
+@functools.cache
+def _gated(width: int, eps: float) -> EpiMod:
+    """Pairs of outputs are a gate and its up: the two halves of the weight are read by turns."""
+
+    @gemm_epilogue(  # type: ignore[untyped-decorator]
+        ops={"factor": RowFactor("factor", width, eps)}, outputs=("hidden",), mode="acc_pair"
+    )
+    def gated(acc, factor):  # type: ignore[no-untyped-def]
+        gate, up = unpack(acc * factor)
+        return {"hidden": gated_silu(gate, up)}
+
+    return gated
+
+
+@gemm_epilogue(  # type: ignore[untyped-decorator]
+    ops={"norm": RowVecLoad("norm")},
+    outputs=("stream",),
+    reduces={"sums": ColVecReduce("sums", scaled=True)},
+)
+def _added(acc, c, norm):  # type: ignore[no-untyped-def]
+    total = acc + c
+    return {"D": total * norm, "stream": total, "sums": (total, total)}
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132

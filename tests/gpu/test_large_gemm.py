@@ -1,0 +1,219 @@
+"""The GEMMs for large batches on Hopper: which one a step takes, in the network, and against plain PyTorch on a GPU."""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from arpg import SamplingSettings, make_plan, tasks
+from arpg.decode import Engine
+from arpg.kernels import dispatch
+from arpg.kernels.dispatch import KernelPolicy, kernel_policy
+from arpg.model.layers import ResidualNorm
+from support.fused import fuse_everywhere
+from support.paths import ROOT
+from support.small import SMALL, small_model
+
+QUACK = importlib.util.find_spec("quack") is not None
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+EPS = 1e-5
+
+
+def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def off(made, exact):
+    return float((made.float() - exact.float()).norm() / exact.float().norm())
+
+
+def normed_linear(x, weight_ND, *, eps, squares_PM, swiglu=False):
+    """`large_gemm.linear` in plain PyTorch."""
+    out = x.float() @ weight_ND.float().t()
+    out = out * torch.rsqrt(squares_PM.sum(0).view(*x.shape[:-1], 1) / x.shape[-1] + eps)
+    if swiglu:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out.to(x.dtype)
+
+
+def add_linear(x, weight_ND, add, norm_D):
+    """`large_gemm.add_linear` in plain PyTorch."""
+    total = x.float() @ weight_ND.float().t() + add.float()
+    return total.to(x.dtype), (total * norm_D.float()).to(x.dtype), total.square().flatten(0, -2).sum(-1)[None]
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """The network chooses the kernel as on a Hopper GPU with QuACK, and gets it in plain PyTorch; calls are counted."""
+    calls = []
+
+    def counted(function):
+        return lambda *a, **k: calls.append(function.__name__) or function(*a, **k)
+
+    plain = SimpleNamespace(SCALES_STREAM=True, linear=counted(normed_linear), add_linear=counted(add_linear))
+    for name in ("supports_pdl", "has_wgmma"):
+        monkeypatch.setattr(dispatch, name, lambda x: True)
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: kernel == "large_gemm")
+    monkeypatch.setattr(dispatch, "QUACK_AVAILABLE", True)
+    monkeypatch.setattr(dispatch, "_import", lambda kernel: plain)
+    monkeypatch.setattr(dispatch, "LARGE_GEMM_ROWS", 1)
+    monkeypatch.setattr(dispatch, "can_fuse_inference", lambda x: not torch.is_grad_enabled())
+    return calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guided", [False, True])
+def test_the_network_computes_the_same(guided, plain_kernels):
+    """Every product but those behind the first norm of a pass and the guided head is one of `large_gemm`."""
+    model = small_model()
+    with torch.no_grad():
+        for i, module in enumerate(m for m in model.modules() if isinstance(m, ResidualNorm)):
+            module.weight.copy_(1 + 0.3 * draw(model.config.width, seed=i))  # a norm of the wrong layer would show
+    pos, x = draw(4, 5, 2, seed=1).abs(), draw(4, 5, model.config.width)
+    scale = torch.full((1, 1), 3.0) if guided else None
+
+    def logits():
+        cache = model.allocate_cache(4, 20)
+        model.encode(x, pos, cache, causal=False)
+        return model.predict(pos, None, cache, scale_BS=scale)
+
+    with kernel_policy(KernelPolicy(large_gemm=False)):
+        expected = logits()
+    assert plain_kernels == []
+    made = logits()
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+    # 4 layers: queries, keys and values of all but the first of a pass, gates and ups; those of Pass 2; the head.
+    assert plain_kernels.count("normed_linear") == 2 + 4 + 1 + (not guided)
+    assert plain_kernels.count("add_linear") == 8
+
+
+@torch.no_grad()
+def test_which_gemm_is_chosen(monkeypatch):
+    """From so many rows on, on Hopper, with QuACK."""
+    fuse_everywhere(monkeypatch)
+    monkeypatch.setattr(dispatch, "_import", lambda kernel: kernel)
+
+    def chosen(rows, width=64):
+        return dispatch.fused_gemm(torch.zeros(1, rows, width), nn.Linear(width, 16, bias=False))
+
+    first = dispatch.LARGE_GEMM_ROWS
+    assert chosen(first) is None  # a CPU
+    for name in ("supports_pdl", "has_wgmma"):
+        monkeypatch.setattr(dispatch, name, lambda x: True)
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: True)
+    monkeypatch.setattr(dispatch, "QUACK_AVAILABLE", False)
+    assert chosen(first) is None
+    monkeypatch.setattr(dispatch, "QUACK_AVAILABLE", True)
+    assert [chosen(rows) for rows in (first - 1, first, 10_000)] == ["wgmma_gemm", "large_gemm", "large_gemm"]
+    assert chosen(first, 24) is None  # no whole loads
+    with kernel_policy(KernelPolicy(large_gemm=False)):
+        assert chosen(first) is None
+    with kernel_policy(KernelPolicy(small_gemm=False)):
+        assert (chosen(first - 1), chosen(first)) == (None, "large_gemm")
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: kernel != "large_gemm")
+    assert chosen(first) is None
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: True)
+    monkeypatch.setattr(dispatch, "has_wgmma", lambda x: False)
+    assert chosen(10_000) is None
+
+
+needs_quack = pytest.mark.skipif(not QUACK, reason="QuACK is not installed")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not (HOPPER and QUACK), reason="needs a Hopper GPU and QuACK")]
+
+
+@needs_quack
+def test_the_tile_of_least_cost():
+    """A GPU of 132 processors: whole waves, and large tiles where a wave is full anyway."""
+    from arpg.kernels.large_gemm import best_tile
+
+    sizes = [(256, 1024), (768, 1024), (640, 3072), (640, 5632), (2176, 1024), (5120, 3072)]
+    tiles = [(64, 64), (64, 128), (128, 128), (128, 128), (128, 160), (128, 192)]
+    assert [best_tile(*size, 132) for size in sizes] == tiles
+
+
+@needs_quack
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper():
+    """Without a GPU; in a process of its own, which QuACK takes for one with a GPU."""
+    program = [sys.executable, "-m", "support.compile_quack"]
+    run = subprocess.run(
+        program, cwd=ROOT / "tests", env={**os.environ, "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == ["compiled"] * 14
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize("rows", [65, 256, 640, 768, 1024, 2176, 5120])
+@torch.no_grad()
+def test_a_layer_as_it_is_used(rows, dtype):
+    """The sizes of ARPG-L, with early launch and without."""
+    from arpg.kernels import large_gemm
+
+    options = {"dtype": dtype, "device": "cuda"}
+    x, norm, after = draw(2, rows, 1024, **options)[:1], 1 + 0.3 * draw(1024, **options), draw(1024, seed=1, **options)
+    out, gate_up, down, qkv = (
+        draw(*size, seed=2 + i, **options) / size[1] ** 0.5
+        for i, size in enumerate([(1024, 1024), (5632, 1024), (1024, 2816), (3072, 1024)])
+    )
+
+    def layer(linear, add):
+        stream, scaled, sums = add(x, out, x, norm)
+        hidden = linear(scaled, gate_up, eps=EPS, squares_PM=sums, swiglu=True)
+        total, scaled, sums = add(hidden, down, stream, after)
+        return stream, hidden, total, scaled, linear(scaled, qkv, eps=EPS, squares_PM=sums)
+
+    made = layer(large_gemm.linear, large_gemm.add_linear)
+    for one, exact in zip(made, layer(normed_linear, add_linear), strict=True):
+        assert off(one, exact) < 4e-3
+    with kernel_policy(KernelPolicy(pdl=False)):
+        for one, late in zip(made, layer(large_gemm.linear, large_gemm.add_linear), strict=True):
+            assert torch.equal(one, late)
+    expanded = large_gemm.add_linear(x, out, x[:, :1].expand(-1, rows, -1), norm)
+    assert off(expanded[0], add_linear(x, out, x[:, :1], norm)[0]) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in (torch.bfloat16, torch.float16)])
+@torch.no_grad()
+def test_whole_generations(dtype):
+    """Captured or not, with early launch or not: the same tokens; logits as exact as without these kernels."""
+    config = dataclasses.replace(
+        SMALL, width=256, num_heads=4, grid=(16, 16), vocab_size=512, pass1_layers=3, pass2_layers=3
+    )
+    exact = small_model(config).cuda()
+    for module in exact.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data /= 3
+    model = small_model(config).cuda()
+    model.load_state_dict(exact.state_dict())
+    model = model.to(dtype)
+    request = tasks.generate(model, [i % 5 for i in range(48)], list(range(48)))
+    settings = SamplingSettings(steps=8, guidance=3.0)
+    plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+
+    def tokens(engine, **policy):
+        with kernel_policy(KernelPolicy(**policy)):
+            return list(Engine(model, engine).decode(request, plan, settings, every_step=False))[-1].ids_BN.cpu()
+
+    first = tokens("eager")
+    for engine, policy in [("graph", {}), ("graph", {"pdl": False}), ("eager", {"pdl": False})]:
+        assert torch.equal(tokens(engine, **policy), first)
+    pos, x = draw(48, 11, 2, seed=1, device="cuda").abs(), draw(48, 11, 256, device="cuda")
+
+    def logits(network, **policy):
+        with kernel_policy(KernelPolicy(**policy)):
+            cache = network.allocate_cache(48, 20)
+            network.encode(x.to(network.dtype), pos, cache, causal=False)
+            return network.predict(pos, None, cache, scale_BS=torch.full((1, 1), 3.0, device="cuda"))
+
+    want = logits(exact)
+    assert off(logits(model), want) < 1.2 * off(logits(model, large_gemm=False), want)
