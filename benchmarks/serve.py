@@ -287,9 +287,12 @@ def running_server(*options: str, module: str = "arpg", verb: str | None = "serv
     command = [sys.executable, "-m", module, *([] if verb is None else [verb]), "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        found = re.search(r"http://\S+:\d+", line)
-        assert found, line
+        found = None
+        while found is None and (line := process.stderr.readline()):  # warnings may come first
+            found = re.search(r"http://\S+:\d+", line)
+            if found is None:
+                print(line, end="", file=sys.stderr)
+        assert found, "the server ended before it listened; its last lines are above"
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         try:
             yield found[0], process.pid

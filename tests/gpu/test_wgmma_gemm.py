@@ -1,4 +1,4 @@
-"""The GEMM for 24 to 128 rows on Hopper against plain PyTorch, in the network, and compiled.
+"""The GEMM for 24 to 64 rows on Hopper against plain PyTorch, in the network, and compiled.
 
 Without a GPU its numbers are those of Triton's interpreter, in float32, with shared memory, bulk copies and their
 barriers simulated (`interpreted_gluon.py`).
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,19 +86,10 @@ def few_inputs(monkeypatch, inputs, ring_bytes=None):
         monkeypatch.setattr(wgmma_gemm, "RING_BYTES", ring_bytes)
 
 
-@pytest.fixture(params=[None, 132, 13], ids=["one block", "blocks", "few programs"])
-def division(request, monkeypatch):
-    """All rows in each program, or rows divided among up to so many programs."""
-    if request.param is not None:
-        monkeypatch.setattr(wgmma_gemm, "ROW_BLOCK_PROGRAMS", request.param)
-    with kernel_policy(KernelPolicy(row_blocks=request.param is not None)):
-        yield
-
-
-@pytest.mark.parametrize("rows", [24, 33, 64, 128] if HOPPER else [5, 33])
+@pytest.mark.parametrize("rows", [24, 33, 64] if HOPPER else [5, 33])
 @pytest.mark.parametrize("inputs", [640, 336, 48])
 @pytest.mark.parametrize("kind", ["norm", "swiglu", "sum", "sum, divided", "plain"])
-def test_a_product(rows, inputs, kind, division, anywhere, monkeypatch):
+def test_a_product(rows, inputs, kind, anywhere, monkeypatch):
     """Whole chunks and tiles and not; stages of 128 and 64 inputs that are filled again; one program and four."""
     few_inputs(monkeypatch, 32 if "divided" in kind else 1280, 32 * 1024)
     swiglu, outputs = kind == "swiglu", 72
@@ -122,23 +112,22 @@ def test_a_norm_whose_squares_are_not_known(swiglu, anywhere):
 
 
 @pytest.mark.parametrize("after", [wgmma_gemm, small_gemm])
-def test_squares_that_are_summed_on_the_way(after, division, anywhere, monkeypatch):
+def test_squares_that_are_summed_on_the_way(after, anywhere, monkeypatch):
     """A product leaves the sums of its squares, and the norm of the next takes them, in either kernel.
 
-    The counters behind them are zero before and after a product that is divided takes them, also where that has other
-    blocks of rows; rows may lie apart.
+    The counters behind them are zero before and after a product that is divided takes them; rows may lie apart.
     """
     few_inputs(monkeypatch, 256)
     x, weight, add = draw(1, 24, 512)[..., :256], draw(144, 256, seed=1) / 16, draw(1, 24, 144, seed=2)
     sums = empty_sums(x, weight).fill_(float("nan"))
-    counters = sums.as_strided((6,), (1,), sums.numel()).fill_(7)  # 3 tiles of outputs, 2 of 16 rows
+    counters = sums.as_strided((3,), (1,), sums.numel()).fill_(7)
     first = linear(x, weight, add=add, sums_PM=sums)
     assert off(first, plain(x, weight, add=add)) < CLOSE
-    assert counters.tolist() == [0] * 6
+    assert counters.tolist() == [0, 0, 0]
     hidden, down, later = draw(1, 24, 640, seed=5), draw(144, 640, seed=6) / 25, empty_sums(x, weight)
     for _ in range(2):
         made = linear(hidden, down, add=first, squares_PM=sums, sums_PM=later)
-        assert counters.tolist() == [0] * 6
+        assert counters.tolist() == [0, 0, 0]
     assert off(made, plain(hidden, down, add=first)) < CLOSE
     torch.testing.assert_close(later.sum(0)[:24], made[0].float().square().sum(-1), atol=1e-2, rtol=1e-4)
     norm, weight = draw(144, seed=3), draw(96, 144, seed=4) / 12
@@ -152,28 +141,6 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "has_wgmma", lambda x: True)
     monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: True)
     fuse_everywhere(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "swiglu", "expected"),
-    [
-        (64, 1024, 3072, False, (48, 1, 2)),  # 2 x 48 programs fit into 132, 4 x 48 do not
-        (64, 1024, 2816, True, (88, 1, 1)),
-        (64, 1024, 1024, False, (16, 1, 4)),  # of 16 rows, the smallest tile
-        (128, 1024, 1024, False, (16, 1, 8)),
-        (80, 2816, 1024, False, (16, 4, 2)),  # of 64 and 16 rows
-    ],
-)
-def test_how_rows_are_divided(rows, inputs, outputs, swiglu, expected, monkeypatch):
-    """Among as many programs as fit, and only with the policy's `row_blocks`."""
-    kernel = MagicMock()
-    x, weight = torch.zeros(rows, inputs, dtype=HALF), torch.zeros(outputs * (1 + swiglu), inputs, dtype=HALF)
-    monkeypatch.setattr(wgmma_gemm, "_wgmma_gemm", kernel)
-    monkeypatch.setattr(wgmma_gemm, "TensorDescriptor", lambda *arguments: None)
-    for row_blocks in (False, True):
-        with kernel_policy(KernelPolicy(row_blocks=row_blocks)):
-            linear(x, weight, swiglu=swiglu)
-    assert [grid for (grid,), _ in kernel.__getitem__.call_args_list] == [(*expected[:2], 1), expected]
 
 
 @torch.no_grad()
@@ -196,8 +163,6 @@ def test_which_gemm_is_chosen(monkeypatch):
         assert chosen(24) is None
     with kernel_policy(KernelPolicy(wgmma_gemm=False)):
         assert [chosen(each) for each in rows] == [small, small, small, small, None, None, None]
-    with kernel_policy(KernelPolicy(row_blocks=True)):
-        assert [chosen(each) for each in (23, 24, 128, 129)] == [small, wgmma, wgmma, None]
     for missing in ({"has_wgmma": lambda x: False}, {"kernel_works": lambda device, kernel: kernel != wgmma}):
         with monkeypatch.context() as patch:
             for name, value in missing.items():
@@ -216,8 +181,7 @@ def test_only_hopper_has_wgmma(capability, expected, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("row_blocks", [False, True])
-def test_in_the_network(row_blocks, anywhere, monkeypatch):
+def test_in_the_network(anywhere, monkeypatch):
     """All products of a pass but a first norm take the kernel, the guided head of half the rows the other one."""
     model = small_model(dataclasses.replace(SMALL, pass1_layers=2, pass2_layers=2)).to(DEVICE, HALF).eval()
     pos, x = draw(2, 13, 2, seed=1).float().abs(), draw(2, 13, model.config.width)
@@ -232,7 +196,7 @@ def test_in_the_network(row_blocks, anywhere, monkeypatch):
         expected = logits()
     if not HOPPER:
         on_hopper(monkeypatch)
-    with kernel_policy(KernelPolicy(pdl=False, row_blocks=row_blocks)):
+    with kernel_policy(KernelPolicy(pdl=False)):
         logits()  # tries the kernels
     counts = {}
     for module in (wgmma_gemm, small_gemm):
@@ -242,7 +206,7 @@ def test_in_the_network(row_blocks, anywhere, monkeypatch):
             module, "linear", lambda x, *a, own=own, to=counts[module], **k: to.append(x.shape[1]) or own(x, *a, **k)
         )
     few_inputs(monkeypatch, model.config.width)  # the last product of a layer is divided
-    with kernel_policy(KernelPolicy(pdl=False, row_blocks=row_blocks)):
+    with kernel_policy(KernelPolicy(pdl=False)):
         made = logits()
     assert off(made, expected) < (0.03 if HOPPER else 1e-5)
     assert counts[wgmma_gemm].count(13) == 4 * 4 + 1 - 1  # one set of keys and values; one query for all slots
@@ -275,12 +239,12 @@ def test_the_simulation_notices(mistake, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["24"], ["64"], ["64", "row_blocks"], ["128", "row_blocks"]], ids=" ".join)
-def test_the_compiled_kernel(arguments):
+@pytest.mark.parametrize("rows", [24, 64])
+def test_the_compiled_kernel(rows):
     """For sm_90: shared memory, registers, the instructions it is built on, and what comes before the barrier."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    program = [sys.executable, "-m", "support.compile_wgmma", *arguments]
+    program = [sys.executable, "-m", "support.compile_wgmma", str(rows)]
     run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     made = json.loads(run.stdout)
@@ -324,20 +288,19 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GP
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in (torch.bfloat16, torch.float16)])
-@pytest.mark.parametrize(("rows", "row_blocks"), [(24, 0), (32, 0), (48, 0), (64, 0), (40, 1), (64, 1), (128, 1)])
-def test_a_layer_as_it_is_used(rows, row_blocks, dtype):
+@pytest.mark.parametrize("rows", [24, 32, 48, 64])
+def test_a_layer_as_it_is_used(rows, dtype):
     """The sizes of ARPG-L, with early launch and without."""
     layer, exact = layer_of(rows, dtype)
-    with kernel_policy(KernelPolicy(pdl=False, row_blocks=bool(row_blocks))):
+    with kernel_policy(KernelPolicy(pdl=False)):
         made = layer()
     assert off(made[0], exact) < 2 * CLOSE
-    with kernel_policy(KernelPolicy(row_blocks=bool(row_blocks))):
-        for _ in range(20):
-            assert all(torch.equal(a, b) for a, b in zip(layer(), made, strict=True))
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(layer(), made, strict=True))
 
 
 @pytest.mark.parametrize("rows", [pytest.param(64, marks=gpu)])
-def test_two_graphs_at_once(rows, division):
+def test_two_graphs_at_once(rows):
     """Replayed on two streams, graphs of the same products share no counters: neither changes the other's numbers."""
     runs = []
     for _ in range(2):
@@ -356,9 +319,8 @@ def test_two_graphs_at_once(rows, division):
         assert all(torch.equal(a, b) for made in parts for a, b in zip(made, expected, strict=True))
 
 
-@pytest.mark.parametrize("row_blocks", [False, True])
 @pytest.mark.parametrize("num_images", [pytest.param(num, marks=gpu) for num in (1, 3, 8)])
-def test_a_generation_with_and_without_pdl(num_images, row_blocks):
+def test_a_generation_with_and_without_pdl(num_images):
     """Steps of 2 to 128 rows, in all kernels: early launch changes no token."""
     config = dataclasses.replace(SMALL, width=256, num_heads=4, vocab_size=512, grid=(8, 8))
     model = small_model(config).to(DEVICE, HALF).eval()
@@ -369,9 +331,8 @@ def test_a_generation_with_and_without_pdl(num_images, row_blocks):
     def tokens():
         return list(decode(model, request, plan, settings))[-1].ids_BN
 
-    with kernel_policy(KernelPolicy(row_blocks=row_blocks)):
-        made = tokens()
-        for _ in range(5):
-            assert torch.equal(tokens(), made)
-    with kernel_policy(KernelPolicy(pdl=False, row_blocks=row_blocks)):
+    made = tokens()
+    for _ in range(5):
+        assert torch.equal(tokens(), made)
+    with kernel_policy(KernelPolicy(pdl=False)):
         assert torch.equal(tokens(), made)

@@ -1,7 +1,5 @@
 """Compiles `arpg.kernels.wgmma_gemm` for Hopper, as the layers of ARPG-L and ARPG-XL launch it for a number of rows.
 
-    python -m support.compile_wgmma ROWS [row_blocks]
-
 Run by `test_wgmma_gemm.py` as a program of its own, since Triton is either interpreted or compiled. Prints JSON: shared
 memory, registers and stack of each product, and its instructions before and after the dependency barrier.
 """
@@ -17,7 +15,6 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from arpg.kernels import wgmma_gemm
-from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from support.compile_kernels import Driver
 
 INSTRUCTIONS = {
@@ -76,5 +73,5 @@ def main(rows):
 
 
 if __name__ == "__main__":
-    with torch.no_grad(), kernel_policy(KernelPolicy(row_blocks="row_blocks" in sys.argv)):
+    with torch.no_grad():
         main(int(sys.argv[1]))

@@ -112,9 +112,11 @@ def test_apple_gpus(monkeypatch):
         check_fp8(mps)
 
 
-@pytest.mark.parametrize("kernel", ["small_gemm", "wgmma_gemm"])
-def test_a_gluon_that_does_not_compile_is_logged_once(kernel, monkeypatch, caplog):
+@pytest.mark.parametrize("kernel", ["small_gemm", "wgmma_gemm", "large_gemm"])
+def test_a_gemm_that_does_not_compile_is_logged_once(kernel, monkeypatch, caplog):
     pytest.importorskip("triton", reason="Triton is not installed")
+    if kernel == "large_gemm":
+        pytest.importorskip("quack", reason="QuACK is not installed")
     tried = []
 
     def linear(x, *rest, **options):
@@ -130,7 +132,7 @@ def test_a_gluon_that_does_not_compile_is_logged_once(kernel, monkeypatch, caplo
     finally:
         dispatch.kernel_works.cache_clear()
     assert len(tried) == 1
-    line = f"{kernel} is not used, because Gluon does not work: AttributeError: no attribute 'mma_v2'"
+    line = f"{kernel} is not used, because it does not work: AttributeError: no attribute 'mma_v2'"
     assert [record.getMessage() for record in caplog.records] == [line]
 
 

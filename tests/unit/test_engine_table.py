@@ -143,7 +143,7 @@ def test_it_needs_little():
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'huggingface_hub', 'cv2', 'scipy', 'transformers', 'fastapi'):\n"
         "    sys.modules[name] = None\n"
-        "from benchmarks import attention_tiles, cpu_speed, engine, pixels, precision, small_gemm\n"
+        "from benchmarks import attention_tiles, cpu_speed, engine, fused_gemm, pixels, precision\n"
         "from benchmarks import text_speed, train_speed\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}

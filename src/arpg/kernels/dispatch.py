@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 FLOAT8, FLOAT8_MAX = torch.float8_e4m3fn, 448.0
 SMALL_BATCH_ROWS = 48  # rows up to which one image is made faster with the small-batch GEMM than with the library's
 WGMMA_ROWS = range(24, 65)  # rows for which that of Hopper is faster than both
-ROW_BLOCK_ROWS = range(24, 129)  # the same where it divides the rows
 LARGE_GEMM_ROWS = 65  # rows from which on a GEMM with a fused epilogue is faster than the library's and other kernels
 MAX_WGMMA_INPUTS, WGMMA_SPLIT = 1280, 4  # whose weights a program holds in shared memory; programs that share more
 TRITON_AVAILABLE = importlib.util.find_spec("triton") is not None
@@ -36,7 +35,6 @@ class KernelPolicy:
 
     small_gemm: bool = True  # decode layers of small batches in five kernels each (`small_gemm.py`)
     wgmma_gemm: bool = True  # another kernel for those of 24 to 64 rows on Hopper (`wgmma_gemm.py`)
-    row_blocks: bool = False  # let programs of that kernel share its rows, of which it then takes up to 128
     large_gemm: bool = True  # decode layers of more rows in as few, by QuACK on Hopper (`large_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
     pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
@@ -125,8 +123,7 @@ def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
         return None
     if policy.small_gemm and kernel_works(x.device, "small_gemm"):
         fits = width <= MAX_WGMMA_INPUTS and layer.in_features <= WGMMA_SPLIT * MAX_WGMMA_INPUTS
-        taken = ROW_BLOCK_ROWS if policy.row_blocks else WGMMA_ROWS
-        if policy.wgmma_gemm and fits and rows in taken and has_wgmma(x) and kernel_works(x.device, "wgmma_gemm"):
+        if policy.wgmma_gemm and fits and rows in WGMMA_ROWS and has_wgmma(x) and kernel_works(x.device, "wgmma_gemm"):
             return _import("wgmma_gemm")
         if rows <= SMALL_BATCH_ROWS:
             return _import("small_gemm")
@@ -137,11 +134,6 @@ def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
 def has_wgmma(x: Tensor) -> bool:
     """Whether the GPU multiplies matrices in shared memory by warpgroups: Hopper has it, and no later one."""
     return nvidia_capability(x.device) == (9, 0)
-
-
-def use_row_blocks() -> bool:
-    """Whether `wgmma_gemm` divides rows among programs."""
-    return _policy.get().row_blocks
 
 
 def use_pixel_graphs() -> bool:

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     registers: int  # of a thread, at most: the programs of a processor share 65,536
 
 
-# By kind of product, the fastest of those that `benchmarks/small_gemm.py --tiles` tries.
+# By kind of product, the fastest of those that `benchmarks/fused_gemm.py --tiles` tries.
 TILES: dict[str, Tile] = {
     "plain": Tile(8, 3, 4, True, 4, 168),
     "swiglu": Tile(8, 1, 4, False, 4, 168),

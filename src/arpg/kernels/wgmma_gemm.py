@@ -1,22 +1,20 @@
-"""GEMM for 24 to 128 rows on Hopper: norm, product, then SwiGLU or the residual sum, in one kernel. Forward only.
+"""GEMM for 24 to 64 rows on Hopper: norm, product, then SwiGLU or the residual sum, in one kernel. Forward only.
 
 It computes what `small_gemm.py` computes, and leaves the sums of squares as that does, so that either may follow the
 other. For this many rows that kernel reads the rows too often; here
 
 - a program copies all of its weights to shared memory with the bulk tensor copy engine before the dependency barrier,
   so that they arrive while the kernels in front of it run; rows are copied after the barrier, through a ring of stages;
-- the weights are the left operand of `wgmma`, 64 lines of a program; the rows are the right one, padded to a power of
-  two. The copy engine reads no padding;
-- with the policy's `row_blocks`, rows are divided among programs, each of which then copies and multiplies fewer after
-  the barrier, but holds a copy of the weights;
+- the weights are the left operand of `wgmma`, 64 lines of a program; the rows are the right one, padded to 32 or 64.
+  The copy engine reads no padding;
 - the weight of the norm is multiplied into the weights in shared memory, before the barrier; the norm itself is a
   factor of each row, from the sums of squares that the kernel in front has left.
 
 A weight with more inputs than shared memory holds is divided among four programs. Each writes its partial sums, and the
-last to arrive adds all of them in a fixed order, so that results are reproducible. The counters of arrivals, one for
-16 rows of a tile, lie behind the sums of squares of the residual stream: the product that makes the stream sets them to
-zero. A buffer of the module would be shared by graphs that are replayed at once on two streams, and one that each call
-clears would put a kernel without early launch in front of it.
+last to arrive adds all of them in a fixed order, so that results are reproducible. The counters of arrivals lie behind
+the sums of squares of the residual stream: the product that makes the stream sets them to zero. A buffer of the module
+would be shared by graphs that are replayed at once on two streams, and one that each call clears would put a kernel
+without early launch in front of it.
 
 Shapes: M rows, D inputs, N outputs, P partial sums.
 """
@@ -39,13 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from arpg.kernels import small_gemm
-from arpg.kernels.dispatch import MAX_WGMMA_INPUTS, WGMMA_SPLIT, prefetch_weights, use_row_blocks
+from arpg.kernels.dispatch import MAX_WGMMA_INPUTS, WGMMA_SPLIT, prefetch_weights
 
 SCALES_STREAM = False  # as in `small_gemm`
 LINES = 64  # weight lines of a program: `wgmma` multiplies 64 at a time
 ATOM = gl.constexpr(64)  # inputs of a bulk copy: 128 bytes, one swizzled line of shared memory
 RING_BYTES = 64 * 1024  # of shared memory for rows: how much of them is on its way at once
-ROW_BLOCK_PROGRAMS = 132  # up to so many programs rows are divided: each needs most of a processor's shared memory
 
 
 def linear(
@@ -70,22 +67,21 @@ def linear(
     assert weight_ND.is_contiguous()
     split = 1 if inputs <= MAX_WGMMA_INPUTS else WGMMA_SPLIT
     assert split == 1 or norm_D is None
-    lines = LINES // 2 if swiglu else LINES
-    tiles = triton.cdiv(outputs, lines)
-    most_blocks = max(1, ROW_BLOCK_PROGRAMS // (tiles * split)) if use_row_blocks() else 1
-    rows = max(16, triton.next_power_of_2(triton.cdiv(len(x_MD), most_blocks)))  # Triton has no other tiles
-    row_blocks, row_bytes = triton.cdiv(len(x_MD), rows), rows * x.element_size()
+    rows = max(16, triton.next_power_of_2(len(x_MD)))  # Triton has no other tiles
+    row_bytes = rows * x.element_size()
     chunk = 128 if 4 * 128 * row_bytes <= RING_BYTES else 64  # inputs of a stage: at least four stages
     blocks = triton.cdiv(triton.cdiv(inputs, chunk), split)
     stages = min(blocks, RING_BYTES // (chunk * row_bytes))
+    lines = LINES // 2 if swiglu else LINES
+    tiles = triton.cdiv(outputs, lines)
     layout = gl.NVMMASharedLayout(128, 16)
     x_map = TensorDescriptor(x_MD, list(x_MD.shape), list(x_MD.stride()), [rows, chunk], layout)
     weight_map = TensorDescriptor(weight_ND, list(weight_ND.shape), [inputs, 1], [lines, ATOM.value], layout)
-    partials = x.new_empty(tiles * row_blocks * split * rows * LINES if split > 1 else 1, dtype=torch.float32)
-    counters = _counters(x_MD, squares_PM, tiles) if split > 1 else partials
+    partials = x.new_empty(tiles * split * rows * LINES if split > 1 else 1, dtype=torch.float32)
+    counters = _counters(squares_PM, tiles, x.device) if split > 1 else partials
     given = 0 if norm_D is None or squares_PM is None else len(squares_PM)
     pdl = prefetch_weights(x)
-    _wgmma_gemm[(tiles, split, row_blocks)](
+    _wgmma_gemm[(tiles, split)](
         x_map, weight_map, x if norm_D is None else norm_D, add_MN, out, x if squares_PM is None else squares_PM,
         x if sums_PM is None else sums_PM, partials, counters, len(x_MD), outputs, add_MN.stride(0), eps, inputs,
         norm_D is not None, add is not None, swiglu, sums_PM is not None, given, triton.next_power_of_2(given), LINES,
@@ -97,20 +93,19 @@ def linear(
 def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
     """Allocate partial sums of the squares of `x @ weight + add`: `[P, M]`, padded as in `small_gemm.empty_sums`.
 
-    A counter for each tile of outputs and 16 rows lies behind them.
+    A counter for each tile of outputs lies behind them.
     """
-    tiles, blocks = triton.cdiv(len(weight_ND), LINES), triton.cdiv(x.numel() // x.shape[-1], small_gemm.ROWS)
-    size = blocks * small_gemm.ROWS * tiles
-    return torch.empty(size + tiles * blocks, dtype=torch.float32, device=x.device)[:size].view(-1, tiles).t()
+    tiles, padded = triton.cdiv(len(weight_ND), LINES), triton.cdiv(x.numel() // x.shape[-1], small_gemm.ROWS)
+    size = padded * small_gemm.ROWS * tiles
+    return torch.empty(size + tiles, dtype=torch.float32, device=x.device)[:size].view(-1, tiles).t()
 
 
-def _counters(x_MD: Tensor, squares_PM: Tensor | None, tiles: int) -> Tensor:
+def _counters(squares_PM: Tensor | None, tiles: int, device: torch.device) -> Tensor:
     """Return how many programs of each tile have written their partial sums: zero before and after a product."""
-    num = tiles * triton.cdiv(len(x_MD), small_gemm.ROWS)
     if squares_PM is None:
-        return torch.zeros(num, dtype=torch.int32, device=x_MD.device)
-    assert squares_PM.numel() == num * small_gemm.ROWS  # made by this kernel, for as many rows and outputs
-    return squares_PM.as_strided((num,), (1,), squares_PM.numel()).view(torch.int32)
+        return torch.zeros(tiles, dtype=torch.int32, device=device)
+    assert len(squares_PM) == tiles  # made by this kernel, for as many outputs
+    return squares_PM.as_strided((tiles,), (1,), squares_PM.numel()).view(torch.int32)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -120,7 +115,7 @@ def _wgmma_gemm(  # type: ignore[no-untyped-def]
     GIVEN_BLOCK: gl.constexpr, LINES: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr, BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, PADDED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`LINES` lines of the weight, `BLOCKS` chunks of the inputs, `ROWS` rows. With `SWIGLU`, gates, then their ups.
+    """`LINES` lines of the weight, `BLOCKS` chunks of the inputs, all rows. With `SWIGLU`, gates, then their ups.
 
     What lies past the last row, line or input is copied as zeros and not stored. `PADDED`: sums of squares are for a
     multiple of so many rows.
@@ -136,9 +131,8 @@ def _wgmma_gemm(  # type: ignore[no-untyped-def]
     MADE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile, split, row_block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    first_input, first_row = split * (BLOCKS * CHUNK), row_block * ROWS
-    padded = (M + PADDED - 1) // PADDED * PADDED
+    tile, split = gl.program_id(0), gl.program_id(1)
+    first_input = split * (BLOCKS * CHUNK)
     copied = gl.allocate_shared_memory(TYPE, [BLOCKS * ATOMS * PARTS, OUTPUTS, ATOM], weight_map.layout)
     weights = copied._reinterpret(TYPE, [BLOCKS, LINES, CHUNK], x_map.layout)  # the parts of a line of atoms meet
     rows = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, CHUNK], x_map.layout)
@@ -175,15 +169,15 @@ def _wgmma_gemm(  # type: ignore[no-untyped-def]
 
     for block in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(
-            x_map, [first_row, first_input + block * CHUNK], rows_ready.index(block), rows.index(block)
+            x_map, [0, first_input + block * CHUNK], rows_ready.index(block), rows.index(block)
         )
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, END))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, END))
     column = gl.arange(0, OUTPUTS, gl.SliceLayout(0, END))
     output = tile * OUTPUTS + column
     there = (row[:, None] < M) & (output[None, :] < N)
     if NORM:
         maker = gl.arange(0, GIVEN_BLOCK, gl.SliceLayout(0, MADE))
-        maker_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, MADE))
+        maker_row = gl.arange(0, ROWS, gl.SliceLayout(1, MADE))
         made = (maker_row[:, None] < M) & (maker[None, :] < GIVEN)
         given = gl.load(squares + maker_row[:, None] * GIVEN + maker[None, :], made, other=0.0)
         factor = gl.convert_layout(gl.rsqrt(gl.sum(given, 1) / D + eps), gl.SliceLayout(1, END))
@@ -202,7 +196,7 @@ def _wgmma_gemm(  # type: ignore[no-untyped-def]
             free = (block + STAGES - 1) % STAGES
             gl.thread_barrier()
             mbarrier.expect(rows_ready.index(free), ROWS * CHUNK * BYTES, pred=again)
-            after = [first_row, first_input + (block - 1 + STAGES) * CHUNK]
+            after = [0, first_input + (block - 1 + STAGES) * CHUNK]
             tma.async_copy_global_to_shared(x_map, after, rows_ready.index(free), rows.index(free), pred=again)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     gl.thread_barrier()  # of all warps: the sums take the place of what they have read
@@ -216,15 +210,13 @@ def _wgmma_gemm(  # type: ignore[no-untyped-def]
         up = turned.slice(OUTPUTS, OUTPUTS, 1).load(END)
     last = SPLIT == 1
     if SPLIT > 1:
-        first_part = (tile * gl.num_programs(2) + row_block) * (SPLIT * ROWS * OUTPUTS)
-        part = partials + first_part + (row - first_row)[:, None] * OUTPUTS + column[None, :]
-        counter = counters + tile * (padded // PADDED) + first_row // PADDED
+        part = partials + tile * (SPLIT * ROWS * OUTPUTS) + row[:, None] * OUTPUTS + column[None, :]
         gl.store(part + split * (ROWS * OUTPUTS), total, there)
         gl.thread_barrier()  # of all threads: the counter is one thread's
-        last = gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1
+        last = gl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
     if last:
         if SPLIT > 1:
-            gl.store(counter, 0)
+            gl.store(counters + tile, 0)
             total = _sum_parts(part, there, SPLIT, ROWS * OUTPUTS)
         if NORM:
             total *= factor[:, None]
@@ -238,12 +230,9 @@ def _wgmma_gemm(  # type: ignore[no-untyped-def]
         gl.store(out + row[:, None] * N + output[None, :], result, there)
         if SUMS:  # of the rounded outputs, which the next kernel reads
             rounded = gl.where(output[None, :] < N, result.to(gl.float32), 0.0)
+            padded = (M + PADDED - 1) // PADDED * PADDED
             gl.store(sums + row * gl.num_programs(0) + tile, gl.sum(rounded * rounded, 1), row < padded)
-            # The counters of the next product that is divided, whatever its blocks of rows.
-            counter_row = sums + padded * gl.num_programs(0) + tile * (padded // PADDED) + row // PADDED
-            gl.store(
-                counter_row, gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, END)), (row % PADDED == 0) & (row < padded)
-            )
+            gl.store(sums + padded * gl.num_programs(0) + tile, 0.0)  # the counter of the next product that is divided
 
 
 @gluon.jit

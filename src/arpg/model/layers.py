@@ -5,7 +5,8 @@ Shapes: B batch, S slots of this call, T visible slots, H heads, K channels of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +170,7 @@ class Block(nn.Module):
         return ops.add_linear(stream, self.ffn.down, hidden, next_norm_D)
 
 
-def next_norms(blocks: Iterable[Block], last: ResidualNorm) -> list[Tensor]:
+def next_norms(blocks: nn.ModuleList, last: ResidualNorm) -> Sequence[Tensor]:
     """Return the weight of the norm that follows each block."""
-    return [*(block.attn_norm.weight for block in blocks), last.weight][1:]
+    norms: list[Any] = [*(block.attn_norm for block in blocks), last]
+    return [norm.weight for norm in norms[1:]]

@@ -1,14 +1,15 @@
-"""Time the fused layers of small batches (up to 128 rows) of ARPG-L on a GPU, and search their tiles.
+"""Time the fused GEMMs of ARPG-L on a GPU, and search their tiles.
 
-    python -m benchmarks.small_gemm             # a layer by number of rows: library, small_gemm, wgmma_gemm, row blocks
-    python -m benchmarks.small_gemm --products  # each matrix product, checked against float32
-    python -m benchmarks.small_gemm --tiles     # the fastest tile of each kind of product
+    python -m benchmarks.fused_gemm                # a layer by number of rows: library and each fused GEMM
+    python -m benchmarks.fused_gemm --products     # each product of small batches, checked against float32
+    python -m benchmarks.fused_gemm --tiles        # the fastest tile of each kind of product of small batches
+    python -m benchmarks.fused_gemm --large-tiles  # each tile of large_gemm, and which one it takes
 
 The network (24 layers and the head, both passes, 93 tokens known) runs as one CUDA graph; its logits are compared with
 float32. The first table shows for how many rows each of the fused GEMMs pays (`SMALL_BATCH_ROWS`, `WGMMA_ROWS` and
-`ROW_BLOCK_ROWS` of `arpg.kernels.dispatch`), and among how many programs `wgmma_gemm` should divide its rows; the tile
-search finds the entries of `arpg.kernels.small_gemm.TILES`. All of it needs compute capability 9.0 or later,
-`wgmma_gemm` 9.0. The latency of a whole image is a row of `benchmarks/engine.py`.
+`LARGE_GEMM_ROWS` of `arpg.kernels.dispatch`); the tile searches find `TILES` of `arpg.kernels.small_gemm` and
+`large_gemm`. All of it needs compute capability 9.0 or later; `wgmma_gemm` and `large_gemm` need 9.0, the last one
+QuACK. The latency of a whole image is a row of `benchmarks/engine.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from arpg.model import ARPG
 from benchmarks.measures import graph_microseconds, relative_error
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
-ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 640, 768, 1024, 2176)
+PROCESSORS, MORE_LARGE_TILES = 132, ((64, 192), (64, 256), (128, 64), (192, 128))
+FEW, LARGE_ROWS = 128, (256, 640, 768, 1024, 2176, 5120)
 GEMMS: dict[str, FusedGemm] = {"small_gemm": small_gemm, "wgmma_gemm": wgmma_gemm}
 
 
@@ -43,20 +46,18 @@ class Mode(NamedTuple):
     """How a layer is timed."""
 
     policy: KernelPolicy
-    wgmma: bool = False  # of all numbers of rows; else small_gemm
-    programs: int = 132  # among which wgmma_gemm divides rows, at most
-    large: bool = False  # large_gemm of all numbers of rows
+    kernel: str = ""  # of all numbers of rows
+    rows: range = range(1 << 30)  # for which it is tried
 
 
 MODES = {
-    "library": Mode(KernelPolicy(small_gemm=False, pdl=False)),
-    "small_gemm, not prefetched": Mode(KernelPolicy(pdl=False)),
-    "small_gemm": Mode(KernelPolicy()),
-    "wgmma_gemm, not prefetched": Mode(KernelPolicy(pdl=False), wgmma=True),
-    "wgmma_gemm": Mode(KernelPolicy(), wgmma=True),
-    **{f"row_blocks, {num} programs": Mode(KernelPolicy(row_blocks=True), True, num) for num in (66, 100, 132)},
-    "large_gemm, not prefetched": Mode(KernelPolicy(small_gemm=False, pdl=False), large=True),
-    "large_gemm": Mode(KernelPolicy(small_gemm=False), large=True),
+    "library": Mode(KernelPolicy(small_gemm=False, large_gemm=False, pdl=False)),
+    "small_gemm, not prefetched": Mode(KernelPolicy(pdl=False), "small_gemm", range(FEW + 1)),
+    "small_gemm": Mode(KernelPolicy(), "small_gemm", range(FEW + 1)),
+    "wgmma_gemm, not prefetched": Mode(KernelPolicy(pdl=False), "wgmma_gemm", range(FEW + 1)),
+    "wgmma_gemm": Mode(KernelPolicy(), "wgmma_gemm", range(FEW + 1)),
+    "large_gemm, not prefetched": Mode(KernelPolicy(pdl=False), "large_gemm", range(16, 1 << 30)),
+    "large_gemm": Mode(KernelPolicy(), "large_gemm", range(16, 1 << 30)),
 }
 SHAPES = {  # name: kind of product, inputs, outputs
     "qkv": ("plain", 1024, 3072),
@@ -137,23 +138,24 @@ def time_layers(model: ARPG, exact: ARPG, rows: int) -> list[dict[str, Any]]:
     expected, record = one_step(exact, rows, torch.float32)(), []
     found: dict[str, Tensor] = {}
     for name, mode in MODES.items():
-        taken = range(max(ROWS) + 1) if mode.wgmma else range(0)
-        limits = {"SMALL_BATCH_ROWS": max(ROWS), "WGMMA_ROWS": taken, "ROW_BLOCK_ROWS": taken}
-        limits["LARGE_GEMM_ROWS"] = 1 if mode.large else 1 << 30
-        if rows > max(ROWS) and not (mode.large or name == "library"):
+        if rows not in mode.rows:
             continue
-        programs = mock.patch.object(wgmma_gemm, "ROW_BLOCK_PROGRAMS", mode.programs)
-        with kernel_policy(mode.policy), mock.patch.multiple(dispatch, **limits), programs:
+        limits = {
+            "SMALL_BATCH_ROWS": FEW if mode.kernel == "small_gemm" else 0,
+            "WGMMA_ROWS": range(FEW + 1 if mode.kernel == "wgmma_gemm" else 0),
+            "LARGE_GEMM_ROWS": 1 if mode.kernel == "large_gemm" else 1 << 30,
+        }
+        with kernel_policy(mode.policy), mock.patch.multiple(dispatch, **limits):
             result = attempt(name, partial(graph_microseconds, one_step(model, rows, HALF), repeats=20))
         if result is not None:
             took, found[name] = result[0] / LAYERS, result[1].clone()
             error = relative_error(found[name], expected)
-            print(f"{rows:3d} rows  {name:26s} {took:6.2f} us a layer, error {error:.4f}", flush=True)
+            print(f"{rows:4d} rows  {name:26s} {took:6.2f} us a layer, error {error:.4f}", flush=True)
             record.append({"rows": rows, "mode": name, "us": took, "error": error})
-    for name in GEMMS:  # a kernel that does not wait for the one before would show here
+    for name in (*GEMMS, "large_gemm"):  # a kernel that does not wait for the one before would show here
         early, late = found.get(name), found.get(f"{name}, not prefetched")
         if early is not None and late is not None and not torch.equal(early, late):
-            print(f"{rows:3d} rows  {name}: prefetching CHANGES the logits", flush=True)
+            print(f"{rows:4d} rows  {name}: prefetching CHANGES the logits", flush=True)
     return record
 
 
@@ -203,7 +205,7 @@ def time_products(rows: int) -> list[dict[str, Any]]:
             if result is not None:
                 took, error = result
                 verdict = "" if error < 0.01 else "  WRONG"
-                print(f"{rows:3d} rows  {name:9s} {label:11s} {took:6.2f} us, error {error:.4f}{verdict}", flush=True)
+                print(f"{rows:4d} rows  {name:9s} {label:11s} {took:6.2f} us, error {error:.4f}{verdict}", flush=True)
                 record.append({"rows": rows, "product": name, "gemm": label, "us": took, "error": error})
     return record
 
@@ -221,10 +223,42 @@ def search_tiles(model: ARPG, rows: int, deadline: float) -> dict[str, Tile]:
             result = attempt(str(tile), lambda: graph_microseconds(one_step(model, rows, HALF), repeats=20))
             if result is not None:
                 found[tile] = result[0] / LAYERS
-                print(f"{rows:3d} rows  {found[tile]:6.2f} us a layer  {kind} {tile}", flush=True)
+                print(f"{rows:4d} rows  {found[tile]:6.2f} us a layer  {kind} {tile}", flush=True)
         if found:
             best[kind] = min(found, key=lambda tile: found[tile])
     return best
+
+
+def time_large_tiles(rows: int) -> list[dict[str, Any]]:
+    """Print and return the microseconds of each product of a layer by tile of `large_gemm`, the fastest first."""
+    from arpg.kernels import large_gemm
+
+    record = []
+    for name in ("qkv", "q", "gate, up", "out", "down"):
+        kind, inputs, outputs = SHAPES[name]
+        weights = [(torch.randn(outputs, inputs, device="cuda") / 32).to(HALF) for _ in range(LAYERS)]
+        x, add = (torch.randn(rows, width, device="cuda").to(HALF) for width in (inputs, outputs))
+        sums, norm = torch.ones(8, rows, device="cuda"), torch.ones(outputs, device="cuda").to(HALF)
+
+        def products(weights: list[Tensor] = weights, x: Tensor = x, add: Tensor = add, **options: Any) -> None:
+            for weight in weights:
+                if "norm_D" in options:
+                    large_gemm.add_linear(x, weight, add, **options)
+                else:
+                    large_gemm.linear(x, weight, **options)
+
+        given = {"norm_D": norm} if kind == "sum" else {"eps": 1e-5, "squares_PM": sums, "swiglu": kind == "swiglu"}
+        chosen, times = large_gemm.best_tile(rows, outputs, PROCESSORS), {}
+        for tile in {**large_gemm.TILES, **dict.fromkeys(MORE_LARGE_TILES)}:
+            with mock.patch.object(large_gemm, "best_tile", lambda *_, tile=tile: tile):
+                result = attempt(str(tile), partial(graph_microseconds, partial(products, **given)))
+            if result is not None:
+                times[tile] = result[0] / LAYERS
+        order = sorted(times, key=lambda tile: times[tile])
+        parts = [f"{tile[0]} x {tile[1]} {times[tile]:.2f}{' *' if tile == chosen else ''}" for tile in order]
+        print(f"{rows:4d} rows  {name:9s} us, * chosen: {', '.join(parts)}", flush=True)
+        record += [{"rows": rows, "product": name, "tile": tile, "us": times[tile]} for tile in order]
+    return record
 
 
 @torch.no_grad()
@@ -232,7 +266,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--products", action="store_true", help="time each product instead of whole layers")
     parser.add_argument("--tiles", action="store_true", help="search the fastest tiles instead")
-    parser.add_argument("--rows", type=int, nargs="+", help="by default 10 and 16 for --tiles, else 2 to 128")
+    parser.add_argument("--large-tiles", action="store_true", help="time the tiles of large_gemm instead")
+    parser.add_argument("--rows", type=int, nargs="+", help="by default as many as the search is for")
     parser.add_argument("--minutes", type=float, default=5.0, help="try no more tiles after this")
     parser.add_argument("--out", type=Path, help="JSON of layers or products, written after each number of rows")
     options = parser.parse_args()
@@ -241,13 +276,19 @@ def main() -> None:
     model, deadline = make_model().to(HALF), time.monotonic() + 60 * options.minutes
     if options.tiles:
         for rows in options.rows or (10, 16):
-            print(f"{rows:3d} rows  best:", search_tiles(model, rows, deadline), flush=True)
+            print(f"{rows:4d} rows  best:", search_tiles(model, rows, deadline), flush=True)
         return
     exact, record = make_model(), []
-    for rows in options.rows or ROWS:
-        record += time_products(rows) if options.products else time_layers(model, exact, rows)
+    what = "products" if options.products else "tiles" if options.large_tiles else "layers"
+    for rows in options.rows or (LARGE_ROWS if options.large_tiles else ROWS):
+        if options.large_tiles:
+            record += time_large_tiles(rows)
+        elif not options.products:
+            record += time_layers(model, exact, rows)
+        elif rows <= FEW:
+            record += time_products(rows)
         if options.out is not None:
-            write_json(options.out, {"about": about, "products" if options.products else "layers": record})
+            write_json(options.out, {"about": about, what: record})
 
 
 if __name__ == "__main__":
