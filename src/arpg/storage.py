@@ -301,7 +301,7 @@ def remove_folder(folder: AnyPath) -> None:
 
 
 def home() -> Path:
-    """Return the folder of fetched models: $ARPG_HOME, or else one in the user's cache folder."""
+    """Return the folder of what is fetched or kept: $ARPG_HOME, or else one in the user's cache folder."""
     if value := os.environ.get("ARPG_HOME"):
         return Path(value)
     cache = os.environ.get("XDG_CACHE_HOME")

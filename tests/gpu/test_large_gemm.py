@@ -16,7 +16,7 @@ from arpg import SamplingSettings, make_plan, tasks
 from arpg.decode import Engine
 from arpg.kernels import dispatch
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
-from arpg.model.layers import ResidualNorm
+from arpg.model.layers import ResidualNorm, next_norms
 from support.fused import fuse_everywhere
 from support.paths import ROOT
 from support.small import SMALL, small_model
@@ -95,6 +95,22 @@ def test_the_network_computes_the_same(guided, plain_kernels):
     assert plain_kernels.count("add_linear") == 8
 
 
+class Sharded(torch.Tensor):
+    """A weight of another type, as those of FSDP are outside their block."""
+
+
+def test_norms_that_another_block_may_read():
+    """Not in training, where a block may only take its own weights, nor where they are sharded."""
+    model = small_model()
+    assert next_norms(model.pass2, model.norm) == [None, None]
+    with torch.no_grad():
+        first, second = next_norms(model.pass2, model.norm)
+        assert first is model.pass2[1].attn_norm.weight
+        assert second is model.norm.weight
+        model.norm.weight = nn.Parameter(model.norm.weight.as_subclass(Sharded))
+        assert next_norms(model.pass2, model.norm)[1] is None
+
+
 @torch.no_grad()
 def test_which_gemm_is_chosen(monkeypatch):
     """From so many rows on, on Hopper, with QuACK."""
@@ -137,6 +153,20 @@ def test_the_tile_of_least_cost():
     sizes = [(256, 1024), (768, 1024), (640, 3072), (640, 5632), (768, 3072), (5120, 3072)]
     tiles = [(64, 64), (64, 128), (128, 128), (128, 128), (192, 96), (128, 192)]
     assert [best_tile(*size, 132) for size in sizes] == tiles
+
+
+@needs_quack
+def test_compiled_kernels_are_kept_where_only_this_user_writes(tmp_path, monkeypatch):
+    from arpg.kernels.large_gemm import kernel_folder
+
+    monkeypatch.setenv("ARPG_HOME", str(tmp_path / "home"))
+    assert kernel_folder() == str(tmp_path / "home" / "kernels")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ARPG_HOME", str(tmp_path / "file"))  # no folder can be made there
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = kernel_folder()
+    assert os.path.dirname(folder) == str(tmp_path)
+    assert os.stat(folder).st_mode & 0o077 == 0
 
 
 @needs_quack

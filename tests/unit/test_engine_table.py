@@ -28,11 +28,9 @@ def test_all_rows_small(folder, tmp_path, capsys, monkeypatch):
     out, page = tmp_path / "small.json", tmp_path / "page.md"
     page.write_text("# Speed\n<!-- engine: begin -->\nold\n<!-- engine: end -->\nrest\n")
     options = ["--device", "cpu", "--like", str(folder), "--repeats", "1", "--out", str(out)]
-    table.main([*options, "--rows", "L, 32 steps", "VQ-16"])
+    table.main([*options, "--rows", "L, 32 steps", "VQ-16"])  # a whole name, and the beginning of another
     first = json.loads(out.read_text())
-    expected = {row.name for row in table.ROWS if row.name.startswith(("L, 32 steps", "VQ-16")) and not row.of}
-    assert set(first["rows"]) == expected
-    assert {"L, 32 steps, sustained for 60 s", "L, 32 steps, fp8 with fp8 cache", "VQ-16 decode, 256 px"} < expected
+    assert set(first["rows"]) == {"L, 32 steps", "VQ-16 decode, 256 px"}
     table.main([*options, "--write", "--page", str(page)])
     found = json.loads(out.read_text())
     measured_rows = [row for row in table.ROWS if not row.of]

@@ -5,7 +5,8 @@ accumulator. With it a layer is five kernels instead of eight, as for small batc
 
 An RMS norm is a weight for each input and a factor for each row. The product that makes the residual stream also writes
 it times the weight of the next norm, and partial sums of its squares; the next product multiplies its outputs by the
-factor that it computes from the sums. A kernel is compiled when it is first needed, and kept on disk by QuACK.
+factor that it computes from the sums. A kernel is compiled when it is first needed, which takes about 2 s, and kept in
+`$QUACK_CACHE_DIR`, or else in the folder `kernels` of `$ARPG_HOME`.
 
 Shapes: M rows, D inputs, N outputs, P partial sums.
 """
@@ -14,9 +15,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import tempfile
+from contextlib import suppress
 from typing import Any
 
 import cutlass
+import quack.cache
 import torch
 from cutlass import Float32, cute
 from quack.activation import swiglu as gated_silu
@@ -26,6 +31,7 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 from torch import Tensor
 
 from arpg.kernels.dispatch import prefetch_weights
+from arpg.storage import home
 
 SCALES_STREAM = True  # `linear` takes the stream times the norm's weight, which `add_linear` makes
 # Rows and outputs of a tile, and its time per output relative to the others, where `benchmarks/fused_gemm.py
@@ -86,6 +92,7 @@ def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
     return torch.empty((rows, parts), dtype=torch.float32, device=x.device).t()
 
 
+@functools.cache
 def best_tile(rows: int, outputs: int, processors: int) -> tuple[int, int]:
     """Return the tile of least cost: a GPU computes as many tiles at once as it has processors."""
 
@@ -190,6 +197,18 @@ def _gated(width: int, eps: float) -> EpiMod:
 def _added(acc, c, norm):  # type: ignore[no-untyped-def]
     total = acc + c
     return {"D": total * norm, "stream": total, "sums": (total, total)}
+
+
+def kernel_folder() -> str:
+    """Return a folder of this user for compiled code; QuACK's own, in /tmp, could be filled by others."""
+    folder = home() / "kernels"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return str(folder) if os.access(folder, os.W_OK) else tempfile.mkdtemp(prefix="arpg-kernels-")
+
+
+if quack.cache.CACHE_DIR is None:
+    quack.cache.CACHE_DIR = kernel_folder()
 
 
 @functools.cache

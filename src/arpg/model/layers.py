@@ -170,7 +170,12 @@ class Block(nn.Module):
         return ops.add_linear(stream, self.ffn.down, hidden, next_norm_D)
 
 
-def next_norms(blocks: nn.ModuleList, last: ResidualNorm) -> Sequence[Tensor]:
-    """Return the weight of the norm that follows each block."""
+def next_norms(blocks: nn.ModuleList, last: ResidualNorm) -> Sequence[Tensor | None]:
+    """Return the weight of the norm that follows each block, for inference; None where it is sharded or trained.
+
+    A sharded weight is whole only while its own block runs, and one that is trained must not be an input of another.
+    """
+    if torch.is_grad_enabled():
+        return [None] * len(blocks)
     norms: list[Any] = [*(block.attn_norm for block in blocks), last]
-    return [norm.weight for norm in norms[1:]]
+    return [norm.weight if type(norm.weight) is nn.Parameter else None for norm in norms[1:]]
