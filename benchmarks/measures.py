@@ -87,7 +87,7 @@ def sampled_on_context(engine: Engine, case: Case, ids_BN: Tensor) -> list[Tenso
     found = []
     with graphs.busy:
         steps = graphs.replay(state, strategy.cursor)
-        for (_, own_ids_BN, _), position_BS, (step_ids_BN, _) in zip(
+        for (_, (own_ids_BN, _)), position_BS, (step_ids_BN, _) in zip(
             graphs.graphs, strategy.cursor.predicted(), steps, strict=True
         ):
             found.append(step_ids_BN.gather(1, position_BS)[: case.batch])
