@@ -1,4 +1,4 @@
-"""Every kernel compiles for every kind of GPU that takes it, within its shared memory; no GPU is needed."""
+"""Every kernel compiles for every kind of GPU that takes it, and torch.compile takes it; no GPU is needed."""
 
 import os
 import re
@@ -32,3 +32,12 @@ def test_every_kernel_compiles_for_a_gpu(capability):
     early = set() if capability >= 90 else {"_small_gemm"}  # only chosen with dependent launch
     assert missing == early | (set() if capability == 90 else {"_wgmma_gemm"})  # only chosen on Hopper
     assert {name: size for name, size in shared.items() if size > SHARED_KIB[capability] * 1024} == {}
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8", "int8"])
+def test_torch_compile_traces_the_blocks_whole(precision):
+    """With the kernels, as `--engine compiled` does on a GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-m", "support.trace_blocks", precision]
+    run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["whole", "whole"], run.stderr[-2000:]

@@ -69,6 +69,16 @@ def test_int8_products_of_any_size(rows, inputs, outputs, dtype, int8_product):
     assert error(made.weight, plain.weight) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_an_int8_layer_in_compiled_code(int8_product):
+    """A packed weight is no plain one to the compiler, which has no code for its product."""
+    _, made = layer(Int8Linear)
+    compiled = torch.compile(made, backend="eager", dynamic=True)
+    for rows in (3, 5):
+        assert torch.equal(compiled(draw(2, rows, 64, seed=1)), made(draw(2, rows, 64, seed=1)))
+
+
 @pytest.mark.parametrize("kind", [Int8Linear, Fp8Linear])
 def test_a_row_of_zeros_stays_zero(kind, int8_product):
     _, made = layer(kind)

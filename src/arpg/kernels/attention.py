@@ -144,7 +144,7 @@ def _launch(
         *limit.stride()[:2], queries, 0 if ragged else first, settled if tile.prefetch else 0, heads,
         math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rope is not None, new, ragged,
         tile.queries, tile.slots, max(32 if float8 else 16, triton.next_power_of_2(channels)), pdl, tile.prefetch,
-        float8, isinstance(_attend, triton.JITFunction) and q.dtype != torch.float32,
+        float8, _COMPILED and q.dtype != torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     return out
@@ -257,6 +257,9 @@ def _attend(  # type: ignore[no-untyped-def]
         result = _join(mean) * (1 / total)[:, None]
     at = out + (batch * S * H + head) * K + (query[:, None] * H * K + channel)
     tl.store(at, result.to(out.dtype.element_ty), there)
+
+
+_COMPILED = isinstance(_attend, triton.JITFunction)  # or interpreted, which has no PTX
 
 
 @triton.jit

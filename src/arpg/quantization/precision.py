@@ -82,7 +82,8 @@ class Int8Linear(QuantizedLinear):
     """int8 weights. On a GPU activations stay as they are; on a CPU with the product for it, they are int8 by row."""
 
     precision = "int8"
-    values: Tensor  # [O, I] in int8; packed where a CPU has the product
+    values: Tensor  # [O, I] in int8; packed, [I, O], where a CPU has the product
+    packed: bool  # torch.compile does not see it in the values
     scale_O: Tensor
     dtype: torch.dtype
 
@@ -90,7 +91,7 @@ class Int8Linear(QuantizedLinear):
         """Quantize a weight with a scale for each output."""
         self.dtype = weight_OI.dtype
         values_OI, self.scale_O = to_int8(weight_OI)
-        self.values = _pack(values_OI)
+        self._keep(values_OI)
 
     @property
     def weight(self) -> Tensor:
@@ -101,18 +102,24 @@ class Int8Linear(QuantizedLinear):
         """Multiply by the int8 weight."""
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, self.weight.to(x.dtype))
-        if self.values.is_mkldnn and x.device.type == "cpu":
-            return _cpu_product(x, self.values, self.scale_O).to(x.dtype)
+        if self.packed and x.device.type == "cpu":
+            product = _compiled_product if torch.compiler.is_compiling() else _cpu_product
+            return product(x, self.values, self.scale_O).to(x.dtype)
         return ops.int8_linear(x, self._plain(), self.scale_O)
 
+    def _keep(self, values_OI: Tensor) -> None:
+        self.packed = values_OI.device.type == "cpu" and has_int8_product()
+        self.values = _pack(values_OI.contiguous()) if self.packed else values_OI.contiguous()
+
     def _plain(self) -> Tensor:
-        return self.values.to_dense().t() if self.values.is_mkldnn else self.values
+        return self.values.to_dense().t() if self.packed else self.values
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "values": to_pickle(self._plain(), self.values)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "values": _pack(from_pickle(state["values"]))})  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._keep(from_pickle(state["values"]))
 
 
 def to_precision(
@@ -191,15 +198,10 @@ def has_int8_product() -> bool:
     """
     x, values_OI = torch.linspace(-3, 5, 6 * 64).reshape(6, 64), torch.full((48, 64), 127, dtype=torch.int8)
     values_OI[::2, ::3] = -127
-    return computes(lambda: _cpu_product(x, _prepack(values_OI), torch.ones(48)), x @ values_OI.float().t(), 0.02)
+    return computes(lambda: _cpu_product(x, _pack(values_OI), torch.ones(48)), x @ values_OI.float().t(), 0.02)
 
 
 def _pack(values_OI: Tensor) -> Tensor:
-    fits = values_OI.device.type == "cpu" and has_int8_product()
-    return _prepack(values_OI.contiguous()) if fits else values_OI.contiguous()
-
-
-def _prepack(values_OI: Tensor) -> Tensor:
     packed: Tensor = torch.ops.onednn.qlinear_prepack(values_OI, None)
     return packed
 
@@ -214,6 +216,17 @@ def _cpu_product(x: Tensor, packed: Tensor, scale_O: Tensor) -> Tensor:
         bytes_MI, 1.0, 128, packed, scale_O, no_shift_O, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return out.mul_(scale_M1).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.library.custom_op("arpg::int8_product", mutates_args=())
+def _compiled_product(x: Tensor, packed: Tensor, scale_O: Tensor) -> Tensor:
+    """The product as one operator: the compiler cannot read its parts."""
+    return _cpu_product(x, packed, scale_O)
+
+
+@_compiled_product.register_fake
+def _(x: Tensor, packed: Tensor, scale_O: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], len(scale_O)), dtype=torch.float32)
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
