@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from benchmarks.measures import graph_microseconds, relative_error
 
 DEVICE, DTYPE, GRID, STEPS = "cuda", torch.bfloat16, (16, 16), 32
 DEFAULT = attention.tiles
-# queries, slots, warps, stages, registers of a thread
+Way = tuple[int, int, int, int, int | None]  # queries, slots, warps, stages, registers of a thread
 FEW = [(16, 16, 1, 3, 128), (16, 16, 1, 3, None), (16, 16, 1, 4, 128), (16, 16, 1, 3, 96), (16, 32, 1, 2, 128),
        (16, 32, 1, 3, 128), (16, 32, 1, 3, 160), (16, 32, 2, 3, None), (16, 64, 4, 2, None)]  # fmt: skip
 ALONE = [(16, 128, 8, 2, None), (16, 64, 4, 2, None), (16, 256, 8, 2, None), (16, 32, 1, 2, 128)]
@@ -75,8 +76,8 @@ class Layers:
         k, v = (x.to(cache[0].dtype).to(DTYPE) for x in (k, v))
         kept = [x[:, :slots].to(DTYPE) for x in cache]
         key, value = (torch.cat(x, 1) for x in zip(kept, (k, v), strict=True)) if new else kept
-        heads = (x.float().transpose(1, 2) for x in (apply_rope(q, rope), key, value))
-        worst = relative_error(out, F.scaled_dot_product_attention(*heads).transpose(1, 2))
+        q, key, value = (x.float().transpose(1, 2) for x in (apply_rope(q, rope), key, value))
+        worst = relative_error(out, F.scaled_dot_product_attention(q, key, value).transpose(1, 2))
         for x, y in zip(cache, (k, v), strict=True) if new else ():
             worst = max(worst, relative_error(x[:, slots : slots + queries], y))
         return worst
@@ -104,7 +105,7 @@ def main() -> None:
     stop = time.perf_counter() + options.seconds
     _say(f"{torch.cuda.get_device_name()}; us a launch; queries slots warps stages registers; N: stores, C: does not")
 
-    def table(title: str, layers: Layers, ways: list[tuple[int, ...]], cases: list[Launch], depth: int) -> None:
+    def table(title: str, layers: Layers, ways: list[Way], cases: list[Launch], depth: int) -> None:
         names = [f"{'N' if new else 'C'} {queries}/{slots}" for new, queries, slots in cases]
         _say(f"{title}\n  {'':22}{'error':>8}" + "".join(f"{x:>10}" for x in names) + ("  whole, ms" if depth else ""))
         few = cases[0][1] <= 16
@@ -221,14 +222,14 @@ def one_image(stop: float, cache_dtype: torch.dtype) -> None:
 def _early(slots: int, warps: int) -> Callable[..., attention.Tiles]:
     """Return these tiles where the settled slots fit, and the default elsewhere."""
 
-    def tiles(queries: int, pairs: int, **sizes: int) -> attention.Tiles:
+    def tiles(queries: int, pairs: int, **sizes: Any) -> attention.Tiles:
         cut = DEFAULT(queries, pairs, **sizes)
         return cut._replace(slots=slots, warps=warps) if cut.prefetch and sizes["settled"] <= slots else cut
 
     return tiles
 
 
-def _instead(way: tuple[int, ...] | None, *, few: bool) -> Callable[..., attention.Tiles]:
+def _instead(way: Way | None, *, few: bool) -> Callable[..., attention.Tiles]:
     """Return these tiles for up to 16 queries (`few`), or for more; and the default for the others."""
 
     def tiles(queries: int, pairs: int, *, new: bool, float8: bool, **_: int) -> attention.Tiles:

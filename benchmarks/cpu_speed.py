@@ -22,7 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,11 +56,12 @@ class PlainLoop:
         self.table, self.head = model.embedding.weight, model.head.weight
         self.pass1, self.pass2 = ([self._layer(block) for block in blocks] for blocks in (model.pass1, model.pass2))
         self.memory_norm, self.norm = model.memory_norm.weight, model.norm.weight
-        self.to_k, self.to_v = (part.contiguous() for part in model.memory_kv[0].weight.chunk(2))
+        memory_kv: Any = model.memory_kv[0]
+        self.to_k, self.to_v = (part.contiguous() for part in memory_kv.weight.chunk(2))
         self.rotations_N = self._rotations()
 
     @staticmethod
-    def _layer(block: torch.nn.Module) -> dict[str, Tensor]:
+    def _layer(block: Any) -> dict[str, Tensor]:
         attention, ffn = block.attn, block.ffn
         own = attention.qkv.weight.chunk(3) if hasattr(attention, "qkv") else (attention.q.weight,)
         gate, up = ffn.gate_up.weight.chunk(2)
@@ -107,19 +110,19 @@ class PlainLoop:
             for i, w in enumerate(self.pass1):
                 normed = self._norm(x, w["norm1"])
                 q, k = (self._rotate(F.linear(normed, w[name]), turn) for name in "qk")
-                cache[i] = self._grow(cache[i], k, F.linear(normed, w["v"]).unflatten(-1, (self.heads, -1)))
-                x = x + self._attend(q, *cache[i], w["out"])
+                cache[i] = known = self._grow(cache[i], k, F.linear(normed, w["v"]).unflatten(-1, (self.heads, -1)))
+                x = x + self._attend(q, *known, w["out"])
                 x = x + self._ffn(x, w)
             x = self._norm(x, self.memory_norm)
             key = self._rotate(F.linear(x, self.to_k), turn)
-            cache[-1] = self._grow(cache[-1], key, F.linear(x, self.to_v).unflatten(-1, (self.heads, -1)))
+            cache[-1] = memory = self._grow(cache[-1], key, F.linear(x, self.to_v).unflatten(-1, (self.heads, -1)))
 
             position_BS = order_BN[:, done : done + size]
             turn = self.rotations_N[1 + position_BS].repeat(2, 1, 1)
             x = self.table[config.mask_id].expand(2 * batch, size, -1)
             for w in self.pass2:
                 q = self._rotate(F.linear(self._norm(x, w["norm1"]), w["q"]), turn)
-                x = x + self._attend(q, *cache[-1], w["out"])
+                x = x + self._attend(q, *memory, w["out"])
                 x = x + self._ffn(x, w)
             cond, uncond = F.linear(self._norm(x, self.norm), self.head).chunk(2)
             logits.append(uncond + scale * (cond - uncond))
@@ -222,7 +225,7 @@ def main() -> None:
 
     runs: dict[str, Callable[[], object]] = {"plain": lambda: plain.run(labels, order, sizes, scales, multinomial)}
     runs["float32, not packed"] = lambda: generate(loose, case)
-    runs |= {name: lambda pipe=pipe: generate(pipe.model, case) for name, pipe in pipes.items()}
+    runs |= {name: partial(generate, pipe.model, case) for name, pipe in pipes.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     busy: dict[str, list[float]] = {name: [] for name in runs}  # CPU time: without that of other processes
     for _ in range(options.rounds):
@@ -243,7 +246,7 @@ def main() -> None:
     named = {"float32, not packed": Pipeline(loose, tokenizer), **pipes}
     split = {name: split_time(pipe, case, seed=0) for name, pipe in named.items()}
     settings = {"model": options.model, "batch": options.batch, "steps": case.settings.steps, "threads": threads}
-    seen = {}
+    seen: dict[str, Any] = {}
     if not random:
         seen["loading in a new process, seconds"] = {
             name: time_loading(options.model, name, rounds=options.rounds) for name in pipes

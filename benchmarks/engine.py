@@ -110,8 +110,8 @@ ROWS = (
 
 def small(row: Row, folder: str) -> Row:
     """Return the row with that folder's configuration, small enough for any machine."""
-    less = {"batch": min(row.batch, 2), "steps": min(row.steps, 4), "side": row.side // 4, "seconds": row.seconds / 300}
-    return replace(row, model=folder, **less)
+    batch, steps = min(row.batch, 2), min(row.steps, 4)
+    return replace(row, model=folder, batch=batch, steps=steps, side=row.side // 4, seconds=row.seconds / 300)
 
 
 def is_named(row: Row, text: str) -> bool:
@@ -198,13 +198,14 @@ def _roofline(row: Row, found: dict[str, Any]) -> float | None:
     names = ["roofline token images/s", *(["roofline pixel images/s"] if row.pixels else [])]
     if row.unit != "images/s" or not all(name in found for name in names):
         return None
-    return round(1 / sum(1 / found[name] for name in names), 1)
+    return round(1 / sum(float(1 / found[name]) for name in names), 1)
 
 
 @torch.no_grad()
 def host_times(model: ARPG, batch: int, repeats: int) -> dict[str, float]:
     """Return the milliseconds of CPU time of each part from the labels of a batch to the key of its graph."""
-    settings, found = SamplingSettings(steps=32, guidance=4.0), {}
+    settings = SamplingSettings(steps=32, guidance=4.0)
+    found: dict[str, float] = {}
     for i in range(repeats):
         times = {"": time.process_time()}
         seeds = range(i * batch, (i + 1) * batch)

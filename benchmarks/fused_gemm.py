@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,7 +31,7 @@ from arpg.bench.record import environment, error_line
 from arpg.config import MODELS
 from arpg.files import write_json
 from arpg.kernels import dispatch, small_gemm, wgmma_gemm
-from arpg.kernels.dispatch import FusedGemm, KernelPolicy, kernel_policy
+from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.kernels.small_gemm import Tile
 from arpg.model import ARPG
 from benchmarks.measures import graph_microseconds, relative_error
@@ -39,7 +40,7 @@ HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
 ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 640, 768, 1024, 2176)
 PROCESSORS, MORE_LARGE_TILES = 132, ((64, 192), (64, 256), (128, 64), (192, 128))
 FEW, LARGE_ROWS = 128, (256, 640, 768, 1024, 2176, 5120)
-GEMMS: dict[str, FusedGemm] = {"small_gemm": small_gemm, "wgmma_gemm": wgmma_gemm}
+GEMMS = {"small_gemm": small_gemm, "wgmma_gemm": wgmma_gemm}
 
 
 class Mode(NamedTuple):
@@ -140,7 +141,7 @@ def time_layers(model: ARPG, exact: ARPG, rows: int) -> list[dict[str, Any]]:
     for name, mode in MODES.items():
         if rows not in mode.rows:
             continue
-        limits = {
+        limits: dict[str, Any] = {
             "SMALL_BATCH_ROWS": FEW if mode.kernel == "small_gemm" else 0,
             "WGMMA_ROWS": range(FEW + 1 if mode.kernel == "wgmma_gemm" else 0),
             "LARGE_GEMM_ROWS": 1 if mode.kernel == "large_gemm" else 1 << 30,
@@ -159,7 +160,7 @@ def time_layers(model: ARPG, exact: ARPG, rows: int) -> list[dict[str, Any]]:
     return record
 
 
-def product_options(kind: str, x: Tensor, weight: Tensor, gemm: FusedGemm) -> dict[str, Any]:
+def product_options(kind: str, x: Tensor, weight: Tensor, gemm: ModuleType) -> dict[str, Any]:
     """Return the arguments with which a layer calls a product of this kind."""
     squares = gemm.empty_sums(x, weight if kind == "sum" else x.new_empty(x.shape[1], 0))
     squares.untyped_storage().fill_(0)  # with the counters behind the sums
@@ -174,7 +175,8 @@ def product_options(kind: str, x: Tensor, weight: Tensor, gemm: FusedGemm) -> di
 def exact_product(kind: str, x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
     """Return the same product in float32."""
     if kind == "sum":
-        return x.float() @ weight.float().t() + options["add"].float()
+        made: Tensor = x.float() @ weight.float().t() + options["add"].float()
+        return made
     made = (F.rms_norm(x.float(), x.shape[1:], eps=1e-5) * options["norm_D"].float()) @ weight.float().t()
     if kind == "swiglu":
         gate, up = made.chunk(2, -1)

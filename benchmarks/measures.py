@@ -20,7 +20,7 @@ from arpg.decode import Engine, decode
 from arpg.decode.engine import make_strategy, pad_to_bucket
 from arpg.decode.state import DecodeState, to_device
 from arpg.decode.steps import PlannedSteps, StepPlan
-from arpg.model import ARPG
+from arpg.model import TokenDecoder
 from arpg.tables import significant
 
 Steps = Sequence[tuple[Tensor, Tensor]]  # guided logits [B, S, V] and sampled ids [B, S] of each step
@@ -50,7 +50,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @torch.no_grad()
-def generate(model: ARPG, case: Case) -> Tensor:
+def generate(model: TokenDecoder, case: Case) -> Tensor:
     """Generate the ids `[B, N]` of a batch with the eager loop."""
     request, plan = case.request(model, 0)
     for step in decode(model, request, plan, case.settings):
@@ -58,7 +58,7 @@ def generate(model: ARPG, case: Case) -> Tensor:
     return ids_BN
 
 
-def on_context(model: ARPG, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
+def on_context(model: TokenDecoder, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return the guided logits and sampled ids of each step, where the steps before have sampled `ids_BN`."""
     request, plan = case.request(model, 0)
     steps: list[tuple[Tensor, Tensor]] = []

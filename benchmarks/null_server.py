@@ -16,7 +16,7 @@ import functools
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
 from arpg.decode.continuous import ContinuousBatch, StepShape, TokenCopy
-from arpg.image import to_images
+from arpg.image import Pixels, to_images
 from arpg.serve import batcher, middleware, native, request_body, responses, task_run
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import WorkerMetrics, configure_logging
@@ -54,7 +54,7 @@ STAGES: dict[str, tuple[Any, str]] = {  # functions whose CPU time is counted, b
 }
 
 
-def photo_like(seed: int, size: int = 256) -> np.ndarray:
+def photo_like(seed: int, size: int = 256) -> Pixels:
     """Return noise with the spectrum of a photograph, uint8 `[size, size, 3]`."""
     generator, frequency = np.random.default_rng(seed), np.fft.fftfreq(size)
     radius = np.hypot(frequency[:, None], frequency)
@@ -63,7 +63,8 @@ def photo_like(seed: int, size: int = 256) -> np.ndarray:
     smooth_3HW = np.fft.ifft2(np.fft.fft2(noise_3HW) / radius**SPECTRUM).real
     mixed_3HW = smooth_3HW[:1] + 0.3 * smooth_3HW  # the channels of a photograph are alike
     scaled = 128 + 55 * (mixed_3HW - mixed_3HW.mean()) / mixed_3HW.std()
-    return scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+    pixels_3HW: Pixels = scaled.clip(0, 255).astype(np.uint8)
+    return pixels_3HW.transpose(1, 2, 0)
 
 
 class NullTokenizer:
@@ -142,7 +143,7 @@ class CpuTimes(Collector):
     def __init__(self, prefix: str = "") -> None:
         """`prefix`: before the names, where there are several processes."""
         self.prefix = prefix
-        self.stages: Counter[str] = Counter()
+        self.stages = defaultdict[str, float](float)
         for stage, (owner, name) in STAGES.items():
             setattr(owner, name, self._timed(stage, getattr(owner, name)))
 
@@ -159,7 +160,7 @@ class CpuTimes(Collector):
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return the seconds since the start."""
-        groups: Counter[str] = Counter()
+        groups = defaultdict[str, float](float)
         for thread in threading.enumerate():
             assert thread.ident is not None
             clock = time.pthread_getcpuclockid(thread.ident)
@@ -186,7 +187,7 @@ class NullModel(ServedModel):
         """Let steps only take time, count the CPU time, and start the threads."""
         torch.set_num_threads(1)
         NullDevice.step_s = self.step_s
-        batcher.start_batch = NullBatch  # type: ignore[assignment]
+        batcher.start_batch = NullBatch  # type: ignore[attr-defined]
         metrics.registry.register(CpuTimes("worker" if settings.worker_process else ""))
         super().open(settings, metrics)
 

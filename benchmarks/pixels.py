@@ -40,7 +40,7 @@ from arpg.kernels.dispatch import KernelPolicy, has_kernels, kernel_policy
 from arpg.settings import SamplingSettings
 from arpg.tokenizer import VQTokenizer
 
-Decode = Callable[[Tensor], Any]  # images [B, 3, H, W] from z
+Decode = Callable[[Tensor], Tensor]  # images [B, 3, H, W] from z
 
 
 def open_tokenizer(name: str, device: torch.device) -> VQTokenizer:

@@ -22,8 +22,9 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 
 from arpg.bench.case import Case, open_pipeline
 from arpg.bench.record import environment, error_line
+from arpg.checkpoint import prepare
 from arpg.config import DEFAULT_MODEL, MODELS
 from arpg.decode import Engine
 from arpg.device import choose_device
@@ -40,8 +42,9 @@ from arpg.errors import InputError, require
 from arpg.files import write_json
 from arpg.image import to_uint8
 from arpg.kernels.ops import to_float8
-from arpg.pipeline import Pipeline, prepare
+from arpg.pipeline import Pipeline
 from arpg.quantization.precision import to_precision
+from arpg.tokenizer import VQTokenizer
 from benchmarks.measures import (
     agreement,
     equal_share,
@@ -71,6 +74,7 @@ def open_in(name: str, kind: str, device: torch.device) -> Pipeline:
     if kind != "float32":
         kv_cache_dtype = "fp8" if "fp8 cache" in rest else "auto"
         to_precision(pipe.model, precision, device, head="head in full" not in rest, kv_cache_dtype=kv_cache_dtype)
+        assert isinstance(pipe.tokenizer, VQTokenizer)
         prepare(pipe.model, pipe.tokenizer)
         pipe.tokenizer.decode_in(torch.float32)  # the accuracy shows the effect on the tokens alone
     return pipe
@@ -162,7 +166,7 @@ def time_products(model: str, batch: int, steps: int | None) -> None:
     """Print the microseconds of each product by precision and rows, and the milliseconds of all in a generation."""
     pipe = open_pipeline(model, random=True, device="cuda", dtype="bfloat16", engine="eager")
     case = Case(model, batch, pipe.sampling.settings(steps=steps), pipe.model.config.grid)
-    counts, whole = count_products(pipe, case), Counter[str]()
+    counts, whole = count_products(pipe, case), defaultdict[str, float](float)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us by rows", *PRODUCT_ROWS, flush=True)
     for product in sorted({product for product, _ in counts}):
         all_rows = sorted({*PRODUCT_ROWS, *(rows for each, rows in counts if each == product)})
@@ -172,7 +176,8 @@ def time_products(model: str, batch: int, steps: int | None) -> None:
                 x = torch.randn(rows, product[1], device="cuda", dtype=torch.bfloat16)
                 try:
                     calls = product_calls(product, precision, x)
-                    times[rows] = graph_microseconds(lambda c=calls: [f() for f in c], repeats=3)[0] / len(calls)
+                    work = partial(lambda calls: [call() for call in calls], calls)
+                    times[rows] = graph_microseconds(work, repeats=3)[0] / len(calls)
                 except Exception as error:  # the other sizes are still timed
                     print(f"  {precision}, {rows} rows: {error_line(error)}", flush=True)
             spent = sum(counts[product, rows] * took for rows, took in times.items()) / 1000

@@ -174,7 +174,7 @@ def replicas_needed(times: ServiceTimes, sizes: Sequence[int], *, rate: float, p
     """Return the smallest number of replicas that answer `rate` requests per second with this p99."""
     enough = next(
         high
-        for high in (2**i for i in itertools.count())
+        for high in (1 << i for i in itertools.count())
         if simulate(times, sizes, rate=rate, replicas=high, **options)["p99 s"] <= p99
     )
     low, high = enough // 2, enough  # `low` is too few

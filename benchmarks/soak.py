@@ -33,8 +33,9 @@ import torch
 from PIL import Image
 
 from arpg import ARPG, ModelConfig, Pipeline, SamplingDefaults, TokenizerConfig, VQTokenizer
+from arpg.decode.continuous import ContinuousBatch
 from arpg.serve.auth import ApiKeys
-from arpg.serve.batcher import ContinuousBatch
+from arpg.serve.model_worker import ModelWorker
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server import Server
 from arpg.serve.server_config import ServeSettings
@@ -178,6 +179,7 @@ class Faults:
     def __init__(self, service: ImageService, *, seed: int, share: float) -> None:
         self.random, self.share, self.count = random.Random(seed), share, 0
         self._step = ContinuousBatch.step
+        assert isinstance(service.worker, ModelWorker)
         codec = service.worker.loaded.codec.small._codec
         decode = codec.decode
 
@@ -189,7 +191,7 @@ class Faults:
             self._maybe()
             return decode(*arguments, **options)
 
-        ContinuousBatch.step = step  # type: ignore[method-assign]
+        ContinuousBatch.step = step  # type: ignore[method-assign, assignment]
         codec.decode = decode_or_fail  # type: ignore[method-assign]
 
     def _maybe(self) -> None:
@@ -207,7 +209,8 @@ class Soak:
     def __init__(self, address: str, service: ImageService, *, seed: int) -> None:
         self.address, self.service, self.random = address, service, random.Random(seed)
         self.kinds = random.Random(f"{seed} kinds")  # apart: what is sent must not depend on timing
-        self.good, self.expected = good_bodies(), {}
+        self.good = good_bodies()
+        self.expected: dict[int, str] = {}
         self.done: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -421,20 +424,17 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 async def _leftover(service: ImageService) -> dict[str, Any]:
     """Count requests, rows, threads, files and tensors when all clients are done."""
+    assert isinstance(service.worker, ModelWorker)
+    batcher = service.worker.loaded.batcher
     for _ in range(600):
-        busy = (
-            service.admission.num_admitted,
-            service.worker.loaded.batcher.num_running,
-            service.worker.loaded.batcher.num_waiting,
-        )
-        if busy == (0, 0, 0):
+        if (service.admission.num_admitted, batcher.num_running, batcher.num_waiting) == (0, 0, 0):
             break
         await asyncio.sleep(0.05)
     gc.collect()
     return {
         "inside": service.admission.num_admitted,
-        "rows_running": service.worker.loaded.batcher.num_running,
-        "rows_waiting": service.worker.loaded.batcher.num_waiting,
+        "rows_running": batcher.num_running,
+        "rows_waiting": batcher.num_waiting,
         "body_bytes": service.metrics.registry.get_sample_value("arpg_body_bytes"),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,

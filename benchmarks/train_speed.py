@@ -123,7 +123,7 @@ def main() -> None:
         recipe = ModelRecipe(
             model=config,
             data=TokenData(train=str(tokens)),
-            optim=OptimRecipe(lr=1e-4, **({"ema": 0.0} if options.no_ema else {})),
+            optim=OptimRecipe(lr=1e-4, ema=0.0 if options.no_ema else OptimRecipe.ema),
             run=RunRecipe(
                 steps=10_000,
                 batch_size=options.batch_size,

@@ -31,6 +31,7 @@ from arpg.evaluation.reconstruction import reconstruction_report
 from arpg.evaluation.sample import PixelBatches, count_classes, json_settings, labels_like
 from arpg.evaluation.sweep import Scorers, generate_features
 from arpg.image import Pixels, check_pixels, save, sheet, to_images
+from arpg.tokenizer import VQTokenizer
 from arpg.tokenizer.losses import LPIPS
 from experiments.photo_measures import Index, PhotoMeasures, measure_parser, measure_parts, pair_distances
 from experiments.scorer_training import accuracy
@@ -163,12 +164,13 @@ class Card(PhotoMeasures):
 
     def tokenizer(self) -> dict[str, Any]:
         """Return reconstruction metrics of the test images, by domain, and rFID of all of them."""
-        found = {}
+        found, tokenizer = {}, self.pipe.tokenizer
+        assert isinstance(tokenizer, VQTokenizer)
         for domain in self.photos.domains:
             images = self.photos.open_domain(self.data, domain, "test")
             pixels = center_crops(images, self.size, self.options.limit)
-            found[domain] = reconstruction_report(self.pipe.tokenizer, pixels, self.lpips, batch_size=128)
-        whole = reconstruction_report(self.pipe.tokenizer, self.test[0], None, batch_size=128, inception=self.inception)
+            found[domain] = reconstruction_report(tokenizer, pixels, self.lpips, batch_size=128)
+        whole = reconstruction_report(tokenizer, self.test[0], None, batch_size=128, inception=self.inception)
         return found | {"rfid, test images": whole["rfid"], "images": whole["n"]}
 
     def accuracy(self) -> dict[str, Any]:

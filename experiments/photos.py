@@ -22,7 +22,7 @@ from arpg.evaluation.features import CHUNK, Features, collect, from_array
 from arpg.evaluation.inception import Inception
 from arpg.files import write_json
 from arpg.image import Pixels, to_images, to_uint8
-from arpg.tokenizer import VQTokenizer
+from arpg.tokenizer import Tokenizer
 from experiments.scorer_training import accuracy, train_classifier
 
 Labels = NDArray[np.int64]
@@ -102,12 +102,12 @@ def class_ids(images: ImageSet, names: ClassNames) -> Labels:
 
 
 @torch.inference_mode()
-def reconstruct(pixels_nHW3: Pixels, tokenizer: VQTokenizer, *, batch_size: int = 256) -> Pixels:
+def reconstruct(pixels_nHW3: Pixels, tokenizer: Tokenizer, *, batch_size: int = 256) -> Pixels:
     """Return images as the tokenizer reconstructs them."""
-    again = np.empty_like(pixels_nHW3)
+    again, stride = np.empty_like(pixels_nHW3), tokenizer.config.stride
     for start in range(0, len(again), batch_size):
-        image = to_images(pixels_nHW3[start : start + batch_size], tokenizer.device).to(tokenizer.dtype)
-        grid = tokenizer.grid(image.shape[2], image.shape[3])
+        image = to_images(pixels_nHW3[start : start + batch_size], tokenizer.device)
+        grid = (image.shape[2] // stride, image.shape[3] // stride)
         again[start : start + batch_size] = to_uint8(tokenizer.decode(tokenizer.encode(image), grid)).cpu().numpy()
     return again
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from arpg.device import choose_device
 from arpg.errors import require
 from arpg.files import write_whole
+from arpg.storage import AnyPath
 from arpg.train.loop import TrainingStoppedError
 from arpg.train.model import train_model
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe
@@ -99,7 +100,7 @@ def train_until(
     *,
     device: str,
     store: Callable[[Path, Path], None] | None = None,
-    train: Callable[..., Path] | None = None,
+    train: Callable[..., AnyPath] | None = None,
 ) -> bool:
     """Train or resume training until `deadline`; return whether it is finished.
 
@@ -115,7 +116,7 @@ def train_until(
     results.mkdir(parents=True, exist_ok=True)
     limited = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_minutes=left / 60))
     resume = (folder / "snapshots").exists()
-    run = train or (train_tokenizer if isinstance(limited, TokenizerRecipe) else train_model)
+    run: Callable[..., AnyPath] = train or (train_tokenizer if isinstance(limited, TokenizerRecipe) else train_model)
     try:
         run(limited, folder, resume=resume, device=device)
     except TrainingStoppedError as error:

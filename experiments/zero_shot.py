@@ -139,7 +139,7 @@ class ZeroShot(PhotoMeasures):
     def edit(self) -> Row:
         """Edit a box of 80 % of the side to another class, and classify the result."""
         chosen = evenly_spaced(len(self.test[0]), self.options.edits)
-        pixels, old = (part[chosen] for part in self.test)
+        pixels, old = self.test[0][chosen], self.test[1][chosen]
         known = np.unique(self.test[1])  # classes with photographs; all of them but in a trial run
         shift = np.random.default_rng(0).integers(1, max(2, len(known)), len(old))
         new = known[(np.searchsorted(known, old) + shift) % len(known)]

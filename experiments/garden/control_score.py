@@ -15,10 +15,10 @@ from pathlib import Path
 from arpg.errors import present
 from arpg.image import Pixels
 from experiments.control_images import Grey, Labels, nearest_by_depth, rmse, to_depth
-from experiments.control_photos import Conditions, ControlScore, Row, control_parser, score_control
+from experiments.control_photos import Conditions, ControlScore, control_parser, score_control
 from experiments.garden.depth_net import DepthNet, compose_depth_scenes, depth_error
 from experiments.garden.scene_sets import Sets, num_processes
-from experiments.photo_measures import mean
+from experiments.photo_measures import Row, mean
 
 SCENE_SEED = 2026  # the test scenes are those of this seed + --seed
 

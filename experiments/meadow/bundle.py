@@ -84,7 +84,7 @@ def _wrapped(text: str) -> str:
 
 def _shape(folder: Path, *, training: str) -> str:
     networks = (load_tokenizer(folder), load_model(folder))
-    tokenizer, config = (network.config for network in networks)
+    tokenizer, config = networks[0].config, networks[1].config
     counts = [sum(p.numel() for p in network.parameters()) / 1e6 for network in networks]
     if (base := read_folder(folder).base) is None:
         stored = [f"8 bits per weight, {_megabytes(folder / file)}" for file in (TOKENIZER, MODEL)]

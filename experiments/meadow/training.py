@@ -131,7 +131,8 @@ def train(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     is_tokenizer = options.recipe.is_file() and "tokenizer" in _sections(options.recipe)
-    recipe = read_recipe(options.recipe, TokenizerRecipe if is_tokenizer else ModelRecipe, options.set)
+    kind: type[ModelRecipe | TokenizerRecipe] = TokenizerRecipe if is_tokenizer else ModelRecipe
+    recipe = read_recipe(options.recipe, kind, options.set)
     if options.base is not None and isinstance(recipe, ModelRecipe) and recipe.tokenizer is not None:  # before training
         require_tokenizer_of(options.base, resolve(recipe.tokenizer))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arpg import tasks
@@ -24,7 +25,7 @@ from arpg.checkpoint import load_model, load_tokenizer, read_folder
 from arpg.data.tokens import open_tokens
 from arpg.decode.likelihood import make_orders, token_bits
 from arpg.device import choose_device, peak_bytes, reset_peak, synchronize
-from arpg.errors import require
+from arpg.errors import present, require
 from arpg.evaluation.classifier import Classifier
 from arpg.evaluation.features import Features
 from arpg.evaluation.inception import Inception
@@ -36,6 +37,7 @@ from arpg.hub import resolve
 from arpg.image import to_uint8
 from arpg.model import TokenDecoder, class_condition
 from arpg.settings import SamplingSettings
+from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from experiments.paper.engine import RowEngine, plan_from_nothing
@@ -129,9 +131,10 @@ class Bench:
         """The number of training images of each class, `[classes]`."""
         o = self.options
         if o.model is None:
-            labels = open_tokens(o.tokens).labels
+            labels: NDArray[np.integer[Any]] = open_tokens(o.tokens).labels
         else:
-            labels = class_ids(photo_set(o.set).open(o.data, "train"), read_folder(resolve(o.model)).classes)
+            classes = present(read_folder(resolve(o.model)).classes, f"{o.model} has no classes; it takes prompts")
+            labels = class_ids(photo_set(o.set).open(o.data, "train"), classes)
         return np.bincount(labels, minlength=self.base.num_classes)
 
     def key(self, row: str, **more: Any) -> dict[str, Any]:
@@ -186,7 +189,8 @@ class Bench:
     def weights(self, row: Row, *, seed: int = 0) -> Path:
         """Return the folder of a row's weights, in 8 bits; train the row where there is none."""
         o, name = self.options, f"{row.trained_as}-seed{seed}"
-        target, work = o.out / WEIGHTS / name, o.work / name
+        target: Path = o.out / WEIGHTS / name
+        work: Path = o.work / name
         for folder in (target, work):
             self._check_training(folder)
         if target.exists():
@@ -194,7 +198,7 @@ class Bench:
         recipe = self.recipe(row, seed=seed)
         write_json(work / TRAINING, {name: getattr(o, name) for name in TRAINED_WITH})
 
-        def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
+        def run(recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> AnyPath:
             return train_row(row, recipe, folder, resume=resume, device=device)
 
         if not train_until(self.deadline, recipe, work, o.out / TRAIN / name, device=o.device, train=run):

@@ -117,9 +117,9 @@ class RowEngine(Engine):
     @torch.no_grad()
     def fill(self, request: Request, settings: SamplingSettings) -> Tensor:
         """Sample what a request leaves open; return ids `[B, N]`. Some peers have an order and steps of their own."""
-        sizes = self.model.fixed_sizes() if isinstance(self.model, Peer) else None
-        if sizes is not None:
+        if isinstance(self.model, Peer) and (sizes := self.model.fixed_sizes()) is not None:
             order = self.model.fixed_order(torch.device("cpu"))
+            assert order is not None
             settings = dataclasses.replace(settings, order=order, schedule=sizes)
         plan = self.plan(request, settings)
         *_, last = self.decode(request, plan, settings, every_step=False)

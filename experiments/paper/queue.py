@@ -242,7 +242,7 @@ def run_few_steps(bench: Bench) -> None:
     if all(map(bench.queue.has, keys.values())):
         return
     engine = bench.subject()
-    orders = [(engine, {"order": order}) for order in ORDERS]
+    orders: list[tuple[RowEngine, dict[str, Any]]] = [(engine, {"order": order}) for order in ORDERS]
     orders += [(RowEngine(engine.model, confidence=noise), {}) for noise in CONFIDENCES]
     pairs = [(each, {**order, "schedule": schedule}) for each, order in orders for schedule in SCHEDULES]
     places: dict[int, list[int]] = {}  # of each pair among the others, by steps

@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,10 @@ def larger_is_better(lines: list[Line]) -> Estimate | None:
 
 def _attention(lines: list[Line], row: str, name: str) -> Estimate | None:
     line = one(lines, table="attention", row=row)
-    return None if line is None else Estimate(line[name], *line[f"{name} interval"], trainings=1)
+    if line is None:
+        return None
+    low, high = line[f"{name} interval"]
+    return Estimate(line[name], low, high, trainings=1)
 
 
 def _tuned(lines: list[Line], **key: Any) -> Estimate | None:
@@ -289,7 +293,7 @@ QUESTIONS = [
         Claim(
             f"a fine-tune on its own orders is better than on random ones at {steps} steps, in confident order",
             "",
-            lambda lines, s=steps: _tuned(lines, measure="quality", steps=s, order="confident"),
+            partial(_tuned, measure="quality", steps=steps, order="confident"),
             at_most=0.0,
         )
         for steps in (8, 12)
@@ -353,14 +357,11 @@ SPEED_COLUMNS: tuple[Column, ...] = (
     *((name, {"batch": 64}, name) for name in MEMORY),
 )
 STEPS_COLUMNS: tuple[Column, ...] = tuple(
-    column
+    (f"{heading}{what}", {"attention": attention, "pixels": pixels}, name)
     for pixels, what in ((False, ""), (True, ", to pixels"))
-    for column in (
-        *(
-            (f"images/s {attention}{what}", {"attention": attention, "pixels": pixels}, "images/s")
-            for attention in ("block", "causal")
-        ),
-        *((f"{name}{what}", {"attention": "block", "pixels": pixels}, name) for name in MEMORY),
+    for heading, attention, name in (
+        *((f"images/s {attention}", attention, "images/s") for attention in ("block", "causal")),
+        *((name, "block", name) for name in MEMORY),
     )
 )
 

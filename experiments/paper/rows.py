@@ -12,6 +12,7 @@ from arpg.config import ModelConfig
 from arpg.files import read_tensors, write_tensors, write_whole
 from arpg.model import ARPG
 from arpg.quantization.storage import pack, unpack
+from arpg.storage import AnyPath
 from arpg.train.loop import train
 from arpg.train.model import ModelTraining
 from arpg.train.objective import Objective
@@ -131,7 +132,7 @@ class PeerTraining(ModelTraining):
     def build_objective(self, model: ARPG) -> Objective:
         return PeerObjective(model, self.dataset.tokens.grid)
 
-    def export(self) -> Path:
+    def export(self) -> AnyPath:
         """Write the averaged weights."""
         target = self.folder / "model"
         weights = self.averaged_weights()
@@ -140,7 +141,7 @@ class PeerTraining(ModelTraining):
         return target
 
 
-def train_row(row: Row, recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> Path:
+def train_row(row: Row, recipe: ModelRecipe, folder: Path, *, resume: bool, device: str) -> AnyPath:
     """Train the network of a row with a recipe, whose `model` is the row's; return the folder of the result."""
     kind = ModelTraining if row.peer is None else type("RowTraining", (PeerTraining,), {"row": row})
     return train(lambda world: kind(recipe, folder, world), resume=resume, device=device)

@@ -310,7 +310,7 @@ def draw_figures(measured: Measured, folder: Path) -> list[Path]:
     if comparable(lines):
         for name, label in (("steps", "steps (labels: best guidance)"), ("speed", "images/s (labels: steps)")):
             places = {
-                attention: [(x, line) for line in of if (x := _place(measured, line, name))]
+                attention: [(at, line) for line in of if (at := _place(measured, line, name))]
                 for attention, of in found.items()
             }
             if not any(places.values()):
@@ -319,7 +319,7 @@ def draw_figures(measured: Measured, folder: Path) -> list[Path]:
             for (attention, points), marker, below in zip(places.items(), "os", (True, False), strict=True):
                 if not points:
                     continue
-                x, of = zip(*points, strict=True)
+                x, of = [each for each, _ in points], [line for _, line in points]
                 fids = [line["fid"] for line in of]
                 # Speeds are too noisy for a curve.
                 style = {"marker": marker, "capsize": 3, "linestyle": "-" if name == "steps" else "none"}
@@ -331,8 +331,8 @@ def draw_figures(measured: Measured, folder: Path) -> list[Path]:
                     right = all(place >= at for at, other in others if other["settings"]["steps"] == steps)
                     side = ("below" if below else "above") if name == "steps" else "right" if right else "left"
                     _label(axes, text, (place, line), side=side, color=drawn.lines[0].get_color())
-            for style, (title, line) in zip(("--", ":"), measured.baselines.items(), strict=False):
-                axes.axhline(line["fid"], linestyle=style, color="grey", label=title)
+            for dashes, (title, line) in zip(("--", ":"), measured.baselines.items(), strict=False):
+                axes.axhline(line["fid"], linestyle=dashes, color="grey", label=title)
             if name == "steps":
                 axes.set_xscale("log")
                 axes.set_xticks(sorted(STEPS), [str(steps) for steps in sorted(STEPS)])

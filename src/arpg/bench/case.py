@@ -16,7 +16,7 @@ from arpg.decode import Plan, Request, make_plan
 from arpg.device import choose_device
 from arpg.errors import present, require
 from arpg.hub import resolve
-from arpg.model import ARPG
+from arpg.model import ARPG, TokenDecoder
 from arpg.pipeline import Pipeline
 from arpg.quantization.precision import to_precision
 from arpg.settings import SamplingDefaults, SamplingSettings
@@ -45,7 +45,7 @@ class Case:
         """The tokens of one image."""
         return self.grid[0] * self.grid[1]
 
-    def request(self, model: ARPG, first_seed: int) -> tuple[Request, Plan]:
+    def request(self, model: TokenDecoder, first_seed: int) -> tuple[Request, Plan]:
         """Return a batch with seeds from `first_seed` on, one class after the other, and its plan."""
         seeds = range(first_seed, first_seed + self.batch)
         labels = [seed % model.config.num_classes for seed in seeds]
