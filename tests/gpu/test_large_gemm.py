@@ -141,6 +141,21 @@ def test_which_gemm_is_chosen(monkeypatch):
     assert chosen(10_000) is None
 
 
+def test_which_gemms_a_record_names(monkeypatch):
+    """Those that the device has and that compile there."""
+    device = torch.device("cpu")
+    assert dispatch.working_gemms(device) == []
+    for name in ("has_kernels", "supports_pdl"):
+        monkeypatch.setattr(dispatch, name, lambda x: True)
+    monkeypatch.setattr(dispatch, "QUACK_AVAILABLE", True)
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: True)
+    assert dispatch.working_gemms(device) == ["small_gemm"]  # Blackwell
+    monkeypatch.setattr(dispatch, "has_wgmma", lambda x: True)
+    assert dispatch.working_gemms(device) == ["small_gemm", "wgmma_gemm", "large_gemm"]
+    monkeypatch.setattr(dispatch, "kernel_works", lambda device, kernel: kernel != "large_gemm")
+    assert dispatch.working_gemms(device) == ["small_gemm", "wgmma_gemm"]
+
+
 needs_quack = pytest.mark.skipif(not QUACK, reason="QuACK is not installed")
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not (HOPPER and QUACK), reason="needs a Hopper GPU and QuACK")]
 

@@ -19,6 +19,7 @@ from arpg.device import cpu_name
 from arpg.errors import InputError, require
 from arpg.figures import new_plot, save_plot
 from arpg.files import write_json
+from arpg.kernels.dispatch import working_gemms
 from arpg.tables import text_table
 
 FORMAT = "arpg-bench-1"
@@ -35,7 +36,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"device": properties.name, "device GiB": round(properties.total_memory / 2**30, 1)}
-        found["cuda"] = torch.version.cuda
+        found |= {"cuda": torch.version.cuda, "fused GEMMs": working_gemms(device)}
     found |= {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()}
     found["arpg"] = _version("arpg")
     if (triton := _version("triton")) is not None:

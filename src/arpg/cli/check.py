@@ -22,6 +22,7 @@ EXTRAS = {
     "serve": "fastapi",
     "ray": "ray",
     "diffusers": "diffusers",
+    "hopper": "quack",
 }
 SELFTEST = {  # with every setting that is searched for a model, so that its new defaults do not change the tokens
     "num_images": 1,
@@ -64,6 +65,7 @@ def selftest(device: DeviceOption = "auto") -> None:
 
     import arpg
     from arpg.device import cpu_name
+    from arpg.kernels.dispatch import working_gemms
 
     pipe = load_pipeline(DEFAULT_MODEL, device=device, dtype="float32", engine="eager")
     chosen = pipe.model.device
@@ -76,6 +78,8 @@ def selftest(device: DeviceOption = "auto") -> None:
         "device": f"{chosen}, {hardware}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
         "extras": ", ".join(extras),
     }
+    if chosen.type == "cuda":
+        lines["GEMMs"] = ", ".join(["cuBLAS", *working_gemms(chosen)])
     for name, text in lines.items():
         out.print(f"{name:<8} {text}")
     steps: list[list[int]] = []

@@ -131,6 +131,17 @@ def fused_gemm(x: Tensor, layer: nn.Module) -> FusedGemm | None:
     return _import("large_gemm") if large and kernel_works(x.device, "large_gemm") else None
 
 
+def working_gemms(device: torch.device) -> list[str]:
+    """Return the fused GEMMs that a device has and that compile for it: those that `fused_gemm` chooses from."""
+    x = torch.empty(0, device=device)
+    if not (has_kernels(x) and supports_pdl(x)):
+        return []
+    names = ["small_gemm"]
+    if has_wgmma(x):
+        names += ["wgmma_gemm", "large_gemm"] if QUACK_AVAILABLE else ["wgmma_gemm"]
+    return [name for name in names if kernel_works(device, name)]
+
+
 def has_wgmma(x: Tensor) -> bool:
     """Whether the GPU multiplies matrices in shared memory by warpgroups: Hopper has it, and no later one."""
     return nvidia_capability(x.device) == (9, 0)
