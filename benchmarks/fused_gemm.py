@@ -38,7 +38,7 @@ from benchmarks.measures import graph_microseconds, relative_error
 
 HALF, KNOWN, LAYERS = torch.bfloat16, 93, 24
 ROWS = (2, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 640, 768, 1024, 2176)
-PROCESSORS, MORE_LARGE_TILES = 132, ((64, 192), (64, 256), (128, 64), (192, 128))
+PROCESSORS = 132
 FEW, LARGE_ROWS = 128, (256, 640, 768, 1024, 2176, 5120)
 GEMMS = {"small_gemm": small_gemm, "wgmma_gemm": wgmma_gemm}
 
@@ -231,36 +231,67 @@ def search_tiles(model: ARPG, rows: int, deadline: float) -> dict[str, Tile]:
     return best
 
 
-def time_large_tiles(rows: int) -> list[dict[str, Any]]:
-    """Print and return the microseconds of each product of a layer by tile of `large_gemm`, the fastest first."""
+def more_large_tiles() -> list[Any]:
+    """Return tiles that `large_gemm` does not choose from: of other sizes, in clusters, and with shared inputs."""
+    from arpg.kernels.large_gemm import Tile
+
+    sizes = [Tile(64, 192), Tile(64, 256), Tile(128, 64), Tile(192, 128, pingpong=False)]
+    sizes += [Tile(256, 128, pingpong=False), Tile(128, 256, pingpong=False)]
+    pairs = [(64, 128), (128, 96), (128, 128), (128, 160), (128, 192), (192, 96)]
+    clusters = [Tile(*size, cluster=2) for size in pairs]
+    clusters += [Tile(*size, pingpong=False, cluster=2) for size in ((64, 64), (256, 128), (128, 256), (192, 128))]
+    splits = [Tile(64, 64, pingpong=False, split=split) for split in (2, 4)]
+    return [*sizes, *clusters, *splits, Tile(64, 128, split=2), Tile(128, 128, pingpong=False, split=2)]
+
+
+def time_large_tiles(rows: int, deadline: float) -> list[dict[str, Any]]:
+    """Print and return the microseconds of each product of a layer by tile of `large_gemm`, the fastest first.
+
+    Each tile is held to float32. One that shares inputs takes a counter, which is made in every call, and none for
+    SwiGLU.
+    """
     from arpg.kernels import large_gemm
 
-    record = []
+    record: list[dict[str, Any]] = []
     for name in ("qkv", "q", "gate, up", "out", "down"):
         kind, inputs, outputs = SHAPES[name]
         weights = [(torch.randn(outputs, inputs, device="cuda") / 32).to(HALF) for _ in range(LAYERS)]
         x, add = (torch.randn(rows, width, device="cuda").to(HALF) for width in (inputs, outputs))
-        sums, norm = torch.ones(8, rows, device="cuda"), torch.ones(outputs, device="cuda").to(HALF)
-
-        def products(weights: list[Tensor] = weights, x: Tensor = x, add: Tensor = add, **options: Any) -> None:
-            for weight in weights:
-                if "norm_D" in options:
-                    large_gemm.add_linear(x, weight, add, **options)
-                else:
-                    large_gemm.linear(x, weight, **options)
-
-        given = {"norm_D": norm} if kind == "sum" else {"eps": 1e-5, "squares_PM": sums, "swiglu": kind == "swiglu"}
+        sums = (x.float().square().sum(-1, keepdim=True) / 8).expand(-1, 8).contiguous().t()
+        if kind == "sum":
+            product: Any = partial(large_gemm.add_linear, x, add=add, norm_D=torch.ones_like(add[0]))
+        else:
+            product = partial(large_gemm.linear, x, eps=1e-5, squares_PM=sums, swiglu=kind == "swiglu")
+        exact = exact_product(kind, x, weights[0], {"add": add, "norm_D": x.new_ones(inputs)})
         chosen, times = large_gemm.best_tile(rows, outputs, PROCESSORS), {}
-        for tile in {**large_gemm.TILES, **dict.fromkeys(MORE_LARGE_TILES)}:
+        for tile in [*large_gemm.TILES, *more_large_tiles()]:
+            if time.monotonic() > deadline:
+                print("no time left for more tiles", flush=True)
+                return record
+            if kind == "swiglu" and tile.split > 1:
+                continue
+
+            def run(weights: list[Tensor] = weights, product: Any = product, exact: Tensor = exact) -> float:
+                made = product(weights[0])
+                if (error := relative_error(made[0] if isinstance(made, tuple) else made, exact)) > 0.01:
+                    raise ValueError(f"error {error:.3f}")
+                return graph_microseconds(lambda: [product(weight) for weight in weights])[0]
+
             with mock.patch.object(large_gemm, "best_tile", lambda *_, tile=tile: tile):
-                result = attempt(str(tile), partial(graph_microseconds, partial(products, **given)))
+                result = attempt(f"{rows} rows, {name}, {tile}", run)
             if result is not None:
-                times[tile] = result[0] / LAYERS
+                times[tile] = result / LAYERS
         order = sorted(times, key=lambda tile: times[tile])
-        parts = [f"{tile[0]} x {tile[1]} {times[tile]:.2f}{' *' if tile == chosen else ''}" for tile in order]
+        parts = [f"{label(tile)} {times[tile]:.2f}{' *' if tile == chosen else ''}" for tile in order]
         print(f"{rows:4d} rows  {name:9s} us, * chosen: {', '.join(parts)}", flush=True)
-        record += [{"rows": rows, "product": name, "tile": tile, "us": times[tile]} for tile in order]
+        record += [{"rows": rows, "product": name, "tile": tile._asdict(), "us": times[tile]} for tile in order]
     return record
+
+
+def label(tile: Any) -> str:
+    """Return the size of a tile of `large_gemm`, with c for its cluster, s for its split."""
+    more = [f"{letter}{count}" for letter, count in (("c", tile.cluster), ("s", tile.split)) if count > 1]
+    return " ".join([f"{tile.rows} x {tile.outputs}", *more])
 
 
 @torch.no_grad()
@@ -284,7 +315,7 @@ def main() -> None:
     what = "products" if options.products else "tiles" if options.large_tiles else "layers"
     for rows in options.rows or (LARGE_ROWS if options.large_tiles else ROWS):
         if options.large_tiles:
-            record += time_large_tiles(rows)
+            record += time_large_tiles(rows, deadline)
         elif not options.products:
             record += time_layers(model, exact, rows)
         elif rows <= FEW:

@@ -10,18 +10,19 @@
 # Every call waits for the commands, at most $WAIT minutes, and copies to $OUT: lines and figures of $RESULTS (the `--out`
 # of the verbs), the files that commands wrote to out/, and the log so far.
 #
-# What travels in runs/: carry/, parts of a tar file that is unpacked in the copy; packages/, Python packages that the
-# machine lacks; git/, a `.git` folder, for records that name the commit. With photographs but without tokens, the tokens
-# and the statistics of the photographs are made first.
+# What travels in runs/: carry/, parts of a tar file that is unpacked in the copy; site-packages/, Python packages that the
+# machine lacks (large ones in the tar file); git/, a `.git` folder, for records that name the commit. With photographs
+# but without tokens, the tokens and the statistics of the photographs are made first.
 set -u
 export KEEP=${KEEP:-/tmp/remote-job} MINUTES=${MINUTES:-25} LANES=${LANES:-1}
 COPY=$KEEP/repository
 
 run_all() {
   cd "$COPY" || return 1
-  export PYTHONPATH="$COPY:$COPY/src:$KEEP/packages" PYTHONUNBUFFERED=1
-  mkdir -p out
-  [ -d "$KEEP/carry" ] && cat "$KEEP"/carry/* | tar x
+  export PYTHONPATH="$COPY:$COPY/src:$KEEP/start" PYTHONUNBUFFERED=1
+  mkdir -p out "$KEEP/start"
+  echo "import site; site.addsitedir('$COPY/runs/site-packages')" >"$KEEP/start/sitecustomize.py" # with `.pth` files
+  [ -d "$KEEP/carry" ] && cat "$KEEP"/carry/* >"$KEEP/carry.tar" && tar xf "$KEEP/carry.tar" # compressed or not
   [ -d runs/meadow ] && ln -sfn runs/meadow meadow # as the bundled model, which is too large to come with the code
   common=(--features features)
   [ -f weights/inception.safetensors ] && common+=(--inception weights/inception.safetensors)
@@ -72,7 +73,7 @@ mkdir -p "$COPY"
 [ -d runs/carry ] && cp -r runs/carry "$KEEP/"
 if [ $# -gt 0 ]; then
   tar c --exclude ./runs --exclude ./.git --exclude ./.venv . | tar x -C "$COPY" # the next call replaces the files here
-  [ -d runs/packages ] && cp -r runs/packages "$KEEP/"
+  [ -d runs/site-packages ] && mkdir -p "$COPY/runs" && cp -r runs/site-packages "$COPY/runs/"
   [ -d runs/git ] && cp -rT runs/git "$COPY/.git"
   rm -f "$KEEP/finished"
   : >"$KEEP/log"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 from support.paths import ROOT
 
@@ -30,7 +31,7 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(os.urandom(1000))
     subprocess.run(
-        ["tar", "cf", tmp_path / "given.tar", "-C", tmp_path / "given", "data", "weights", "runs"], check=True
+        ["tar", "czf", tmp_path / "given.tar", "-C", tmp_path / "given", "data", "weights", "runs"], check=True
     )
     whole = (tmp_path / "given.tar").read_bytes()
     env = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "OUT": str(back), "KEEP": str(keep), "WAIT": "0.5"}
@@ -47,9 +48,10 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
         part.parent.mkdir(parents=True)
         part.write_bytes(whole[start : start + 5000])
         assert call() == f"== nothing runs here; parts of the upload: {number + 1}\n"
-    for name, text in (("git/HEAD", "a commit"), ("packages/einops.py", "")):
+    packages = {"site-packages/plain.py": "", "site-packages/more.pth": "folder", "site-packages/folder/deeper.py": ""}
+    for name, text in {"git/HEAD": "a commit", **packages}.items():
         path = repo / "runs" / name
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     measure = "cat .git/HEAD >out/commit.txt; echo $PYTHONPATH; false"
     said = call('paper designs --rows 12+12 "24+0, raster order"', measure, "paper slow", WAIT="0.02", MINUTES="8")
@@ -57,9 +59,11 @@ mkdir -p runs/paper/results/lines && echo '{{"row": "'$3'"}}' >> runs/paper/resu
     (tmp_path / "go").touch()
     said = call()
     assert "not finished" not in said
-    assert f"2  {copy}:{copy}/src:{keep}/packages\n2  == exit code 1, " in said
+    assert f"2  {copy}:{copy}/src:{keep}/start\n2  == exit code 1, " in said
     assert (back / "commit.txt").read_text() == "a commit"
-    assert (keep / "packages" / "einops.py").exists()
+    packages = [sys.executable, "-c", "import deeper, plain; print(plain.__file__)"]  # also those of `.pth` files
+    found = subprocess.run(packages, env={"PYTHONPATH": f"{keep}/start"}, check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == f"{copy}/runs/site-packages/plain.py"
     *first, designs_, slow = (tmp_path / "calls").read_text().splitlines()
     given = "|--features|features|--inception|weights/inception.safetensors|"
     tokenize = "-m|experiments.meadow|tokenize|--tokenizer|meadow|--views|3|"

@@ -167,7 +167,34 @@ def test_the_tile_of_least_cost():
 
     sizes = [(256, 1024), (768, 1024), (640, 3072), (640, 5632), (768, 3072), (5120, 3072)]
     tiles = [(64, 64), (64, 128), (128, 128), (128, 128), (192, 96), (128, 192)]
-    assert [best_tile(*size, 132) for size in sizes] == tiles
+    assert [best_tile(*size, 132)[:2] for size in sizes] == tiles
+
+
+@needs_quack
+def test_the_search_of_tiles(monkeypatch, capsys):
+    """Every product of a layer with every tile, held to float32: one that computes something else is left out."""
+    import benchmarks.fused_gemm as search
+    from arpg.kernels import large_gemm
+    from arpg.kernels.large_gemm import Tile
+
+    def wrong_in_clusters(function):
+        return lambda *a, **k: function(*a, **k) if large_gemm.best_tile(1, 1, 1).cluster == 1 else -function(*a, **k)
+
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
+    monkeypatch.setattr(search, "SHAPES", {name: (kind, 64, 48) for name, (kind, _, _) in search.SHAPES.items()})
+    monkeypatch.setattr(search, "graph_microseconds", lambda work: (240.0, work()))
+    monkeypatch.setattr(large_gemm, "linear", wrong_in_clusters(normed_linear))
+    monkeypatch.setattr(large_gemm, "add_linear", add_linear)
+    found = search.time_large_tiles(65, float("inf"))
+    tiles = {name: {Tile(**row["tile"]) for row in found if row["product"] == name} for name in ("qkv", "out")}
+    assert tiles["out"] == {*large_gemm.TILES, *search.more_large_tiles()}
+    assert tiles["qkv"] == {tile for tile in tiles["out"] if tile.cluster == 1}
+    assert {row["us"] for row in found} == {10.0}
+    out = capsys.readouterr().out
+    assert "65 rows, qkv, Tile(rows=64, outputs=128, pingpong=True, cluster=2, split=1): ValueError: error 2" in out
+    assert "256 x 128 c2 10.00" in out
+    assert search.time_large_tiles(65, 0.0) == []
 
 
 @needs_quack

@@ -18,7 +18,7 @@ import math
 import os
 import tempfile
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import quack.cache
@@ -34,16 +34,27 @@ from arpg.kernels.dispatch import prefetch_weights
 from arpg.storage import home
 
 SCALES_STREAM = True  # `linear` takes the stream times the norm's weight, which `add_linear` makes
-# Rows and outputs of a tile, and its time per output relative to the others, where `benchmarks/fused_gemm.py
-# --large-tiles` measures it with full waves.
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how: `benchmarks/fused_gemm.py --large-tiles` measures others."""
+
+    rows: int
+    outputs: int
+    pingpong: bool = True  # one half of its warps multiplies while the other is at the epilogue of its tile
+    cluster: int = 1  # programs that share what they read of the weight
+    split: int = 1  # programs that share the inputs of a tile
+
+
+# The time of each tile per output, relative to the others, with full waves.
 TILES = {
-    (64, 64): 1.5,
-    (64, 128): 1.25,
-    (128, 96): 1.05,
-    (192, 96): 1.1,
-    (128, 128): 1.0,
-    (128, 160): 1.0,
-    (128, 192): 1.0,
+    Tile(64, 64, pingpong=False): 1.5,
+    Tile(64, 128): 1.25,
+    Tile(128, 96): 1.05,
+    Tile(192, 96): 1.1,
+    Tile(128, 128): 1.0,
+    Tile(128, 160): 1.0,
+    Tile(128, 192): 1.0,
 }
 
 
@@ -79,7 +90,7 @@ def add_linear(x: Tensor, weight_ND: Tensor, add: Tensor, norm_D: Tensor) -> tup
     rows, outputs = add_MN.shape
     tile = best_tile(rows, outputs, _processors(x.device))
     total, scaled = torch.empty_like(add_MN), torch.empty_like(add_MN)
-    sums_MP = torch.empty((rows, math.ceil(outputs / tile[1])), dtype=torch.float32, device=x.device)
+    sums_MP = torch.empty((rows, math.ceil(outputs / tile.outputs)), dtype=torch.float32, device=x.device)
     given = {"norm": norm_D[None], "stream": total[None], "sums": sums_MP[None]}
     _launch(_added, tile, x_MD, weight_ND, scaled, add_MN, given)
     return total.view(add.shape), scaled.view(add.shape), sums_MP.t()
@@ -88,24 +99,24 @@ def add_linear(x: Tensor, weight_ND: Tensor, add: Tensor, norm_D: Tensor) -> tup
 def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
     """Allocate partial sums of the squares of `x @ weight + add`, `[P, M]`."""
     rows, outputs = x.numel() // x.shape[-1], len(weight_ND)
-    parts = math.ceil(outputs / best_tile(rows, outputs, _processors(x.device))[1])
+    parts = math.ceil(outputs / best_tile(rows, outputs, _processors(x.device)).outputs)
     return torch.empty((rows, parts), dtype=torch.float32, device=x.device).t()
 
 
 @functools.cache
-def best_tile(rows: int, outputs: int, processors: int) -> tuple[int, int]:
+def best_tile(rows: int, outputs: int, processors: int) -> Tile:
     """Return the tile of least cost: a GPU computes as many tiles at once as it has processors."""
 
-    def cost(tile: tuple[int, int]) -> float:
-        tiles = math.ceil(rows / tile[0]) * math.ceil(outputs / tile[1])
-        return math.ceil(tiles / processors) * tile[0] * tile[1] * TILES[tile]
+    def cost(tile: Tile) -> float:
+        tiles = math.ceil(rows / tile.rows) * math.ceil(outputs / tile.outputs)
+        return math.ceil(tiles / processors) * tile.rows * tile.outputs * TILES[tile]
 
     return min(TILES, key=cost)
 
 
 def _launch(
     epilogue: EpiMod,
-    tile: tuple[int, int],
+    tile: Tile,
     x_MD: Tensor,
     weight_ND: Tensor,
     out: Tensor | None,
@@ -121,10 +132,11 @@ def _launch(
         out_MN,
         None if add is None else add[None],
         epi_args=given,
-        tile_M=tile[0],
-        tile_N=tile[1],
-        cluster_M=1,
-        pingpong=tile != (64, 64),
+        tile_M=tile.rows,
+        tile_N=tile.outputs,
+        cluster_M=tile.cluster,
+        pingpong=tile.pingpong,
+        split_k=tile.split,
         post_init_attrs=() if prefetch_weights(x_MD) else (("use_pdl", False),),
         **options,
     )
