@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from arpg import SamplingSettings, make_plan, tasks
+from arpg import SamplingSettings, decode, make_plan, tasks
 from arpg.decode import Engine
+from arpg.decode.continuous import ContinuousBatch
 from arpg.kernels import dispatch
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.model.layers import ResidualNorm, next_norms
@@ -93,6 +94,45 @@ def test_the_network_computes_the_same(guided, plain_kernels):
     # 4 layers: queries, keys and values of all but the first of a pass, gates and ups; those of Pass 2; the head.
     assert plain_kernels.count("normed_linear") == 2 + 4 + 1 + (not guided)
     assert plain_kernels.count("add_linear") == 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"shared_kv": False},
+        {"pass1_layers": 0, "pass2_layers": 3},
+        {"positions": "cosine"},
+        {"guidance_input": True},
+    ],
+)
+@pytest.mark.parametrize("decode_with", ["steps", "exact", "continuous"])
+def test_generations_get_the_same_tokens(change, decode_with, plain_kernels):
+    """Samples with and without known tokens, guided and not, in any design of the network and way of decoding."""
+    model = small_model(dataclasses.replace(SMALL, **change))
+    known = torch.zeros(3, 16, dtype=torch.bool)
+    known[0, :5] = True
+    request = tasks.fill(model, [0, 2, 4], [5, 6, 7], ids_N=torch.arange(16) % 24, known_N=known)
+
+    def tokens(guidance):
+        exact = {"decode": "exact", "attention": "causal", "draft": 3} if decode_with == "exact" else {}
+        settings = SamplingSettings(steps=4, guidance=guidance, **exact)
+        plan = make_plan(request.grid, request.known_BN, request.seeds, settings)
+        if decode_with != "continuous":
+            *_, step = decode(model, request, plan, settings)
+            return step.ids_BN
+        batch = ContinuousBatch(model, request, plan, settings)
+        while not all(row.finished for row in batch.rows):
+            batch.step()
+        return batch.fetch(range(3)).wait()[0]
+
+    for guidance in (3.0, 1.0):
+        with kernel_policy(KernelPolicy(large_gemm=False)):
+            expected = tokens(guidance)
+        assert plain_kernels == []
+        assert torch.equal(tokens(guidance), expected)
+        assert {"normed_linear", "add_linear"} == set(plain_kernels)
+        plain_kernels.clear()
 
 
 class Sharded(torch.Tensor):
