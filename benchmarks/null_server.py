@@ -1,9 +1,9 @@
 """`arpg serve` with a model that costs nothing: what is left is the work of the server itself.
 
 The process that `benchmarks.serve --null-model` measures: HTTP, admission, batching, PNG files and JSON are those of
-`arpg serve`. A step is planned as any other, but its network takes `--step-ms` beside the CPU, as on a GPU, and the
-tokenizer returns images that are made before: noise with the spectrum of photographs, whose PNG files have about
-120 kB.
+`arpg serve`. A step is planned as any other, but its network takes `--step-ms`, and `--row-ms` for each image, beside
+the CPU, as on a GPU. The tokenizer returns images that are made before: noise with the spectrum of photographs, whose
+PNG files have about 120 kB.
 
 `GET /cpu` returns the CPU seconds of each group of threads, and of the functions in `STAGES`, with
 `--worker-process` in both processes.
@@ -30,7 +30,7 @@ from torch import Tensor
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
 from arpg.decode.continuous import ContinuousBatch, StepShape, TokenCopy
 from arpg.image import Pixels, to_images
-from arpg.serve import batcher, middleware, native, request_body, responses, task_run
+from arpg.serve import batcher, middleware, native, request_body, responses, served_model, task_run
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import WorkerMetrics, configure_logging
 from arpg.serve.served_model import ServedModel
@@ -90,15 +90,15 @@ class NullTokenizer:
 class NullDevice:
     """A device whose steps only take time, one after the other. Two may be in flight, as on a GPU."""
 
-    step_s = 0.0
+    step_s = row_s = 0.0
 
     def __init__(self) -> None:
         self.ends: deque[float] = deque([0.0, 0.0])  # of the last two steps
 
-    def launch(self) -> None:
+    def launch(self, num_rows: int) -> None:
         """Launch a step."""
         self.wait(self.ends.popleft())
-        self.ends.append(max(self.ends[-1], time.perf_counter()) + self.step_s)
+        self.ends.append(max(self.ends[-1], time.perf_counter()) + self.step_s + self.row_s * num_rows)
 
     @staticmethod
     def wait(end: float) -> None:
@@ -130,7 +130,7 @@ class NullBatch(ContinuousBatch):
     device = NullDevice()
 
     def _launch(self, shape: StepShape, flat: Tensor) -> None:
-        self.device.launch()
+        self.device.launch(len(self.rows))
 
     def fetch(self, rows: Sequence[int]) -> TokenCopy:
         """Return the tokens after the last step."""
@@ -179,17 +179,18 @@ class CpuTimes(Collector):
 class NullModel(ServedModel):
     """A model that costs nothing, wherever it is loaded."""
 
-    def __init__(self, step_ms: float) -> None:
+    def __init__(self, step_ms: float, row_ms: float) -> None:
         super().__init__("null", null_pipeline)
-        self.step_s = step_ms / 1000
+        self.step_s, self.row_s = step_ms / 1000, row_ms / 1000
 
-    def open(self, settings: ServeSettings, metrics: WorkerMetrics) -> None:
+    def open(self, settings: ServeSettings, metrics: WorkerMetrics, num_jobs: Callable[[], int] = lambda: 0) -> None:
         """Let steps only take time, count the CPU time, and start the threads."""
         torch.set_num_threads(1)
-        NullDevice.step_s = self.step_s
+        NullDevice.step_s, NullDevice.row_s = self.step_s, self.row_s
         batcher.start_batch = NullBatch  # type: ignore[attr-defined]
         metrics.registry.register(CpuTimes("worker" if settings.worker_process else ""))
-        super().open(settings, metrics)
+        served_model.choose_pause = lambda model: batcher.GPU_PAUSE_S  # type: ignore[attr-defined]
+        super().open(settings, metrics, num_jobs)
 
 
 def null_pipeline() -> Pipeline:
@@ -210,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-ms", type=float, required=True)
+    parser.add_argument("--row-ms", type=float, default=0.0)
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--clients", type=int, required=True, help="requests that may be waiting")
     parser.add_argument("--worker-process", action="store_true", help="as in `arpg serve`")
@@ -220,7 +222,7 @@ def main() -> None:
         max_pending_cost=8.0 * options.clients,
         worker_process=options.worker_process,
     )
-    images = ImageService([NullModel(options.step_ms)], settings=settings)
+    images = ImageService([NullModel(options.step_ms, options.row_ms)], settings=settings)
     if options.worker_process:
         images.metrics.registry.register(CpuTimes("http"))
     bound = bind("127.0.0.1", options.port)

@@ -346,7 +346,12 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_host(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the server around a model that costs nothing."""
-    settings = {"step-ms": options.step_ms, "max-batch": options.max_batch, "clients": max(*options.clients, 16)}
+    settings = {
+        "step-ms": options.step_ms,
+        "row-ms": options.row_ms,
+        "max-batch": options.max_batch,
+        "clients": max(*options.clients, 16),
+    }
     given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     given += [f"--{name}" for name in options.serve]
     with running_server(*given, module="benchmarks.null_server", verb=None) as (address, process):
@@ -387,6 +392,7 @@ def main() -> None:
     parser.add_argument("--serve", nargs="*", default=[], help="more options of `arpg serve`, without the dashes")
     parser.add_argument("--null-model", action="store_true", help="a model that costs nothing: the host's share")
     parser.add_argument("--step-ms", type=float, default=2.0, help="of the null model: duration of a decoding step")
+    parser.add_argument("--row-ms", type=float, default=0.0, help="of the null model: and more for each image in it")
     parser.add_argument("--max-batch", type=int, default=64, help="of the null model")
     parser.add_argument("--most-images", type=int, default=20_000, help="of the null model: for each row")
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """The batcher: rows of many requests in one batch, each with the tokens it gets alone; fairness, faults, cancelling."""
 
 import dataclasses
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from arpg.decode import Request
 from arpg.decode.continuous import ContinuousBatch, Slots, TokenCopy
 from arpg.decode.graphs import GraphCache
 from arpg.model import class_condition
-from arpg.serve.batcher import Batcher, choose_max_batch, choose_max_wait, warm_up
+from arpg.serve.batcher import Batcher, choose_max_batch, choose_max_wait, choose_pause, warm_up
 from arpg.settings import SamplingSettings
 from support.rows import SETTINGS, SteppedBatcher, SubmittedRows
 from support.small import SMALL
@@ -278,6 +279,8 @@ def test_a_batch_with_captured_steps_is_kept(model, slow, monkeypatch):
 def test_an_idle_gpu_does_not_wait_for_more_rows(model):
     assert choose_max_wait(model) == 0.01
     assert choose_max_wait(SimpleNamespace(device=torch.device("cuda"))) == 0.0
+    assert choose_pause(model) == 0.0
+    assert choose_pause(SimpleNamespace(device=torch.device("cuda"))) == 0.0002
 
 
 def test_the_size_of_a_batch_follows_from_the_memory(model, monkeypatch):
@@ -348,3 +351,19 @@ def test_a_large_grid_counts_as_many_rows_and_is_not_starved(model, batcher):
     assert big.is_right()
     assert all(rows.is_right() for rows in small)
     assert batcher._weight(big.pending) == 8  # nine grids, but at most max_batch
+
+
+@pytest.mark.parametrize(("jobs", "expected"), [(2, None), (7, 0.001), (1000, 0.003)])
+def test_jobs_in_no_batch_get_time_between_two_steps(model, slow, monkeypatch, jobs, expected):
+    """In proportion to their number, up to a limit; none where all are in the batch, and none after the last step."""
+    pauses = []
+    monkeypatch.setattr("arpg.serve.batcher.time", SimpleNamespace(**{**vars(time), "sleep": pauses.append}))
+    batcher = slow(max_batch=4, pause=0.0002, num_jobs=lambda: jobs)
+    submitted = [SubmittedRows(model, owner) for owner in range(2)]
+    with batcher._wake:  # both are in the first batch
+        for rows in submitted:
+            batcher.submit(rows.pending)
+    batcher.step(5)
+    assert all(rows.is_right() for rows in submitted)
+    batcher.close()
+    assert pauses == pytest.approx([] if expected is None else [expected] * 4)

@@ -1,6 +1,7 @@
 """The tokenizer's threads: calls of one shape together, failures raised in the caller."""
 
 import copy
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from arpg.serve.api_error import ApiError
+from arpg.serve.job import JobSpec
+from arpg.serve.model_worker import ModelWorker
 from arpg.serve.observability import WorkerMetrics
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server_config import ServeSettings
@@ -81,6 +85,29 @@ def test_how_long_an_idle_server_waits(pipeline, monkeypatch, given, expected):
     served.open(ServeSettings(max_wait_ms=given), WorkerMetrics())
     assert served.loaded.batcher.small.max_wait == expected
     served.close()
+
+
+def test_a_batcher_on_a_gpu_knows_how_many_jobs_there_are(pipeline, monkeypatch):
+    monkeypatch.setattr("arpg.serve.served_model.choose_pause", lambda model: 0.25)
+    worker = ModelWorker([ServedModel("small", lambda: pipeline)], ServeSettings())
+    worker.open()
+    batcher = worker.loaded.batcher.small
+    assert (batcher._pause, batcher._num_jobs()) == (0.25, 0)
+    release, events = threading.Event(), queue.Queue()
+    spec = JobSpec(
+        id="1",
+        tenant="",
+        share=1.0,
+        model="small",
+        filter=lambda _: release.wait(30),
+        encode=lambda image, settings: b"",
+    )
+    worker.run(spec, events.put)
+    assert batcher._num_jobs() == 1
+    release.set()
+    assert isinstance(events.get(timeout=30), ApiError)  # the filter returns no image
+    assert batcher._num_jobs() == 0
+    worker.close()
 
 
 def test_a_warm_up_decodes_all_sizes_twice_in_the_thread_of_finished_images(pipeline, monkeypatch):

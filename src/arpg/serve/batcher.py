@@ -30,6 +30,7 @@ from arpg.settings import SamplingSettings
 
 log = logging.getLogger(__name__)
 MAX_BYPASS_S = 2.0  # after this time no row is admitted before one that waits for more room
+GPU_PAUSE_S, _MAX_PAUSE_S = 0.0002, 0.003  # between two steps: for each job that is in no batch, and at most
 _MAX_IDLE = 4  # batches without rows that are kept for their captured steps
 CPU_BATCH, GPU_BATCH = 16, 128  # images decoded together at most, where the user gives no number
 _CACHE_SHARE = 0.25  # of the free memory of a GPU, for the caches of one full batch
@@ -116,11 +117,16 @@ class Batcher(WorkerThread):
         threads: int | None = None,
         metrics: WorkerMetrics | None = None,
         engine: str = "eager",
+        pause: float = 0.0,
+        num_jobs: Callable[[], int] = lambda: 0,
     ) -> None:
         """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph` the steps of a batch are
         captured, bucket by bucket. `auto` captures none, also on a GPU: there the two have not been compared.
+
+        `pause`: seconds between two steps for each job that is in no batch; `num_jobs`: how many jobs there are.
         """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
+        self._pause, self._num_jobs = pause, num_jobs
         self.metrics = metrics or WorkerMetrics()
         self._arrived: list[PendingRows] = []
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
@@ -166,9 +172,19 @@ class Batcher(WorkerThread):
             try:
                 self._admit()
                 self._step()
+                self._give_way()
             except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
                 log.exception("the batcher failed")
                 self._fail_all(error)
+
+    def _give_way(self) -> None:
+        """Leave the interpreter to jobs that are in no batch, so that they can join: a step of few rows takes the host
+        as long as one of many.
+        """
+        if self._pause and self._batches:
+            outside = self._num_jobs() - len(self._all_pending())
+            if outside > 0:
+                time.sleep(min(self._pause * outside, _MAX_PAUSE_S))
 
     def _collect_arrivals(self) -> bool:
         """Queue what has arrived; wait for it where there is nothing to do. Return False when closing."""
@@ -414,6 +430,13 @@ def choose_max_batch(model: ARPG) -> int:
 def choose_max_wait(model: ARPG) -> float:
     """Return the seconds that an idle batcher waits for more rows: on a GPU a step is short, others join the next."""
     return 0.0 if model.device.type == "cuda" else 0.01
+
+
+def choose_pause(model: ARPG) -> float:
+    """Return the seconds between two steps for each job that is in no batch: none where the model itself takes longer
+    than the host.
+    """
+    return GPU_PAUSE_S if model.device.type == "cuda" else 0.0
 
 
 def warm_up(batcher: Batcher | BatcherLanes, request: Request, settings: SamplingSettings) -> None:

@@ -37,6 +37,7 @@ class ModelWorker(Collector):
         self.metrics = WorkerMetrics()
         self.pools = WorkerPools()
         self.costs = CostLimiter(settings, self.metrics)
+        self._jobs: set[Job] = set()  # that have not ended
         for name, meaning, count in (
             ("arpg_rows_waiting", "Images not in a batch yet", lambda loaded: loaded.batcher.num_waiting),
             ("arpg_rows_running", "Images being decoded", lambda loaded: loaded.batcher.num_running),
@@ -48,7 +49,7 @@ class ModelWorker(Collector):
     def open(self) -> None:
         """Load the models, one after the other, and start their threads; this takes a while."""
         for model in self.models.values():
-            model.open(self.settings, self.metrics)
+            model.open(self.settings, self.metrics, lambda: len(self._jobs))
         log.info("ready", extra={"models": list(self.models), "peak_rss_bytes": peak_bytes(torch.device("cpu"))})
 
     def close(self) -> None:
@@ -80,6 +81,8 @@ class ModelWorker(Collector):
         """Start a job of a loaded model; its events go to `deliver`, from any thread."""
         loaded = self.models[spec.model].loaded
         job = Job(spec, deadline=self.settings.deadline, deliver=deliver)
+        self._jobs.add(job)
+        job.on_end(lambda: self._jobs.discard(job))
         if spec.filter is not None:
             self.submit(self.pools.extract, job, partial(self._filter, loaded, job, spec.filter))
         else:

@@ -24,7 +24,7 @@ from arpg.installed import installed_folder, installed_models
 from arpg.lora import parse_lora, read_adapter
 from arpg.pipeline import Pipeline, choose_device, load_with_adapters
 from arpg.serve.api_error import ApiError
-from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, choose_max_wait, warm_up
+from arpg.serve.batcher import Batcher, BatcherLanes, choose_max_batch, choose_max_wait, choose_pause, warm_up
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import WorkerMetrics
 from arpg.serve.schemas import model_info
@@ -126,8 +126,8 @@ class ServedModel:
         load = partial(load_with_adapters, folder, [parse_lora(text) for text in lora], **options)
         return cls(Path(model).name or model, load, folder=folder, lora=lora)
 
-    def open(self, settings: ServeSettings, metrics: WorkerMetrics) -> None:
-        """Load the model and start its threads; this takes a while."""
+    def open(self, settings: ServeSettings, metrics: WorkerMetrics, num_jobs: Callable[[], int] = lambda: 0) -> None:
+        """Load the model and start its threads; this takes a while. `num_jobs`: how many jobs there are in all."""
         loaded = self._load()
         size, threads = settings.max_batch or choose_max_batch(loaded.model), settings.threads
         max_wait = choose_max_wait(loaded.model) if settings.max_wait_ms is None else settings.max_wait_ms / 1000
@@ -149,6 +149,8 @@ class ServedModel:
             threads=threads,
             metrics=metrics,
             engine=settings.engine,
+            pause=choose_pause(pipeline.model),
+            num_jobs=num_jobs,
         )
         batcher = BatcherLanes(make_batcher, max_tokens=tokens)
         if settings.engine == "graph":
