@@ -253,15 +253,15 @@ def test_compiled_kernels_are_kept_where_only_this_user_writes(tmp_path, monkeyp
 
 @needs_quack
 @pytest.mark.slow
-def test_the_kernels_compile_for_hopper():
-    """Without a GPU; in a process of its own, which QuACK takes for one with a GPU."""
+def test_the_kernels_compile_for_hopper(tmp_path):
+    """Without a GPU; in a process of its own, which QuACK takes for one with a GPU. They are kept in ARPG_HOME."""
+    environment = {name: value for name, value in os.environ.items() if name != "QUACK_CACHE_DIR"}
+    environment |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "ARPG_HOME": str(tmp_path)}
     program = [sys.executable, "-m", "support.compile_quack"]
-    run = subprocess.run(
-        program, cwd=ROOT / "tests", env={**os.environ, "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    run = subprocess.run(program, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.split() == ["compiled"] * 14
+    assert len(list((tmp_path / "kernels").glob("*/*.o"))) == 14
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=gpu) for dtype in (torch.bfloat16, torch.float16)])

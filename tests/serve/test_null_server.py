@@ -1,6 +1,7 @@
 """The server around a model that costs nothing: it answers as the real one does, and its CPU time is counted."""
 
 import json
+import time
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -36,3 +37,13 @@ def test_cpu_time_is_counted_by_thread_and_function(monkeypatch):
     again = null_server.read_cpu_times(registry)
     assert again["stages"] == found["stages"]
     assert again["threads"]["MainThread"] >= found["threads"]["MainThread"]
+
+
+def test_a_step_takes_time_for_itself_and_for_each_image(monkeypatch):
+    monkeypatch.setattr(null_server.NullDevice, "step_s", 100.0)
+    monkeypatch.setattr(null_server.NullDevice, "row_s", 10.0)
+    device = null_server.NullDevice()
+    began = time.perf_counter()
+    device.launch(3)
+    device.launch(5)  # after the first
+    assert [round(end - began, -1) for end in device.ends] == [130.0, 280.0]

@@ -7,6 +7,7 @@ import re
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -341,6 +342,15 @@ def test_records_there_and_back(tmp_path):
             read_record(path)
     with pytest.raises(InputError, match="cannot be read"):
         read_record(tmp_path / "none.json")
+
+
+def test_a_record_names_the_gemms_of_a_gpu(monkeypatch):
+    properties = SimpleNamespace(name="H200", total_memory=2**37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(record, "working_gemms", lambda device: ["small_gemm"])
+    found = record.environment(torch.device("cuda"))
+    assert (found["device"], found["device GiB"], found["fused GEMMs"]) == ("H200", 128.0, ["small_gemm"])
+    assert "fused GEMMs" not in record.environment(torch.device("cpu"))
 
 
 def test_the_commit_is_that_of_the_code(tmp_path):

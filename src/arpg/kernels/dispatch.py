@@ -83,9 +83,14 @@ def can_fuse_inference(x: Tensor) -> bool:
 
 
 class FusedGemm(Protocol):
-    """A module with a GEMM that includes the norm, SwiGLU or residual sum: `small_gemm`, `wgmma_gemm`, `large_gemm`."""
+    """A module with a GEMM that includes the norm, SwiGLU or residual sum: `small_gemm`, `wgmma_gemm`, `large_gemm`.
 
-    SCALES_STREAM: bool  # whether `linear` takes the stream times the norm's weight, as `add_linear` makes it
+    Where `SCALES_STREAM` is true (`large_gemm`), `linear` takes the stream times the norm's weight, which `add_linear`
+    makes, and neither `norm_D` nor `add` and `sums_PM`. Elsewhere `linear` takes all of them, and there is no
+    `add_linear`.
+    """
+
+    SCALES_STREAM: bool
 
     def linear(
         self,

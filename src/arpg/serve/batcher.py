@@ -172,14 +172,15 @@ class Batcher(WorkerThread):
             try:
                 self._admit()
                 self._step()
-                self._give_way()
+                self._pause_for_others()
             except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
                 log.exception("the batcher failed")
                 self._fail_all(error)
 
-    def _give_way(self) -> None:
-        """Leave the interpreter to jobs that are in no batch, so that they can join: a step of few rows takes the host
-        as long as one of many.
+    def _pause_for_others(self) -> None:
+        """Sleep while jobs that are in no batch run Python, so that more of them share the next step.
+
+        Launching a step of few rows takes the interpreter as long as one of many.
         """
         if self._pause and self._batches:
             outside = self._num_jobs() - len(self._all_pending())
