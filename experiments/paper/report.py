@@ -235,6 +235,8 @@ CLAIMS = [
     Claim("without Pass 2, random orders fail", "FID > 90 against 3.51", _design("24+0, random orders"), at_least=10.0),
     Claim("no Pass 1 (0+24) is worse than 12+12", "4.57 against 3.51", _design("0+24"), at_least=0.0),
     Claim("fewer Pass-2 layers (18+6) are worse than 12+12", "3.82 against 3.51", _design("18+6"), at_least=0.0),
+    Claim("more Pass-2 layers (6+18) are no better than 12+12", "3.51 against 3.51", _design("6+18"), at_least=0.0),
+    Claim("keys and values of each layer's own are better", "3.46 against 3.51", _design("unshared KV"), at_most=0.0),
     Claim("cosine positions are worse than RoPE", "3.61 against 3.51", _design("cosine positions"), at_least=0.0),
     Claim("shared keys and values are faster", "67.5 against 48.0 images/s", _shared_kv, at_least=1.0),
     Claim(

@@ -559,7 +559,7 @@ def test_the_page_of_made_up_lines(tmp_path):
     assert "Not measured yet (`python -m experiments.paper few-steps`)" in text
     missing = "cosine positions; unshared KV; 6+18; 24+0, random orders; 24+0, raster order"
     assert f"Not measured yet: {missing} (`python -m experiments.paper designs`)" in text
-    assert "8 of 21 claims and questions are answered; not measured yet: few-steps, orders, guidance" in text
+    assert "8 of 23 claims and questions are answered; not measured yet: few-steps, orders, guidance" in text
     assert "| row | steps | images/s | one image, ms | GiB | GiB reserved |" in text
     assert "| ARPG | 32 | 400 | 12.5 | 2 | 3 |\n| raster AR | 256 | 10 |  | 4 | 5 |" in text
     assert "| arpg-l | 32 | 1,000 | 900 | 3 | 4 | 500 |  | 3 | 4 |" in text
