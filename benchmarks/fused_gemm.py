@@ -15,6 +15,7 @@ QuACK. The latency of a whole image is a row of `benchmarks/engine.py`.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -248,7 +249,7 @@ def time_large_tiles(rows: int, deadline: float) -> list[dict[str, Any]]:
     """Print and return the microseconds of each product of a layer by tile of `large_gemm`, the fastest first.
 
     Each tile is held to float32. One that shares inputs takes a counter, which is made in every call, and none for
-    SwiGLU.
+    SwiGLU. The library computes the product alone.
     """
     from arpg.kernels import large_gemm
 
@@ -282,10 +283,55 @@ def time_large_tiles(rows: int, deadline: float) -> list[dict[str, Any]]:
             if result is not None:
                 times[tile] = result / LAYERS
         order = sorted(times, key=lambda tile: times[tile])
+        library = partial(lambda x, weights: [F.linear(x, weight) for weight in weights], x, weights)
+        plain = graph_microseconds(library)[0] / LAYERS
         parts = [f"{label(tile)} {times[tile]:.2f}{' *' if tile == chosen else ''}" for tile in order]
-        print(f"{rows:4d} rows  {name:9s} us, * chosen: {', '.join(parts)}", flush=True)
-        record += [{"rows": rows, "product": name, "tile": tile._asdict(), "us": times[tile]} for tile in order]
+        print(f"{rows:4d} rows  {name:9s} us, * chosen: {', '.join(parts)}; library {plain:.2f}", flush=True)
+        common = {"rows": rows, "product": name, "library us": plain}
+        record += [{**common, "tile": tile._asdict(), "us": times[tile]} for tile in order]
     return record
+
+
+def fit_tile_costs(record: list[dict[str, Any]], *, most: int = 10, gain: float = 0.005) -> dict[Any, float]:
+    """Return `TILES` for measured times: at most so many tiles, added as long as one saves this share of all time.
+
+    The cost of a tile is the median over products and rows of its time per output of full waves, as `best_tile` counts
+    them, relative to that of the cheapest.
+    """
+    from arpg.kernels.large_gemm import Tile, cheapest_tile, wave_outputs
+
+    times: dict[tuple[int, int, str], dict[Any, float]] = {}
+    for row in record:
+        shape = (row["rows"], SHAPES[row["product"]][2], row["product"])
+        times.setdefault(shape, {})[Tile(**row["tile"])] = row["us"]
+    costs = {
+        tile: statistics.median(
+            found[tile] / SHAPES[name][1] / wave_outputs(tile, rows, outputs, PROCESSORS)
+            for (rows, outputs, name), found in times.items()
+            if tile in found
+        )
+        for tile in {tile for found in times.values() for tile in found}
+    }
+
+    def total(tiles: dict[Any, float]) -> float:
+        """Return the time of all products, each with the tile that is chosen of those that it has."""
+        chosen = 0.0
+        for (rows, outputs, _), found in times.items():
+            usable = {tile: cost for tile, cost in tiles.items() if tile in found}
+            chosen += found[cheapest_tile(usable, rows, outputs, PROCESSORS)] if usable else float("inf")
+        return chosen
+
+    kept: dict[Any, float] = {}
+    best = float("inf")
+    while len(kept) < most:
+        tile = min(costs.keys() - kept.keys(), key=lambda tile: total({**kept, tile: costs[tile]}), default=None)
+        if tile is None or (reached := total({**kept, tile: costs[tile]})) > (1 - gain) * best:
+            break
+        kept[tile], best = costs[tile], reached
+    least, fastest = min(kept.values()), sum(min(found.values()) for found in times.values())
+    library = sum({(row["rows"], row["product"]): row["library us"] for row in record}.values())
+    print(f"all products, us: {best:.0f} with these, {fastest:.0f} with the fastest of each, library {library:.0f}")
+    return {tile: round(cost / least, 2) for tile, cost in kept.items()}
 
 
 def label(tile: Any) -> str:
@@ -322,6 +368,9 @@ def main() -> None:
             record += time_products(rows)
         if options.out is not None:
             write_json(options.out, {"about": about, what: record})
+    if options.large_tiles and record:
+        for tile, cost in fit_tile_costs(record).items():
+            print(f"    {tile}: {cost},", flush=True)
 
 
 if __name__ == "__main__":

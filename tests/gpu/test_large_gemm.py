@@ -238,6 +238,32 @@ def test_the_search_of_tiles(monkeypatch, capsys):
 
 
 @needs_quack
+def test_costs_of_tiles_from_their_times(capsys):
+    """Times that follow the model give back its costs; tiles that no shape chooses are left out."""
+    import benchmarks.fused_gemm as search
+    from arpg.kernels.large_gemm import Tile, cheapest_tile, wave_outputs
+
+    costs = {Tile(64, 64): 1.5, Tile(128, 128): 1.0, Tile(128, 192, cluster=2): 1.1, Tile(256, 64): 4.0}
+    shapes = [(rows, name) for rows in (65, 256, 640, 1024, 2176) for name in ("q", "qkv", "down")]
+
+    def us(tile, rows, name):
+        _, inputs, outputs = search.SHAPES[name]
+        return 1e-6 * costs[tile] * inputs * wave_outputs(tile, rows, outputs, 132)
+
+    record = [
+        {"rows": rows, "product": name, "tile": tile._asdict(), "us": us(tile, rows, name), "library us": 1.0}
+        for rows, name in shapes
+        for tile in costs
+    ]
+    found = search.fit_tile_costs(record, gain=0.0001)
+    assert found.items() <= costs.items()
+    assert found.keys() >= {cheapest_tile(costs, rows, search.SHAPES[name][2], 132) for rows, name in shapes}
+    assert Tile(256, 64) not in found
+    assert "library 15" in capsys.readouterr().out
+    assert len(search.fit_tile_costs(record, most=1)) == 1
+
+
+@needs_quack
 def test_compiled_kernels_are_kept_where_only_this_user_writes(tmp_path, monkeypatch):
     from arpg.kernels.large_gemm import kernel_folder
 

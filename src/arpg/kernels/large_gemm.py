@@ -105,13 +105,20 @@ def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
 
 @functools.cache
 def best_tile(rows: int, outputs: int, processors: int) -> Tile:
-    """Return the tile of least cost: a GPU computes as many tiles at once as it has processors."""
+    """Return the tile of least cost."""
+    return cheapest_tile(TILES, rows, outputs, processors)
 
-    def cost(tile: Tile) -> float:
-        tiles = math.ceil(rows / tile.rows) * math.ceil(outputs / tile.outputs)
-        return math.ceil(tiles / processors) * tile.rows * tile.outputs * TILES[tile]
 
-    return min(TILES, key=cost)
+def cheapest_tile(tiles: dict[Tile, float], rows: int, outputs: int, processors: int) -> Tile:
+    """Return the tile of least cost of tiles with their times per output."""
+    return min(tiles, key=lambda tile: tiles[tile] * wave_outputs(tile, rows, outputs, processors))
+
+
+def wave_outputs(tile: Tile, rows: int, outputs: int, processors: int) -> int:
+    """Return the outputs of a program, in all waves: a GPU computes as many tiles at once as it has processors."""
+    down = math.ceil(rows / (tile.rows * tile.cluster)) * tile.cluster
+    programs = down * math.ceil(outputs / tile.outputs) * tile.split
+    return math.ceil(programs / processors) * tile.rows * tile.outputs
 
 
 def _launch(
