@@ -291,12 +291,13 @@ def page_tables(records: Path) -> dict[str, str]:
 
 def host_table(measured: list[dict[str, Any]], prefix: str) -> str:
     """Return the table of the CPU time of an image by thread; `prefix` begins the names of the models' threads."""
+    http = {"MainThread": "event loop", "arpg-encode": "encode", "arpg-channel": "pipe"}
     names = {"arpg-prepare": "prepare", "arpg-batcher": "batcher", "arpg-tokenizer": "pixels", "arpg-finish": "finish"}
     if prefix:
-        http = {"http MainThread": "event loop", "http arpg-channel": "pipe"}
-        columns = {**http, **{f"{prefix}{name}": title for name, title in names.items()}, "worker arpg-channel": "pipe"}
-    else:
-        columns = {"MainThread": "event loop", **names}
+        http = {f"http {name}": title for name, title in http.items()}
+        names = {f"{prefix}{name}": title for name, title in (names | {"arpg-channel": "pipe"}).items()}
+    used = {name for row in measured for name in row["cpu ms/image by thread"]}
+    columns = {name: title for name, title in (http | names).items() if name in used}
     rows = [
         [
             row["clients"],
@@ -304,7 +305,7 @@ def host_table(measured: list[dict[str, Any]], prefix: str) -> str:
             f"{row['p99 ms']:.0f}",
             f"{row['cpu ms/image']:.1f}",
             *(f"{row['cpu ms/image by thread'].get(name, 0.0):.2f}" for name in columns),
-            f"{row['cpu ms/image by function'][f'{prefix}PNG']:.1f}",
+            f"{sum(ms for name, ms in row['cpu ms/image by function'].items() if name.endswith('PNG')):.1f}",
         ]
         for row in measured
     ]

@@ -142,14 +142,14 @@ def test_a_request_is_a_trace(collector, served):
     assert client.get("/healthz").status_code == 200
     flush(service)
     spans = collector.by_name()
-    assert sorted(spans) == ["/v1/arpg/generate", "decode", "pixels", "prepare", "queue"]
+    assert sorted(spans) == ["/v1/arpg/generate", "decode", "encode", "pixels", "prepare", "queue"]
     assert collector.service == "images"
     request = spans["/v1/arpg/generate"]
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == ("ab" * 16, "cd" * 8)
     names = {item.key: item.value for item in request.attributes}
     assert names["http.response.status_code"].int_value == 200
     assert names["request_id"].string_value == answer.headers["x-request-id"]
-    parts = [spans[name] for name in ("prepare", "queue", "decode", "pixels")]
+    parts = [spans[name] for name in ("prepare", "queue", "decode", "pixels", "encode")]
     for span in parts:
         assert (span.trace_id, span.parent_span_id) == (request.trace_id, request.span_id)
         assert request.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano

@@ -184,7 +184,7 @@ def test_stored_images_are_bounded_in_bytes_and_time(monkeypatch):
     assert store.num_bytes == 0
 
 
-def test_files_are_encoded_in_worker_threads(client, monkeypatch):
+def test_files_are_encoded_in_threads_of_the_service(client, monkeypatch):
     """Not on the event loop, where all other responses would wait."""
     threads, save = [], Image.Image.save
 
@@ -194,7 +194,7 @@ def test_files_are_encoded_in_worker_threads(client, monkeypatch):
 
     monkeypatch.setattr(Image.Image, "save", recorded)
     client.images.generate(prompt="3", output_format="webp", extra_body={"steps": 1})
-    assert [name.split("_")[0] for name in threads] == ["arpg-finish"]
+    assert [name.split("_")[0] for name in threads] == ["arpg-encode"]
 
 
 def test_sizes_formats_and_qualities(client, pipeline):

@@ -7,6 +7,7 @@ import weakref
 
 import httpx
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg.errors import InputError
@@ -71,6 +72,65 @@ def test_only_tasks_with_files_are_prepared_in_several_threads(service, client, 
     files = {"image": base64.b64decode(image)}
     assert client.post("/v1/images/variations", files=files, data={"steps": "2"}).status_code == 200
     assert used == ["prepare_light", "prepare", "prepare_light", "prepare_light", "prepare"]
+
+
+@pytest.mark.parametrize("worker_process", [False, True])
+def test_files_that_cannot_be_encoded_are_a_500_and_the_server_goes_on(served, worker_process, monkeypatch, caplog):
+    caplog.set_level("ERROR", "arpg.serve.job")
+    service = served(worker_process=worker_process)
+    client, body = TestClient(create_app(service)), {"class": 1, "steps": 2}
+    monkeypatch.setattr(Image.Image, "save", kill)
+    assert error(client.post("/v1/arpg/generate", json=body), 500)["code"] == "internal_error"
+    found = events(client.post("/v1/arpg/generate", json={**body, "stream": True, "previews": 0}).text)
+    assert [name for name, _ in found] == ["queued", "step", "step", "error"]
+    assert [record.message for record in caplog.records] == 2 * ["encoding failed"]
+    monkeypatch.undo()
+    assert post(client, "generate", body)["images"]
+    assert service.ready
+
+
+@pytest.fixture
+def paused_files(monkeypatch):
+    """Files are not encoded before this event is set; `started` are their images."""
+    go, save = threading.Event(), Image.Image.save
+    go.started = []
+
+    def paused(image, *arguments, **options):
+        go.started.append(image)
+        assert go.wait(30)
+        save(image, *arguments, **options)
+
+    monkeypatch.setattr(Image.Image, "save", paused)
+    yield go
+    go.set()
+
+
+def test_the_deadline_ends_a_job_whose_files_are_being_encoded(served, paused_files):
+    client = TestClient(create_app(served(deadline=0.5)))
+    body = {"class": 1, "steps": 1}
+    assert error(client.post("/v1/arpg/generate", json=body), 504)["code"] == "deadline_exceeded"
+    assert len(paused_files.started) == 1
+    paused_files.set()
+    assert post(client, "generate", body)["images"]
+
+
+def test_files_that_nobody_reads_are_not_encoded(live, paused_files):
+    address, service = live()
+    service.encoders._max_workers = 1
+    body = {"class": 1, "steps": 1}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=0.5)
+    with pytest.raises(httpx.ReadTimeout):  # waits for the first
+        httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=0.5)
+    assert until(lambda: service.admission.num_admitted == 0)
+    paused_files.set()
+    assert httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=60).status_code == 200
+    assert len(paused_files.started) == 2
+
+
+def test_files_of_a_service_that_is_closed_are_an_error(service, client):
+    service.encoders.shutdown()
+    assert error(client.post("/v1/arpg/generate", json={"class": 1, "steps": 1}), 500)["code"] == "internal_error"
 
 
 @pytest.mark.parametrize("part", ["decode", "tokenizer"])

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from operator import methodcaller
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg.decode.continuous import ContinuousBatch
@@ -26,7 +28,6 @@ from arpg.serve.admission import LANES
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
 from arpg.serve.job import Job, JobSpec, Result, Span
-from arpg.serve.responses import base64_png
 from arpg.serve.schemas import Generate
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server import Server
@@ -120,6 +121,20 @@ def test_the_openai_api_is_the_same(both):
     assert bodies[0] == bodies[1]
 
 
+def test_files_are_encoded_in_the_process_that_answers(both, monkeypatch):
+    """With or without the other process: by the same threads of this one."""
+    threads, save = [], Image.Image.save
+
+    def recorded(image, *arguments, **options):
+        threads.append(threading.current_thread().name.split("_")[0])
+        save(image, *arguments, **options)
+
+    monkeypatch.setattr(Image.Image, "save", recorded)
+    for client in both:
+        post(client, "generate", {"class": 1, "steps": 2, "num": 2})
+    assert threads == 4 * ["arpg-encode"]
+
+
 def test_what_is_said_of_the_models_is_the_same(both):
     for path in ("/v1/arpg/info", "/v1/arpg/classes", "/readyz", "/healthz"):
         found, expected = (client.get(path) for client in both)
@@ -155,7 +170,7 @@ def test_metrics_of_both_processes_are_in_one_page(service, both):
 
 def test_spans_come_from_the_process(service):
     received = queue.Queue()
-    about = {"id": "req_spans", "tenant": "none", "share": 1.0, "model": "small", "encode": base64_png}
+    about = {"id": "req_spans", "tenant": "none", "share": 1.0, "model": "small"}
     build = methodcaller("from_params", "generate", Generate(**{"class": 1, "steps": 3}))
     service.worker.run(JobSpec(**about, build=build, traced=True), received.put)
     spans = {}
@@ -266,7 +281,7 @@ def test_a_thread_that_dies_in_the_process_is_reported(pipeline):
 def test_closing_ends_jobs_and_the_process(served):
     service = served(worker_process=True)
     received, process = queue.Queue(), service.worker._process
-    about = {"id": "req_1", "tenant": "none", "share": 1.0, "model": "small", "encode": base64_png}
+    about = {"id": "req_1", "tenant": "none", "share": 1.0, "model": "small"}
     build = methodcaller("from_params", "generate", Generate(**{"class": 1, "num": 16, "best_of": 2}))
     with paused(service):
         service.worker.run(JobSpec(**about, build=build), received.put)
@@ -279,7 +294,7 @@ def test_closing_ends_jobs_and_the_process(served):
 def test_what_is_said_of_a_job_reaches_it():
     """Events that were read, a disconnect and the deadline, as messages; a job that has ended is dropped."""
     ours, theirs = multiprocessing.Pipe()
-    jobs, said, events = [], [], []
+    jobs, said, forgotten = [], [], []
 
     class Listening(Job):
         def read(self):
@@ -297,15 +312,16 @@ def test_what_is_said_of_a_job_reaches_it():
         return jobs[-1]
 
     worker = _WorkerMain(theirs, SimpleNamespace(run=run))
-    ours.send(JobSpec(id="a", tenant="none", share=1.0, model="small", encode=base64_png))
-    remote = RemoteJob(SimpleNamespace(send=ours.send, forget=lambda id: events.append), "a", 9.0)
+    ours.send(JobSpec(id="a", tenant="none", share=1.0, model="small"))
+    remote = RemoteJob(SimpleNamespace(send=ours.send, forget=forgotten.append), "a")
     remote.read()
     remote.cancel()
     assert until(lambda: said == ["read", "cancel"])
     assert list(worker.jobs) == ["a"]
     remote.stop()
     assert until(lambda: said == ["read", "cancel", "stop"] and not worker.jobs)
-    assert [each.code for each in events] == [ours.recv().event.code] == ["deadline_exceeded"]
+    assert forgotten == ["a", "a"]  # its reader gets no more events from the process
+    assert ours.recv().event.code == "deadline_exceeded"
     ours.close()
     assert worker.closing.wait(30)
 

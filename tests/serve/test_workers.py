@@ -94,14 +94,7 @@ def test_a_batcher_on_a_gpu_knows_how_many_jobs_there_are(pipeline, monkeypatch)
     batcher = worker.loaded.batcher.small
     assert (batcher._pause, batcher._num_jobs()) == (0.25, 0)
     release, events = threading.Event(), queue.Queue()
-    spec = JobSpec(
-        id="1",
-        tenant="",
-        share=1.0,
-        model="small",
-        filter=lambda _: release.wait(30),
-        encode=lambda image, settings: b"",
-    )
+    spec = JobSpec(id="1", tenant="", share=1.0, model="small", filter=lambda _: release.wait(30))
     worker.run(spec, events.put)
     assert batcher._num_jobs() == 1
     release.set()

@@ -1,29 +1,34 @@
 """Jobs: the work for one call, where the models are, and the stream of its events where its response is written.
 
-Both may be in different processes: a `JobSpec` and all events can be pickled.
+Both may be in different processes: a `JobSpec` and all events can be pickled. Image files are encoded by the stream, so
+that this takes nothing of the interpreter lock of the process that decodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from PIL import Image
 from starlette.types import Receive
 
-from arpg.serve.api_error import ApiError
+from arpg.image import Pixels
+from arpg.serve.api_error import ApiError, internal_error
 from arpg.serve.build_task import BuiltTask, FilteredImage, TaskBuilder
 from arpg.serve.middleware import ClientDisconnected, wait_for_disconnect
 from arpg.serve.observability import Trace
 
+log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0  # a stream without events yields None this often
 
-Encode = Callable[[Image.Image, dict[str, Any]], bytes]  # an image and its settings to a file of a `Result`
+Encode = Callable[[Image.Image, dict[str, Any]], bytes]  # an image and its settings to a file
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class PreviewOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What a job is to do: `build` a task, or `filter` an image without sampling. These and `encode` run in threads."""
+    """What a job is to do: `build` a task, or `filter` an image without sampling. Both run in threads."""
 
     id: str  # of the call
     tenant: str
@@ -44,7 +49,6 @@ class JobSpec:
     model: str
     build: Callable[[TaskBuilder], BuiltTask] | None = None
     filter: Callable[[TaskBuilder], FilteredImage] | None = None
-    encode: Encode
     reads_files: bool = False  # whether `build` reads images
     stream: bool = False  # whether events before the last are read
     previews: PreviewOptions | None = None  # None: no steps
@@ -82,15 +86,28 @@ class Usage:
 
 @dataclass(frozen=True)
 class Result:
-    """The image files of a task, as its response has them, their (width, height), and the settings that made them."""
+    """The images of a job, the seed of each, where they are sampled, and the settings that made them."""
 
-    files: Sequence[bytes]
-    size: tuple[int, int]
+    images: Sequence[Pixels]
     seeds: Sequence[int]
     settings: dict[str, Any]
-    seconds: float
     cost: float = 0.0  # of a task, see `arpg.serve.admission`
     usage: Usage = Usage()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of each image."""
+        height, width = self.images[0].shape[:2]
+        return width, height
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """The image files of a result, as its response has them, and the seconds from the call to them."""
+
+    files: Sequence[bytes]
+    result: Result
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -210,30 +227,75 @@ class JobControl(Protocol):
         ...
 
 
-class JobStream:
-    """The events of a job for one reader on the event loop, where it is created. `put` is called from any thread."""
+StreamEvent = Accepted | StepEvent | ImageFiles | ApiError
 
-    def __init__(self, spec: JobSpec, *, deadline: float, trace: Trace, on_result: Callable[[Result], None]) -> None:
+
+class JobStream:
+    """The events of a job for one reader on the event loop, where it is created. `put` is called from any thread.
+
+    The images of its result are encoded in a thread of `pool`.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        encode: Encode,
+        pool: Executor,
+        deadline: float,
+        trace: Trace,
+        on_files: Callable[[ImageFiles], None],
+    ) -> None:
         self.id, self.is_stream, self.created = spec.id, spec.stream, time.time()
         self.control: JobControl | None = None  # set as soon as the job exists
-        self._on_result = on_result
+        self._encode, self._pool, self._on_files = encode, pool, on_files
+        self._deadline, self._start = deadline, time.monotonic()
         self._trace, self._loop = trace, asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | ClientDisconnected] = asyncio.Queue()
+        self._events: asyncio.Queue[StreamEvent | ClientDisconnected] = asyncio.Queue()
+        self._closed = False  # nobody reads any more
         self._timer = self._loop.call_later(deadline, self._stop)
 
     def put(self, event: Event) -> None:
         """Take the next event of the job."""
         if isinstance(event, Span):
             self._trace.add(event.name, event.start, event.end, **event.attributes)
-            return
+        elif isinstance(event, Result):
+            try:
+                self._pool.submit(self._encode_images, event)
+            except RuntimeError:  # the pool is closed
+                self._put(internal_error())
+        else:
+            self._put(event)
+
+    def _put(self, event: StreamEvent) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def _encode_images(self, result: Result) -> None:
+        """Make the files of a result, the last event; in a thread of the pool."""
+        if self._closed:
+            return
+        start = time.monotonic()
+        seeds: Sequence[int | None] = result.seeds or [None]  # an image that is not sampled has none
+        try:
+            files = [
+                self._encode(Image.fromarray(image), {**result.settings, "seed": seed})
+                for image, seed in zip(result.images, seeds, strict=True)
+            ]
+        except BaseException as error:  # whatever it is: nobody may wait for the files any more
+            log.error("encoding failed", exc_info=error, extra={"id": self.id})
+            self._put(internal_error())
+            return
+        end = time.monotonic()
+        self._trace.add("encode", start, end, images=len(files))
+        self._put(ImageFiles(files, result, end - self._start))
 
     def _stop(self) -> None:
         if self.control is not None:
             self.control.stop()
+        self._events.put_nowait(deadline_error(self._deadline))  # also where its images are being encoded
 
-    async def events(self, receive: Receive) -> AsyncGenerator[Accepted | StepEvent | Result | ApiError | None, None]:
+    async def events(self, receive: Receive) -> AsyncGenerator[StreamEvent | None, None]:
         """Yield the events up to the last, and None where a keep-alive is due; a disconnect cancels the job."""
         watch = asyncio.ensure_future(wait_for_disconnect(receive))
         watch.add_done_callback(lambda _: self._events.put_nowait(ClientDisconnected()))
@@ -246,14 +308,14 @@ class JobStream:
                         event = await self._events.get()
                 if isinstance(event, ClientDisconnected):
                     raise event
-                assert not isinstance(event, Span)
-                ended = isinstance(event, Result | ApiError)
-                if isinstance(event, Result):
-                    self._on_result(event)
+                ended = isinstance(event, ImageFiles | ApiError)
+                if isinstance(event, ImageFiles):
+                    self._on_files(event)
                 if event is not None and not ended and self.control is not None:
                     self.control.read()
                 yield event
         finally:
+            self._closed = True
             if not ended and self.control is not None:
                 self.control.cancel()
             self._timer.cancel()

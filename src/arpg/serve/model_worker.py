@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+import numpy as np
 import torch
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
@@ -19,7 +20,6 @@ from arpg.serve.api_error import ApiError, bad_request, internal_error
 from arpg.serve.build_task import BuiltTask, FilteredImage, TaskBuilder
 from arpg.serve.job import Accepted, Event, Job, JobSpec, Result
 from arpg.serve.observability import WorkerMetrics
-from arpg.serve.responses import base64_png
 from arpg.serve.served_model import LoadedModel, ModelFacts, ServedModel
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.task_run import TaskRun
@@ -110,7 +110,7 @@ class ModelWorker(Collector):
     def _filter(self, loaded: LoadedModel, job: Job, make: Callable[[TaskBuilder], FilteredImage]) -> None:
         """Make one image from another without sampling."""
         image, about = make(loaded.builder)
-        job.end(Result([base64_png(image)], image.size, [], about, job.seconds))
+        job.end(Result([np.asarray(image)], [], about))
 
     def submit(self, pool: Executor, job: Job, work: Callable[[], None]) -> None:
         """Run a part of a job in a worker thread; an exception ends the job."""

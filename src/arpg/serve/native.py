@@ -12,9 +12,9 @@ from fastapi.responses import FileResponse, Response
 
 from arpg.serve.api_error import ApiError
 from arpg.serve.build_task import FilteredImage, TaskBuilder
-from arpg.serve.job import Accepted, JobStream, PreviewOptions, Result, StepEvent
+from arpg.serve.job import Accepted, ImageFiles, JobStream, PreviewOptions, Result, StepEvent
 from arpg.serve.request_body import JsonRoute
-from arpg.serve.responses import SseEvent, json_response, respond, wait_for_result
+from arpg.serve.responses import SseEvent, json_response, respond, wait_for_files
 from arpg.serve.schemas import (
     TASKS,
     Classes,
@@ -98,8 +98,8 @@ def native_routes(service: ImageService) -> APIRouter:
         _add_task_route(router, service, task, schema)
 
     async def filter_image(call: Request, model: str | None, build: Callable[[TaskBuilder], FilteredImage]) -> Response:
-        result = await wait_for_result(service.start_filter(call, service.find(model), build), call)
-        return json_response({"png": result.files[0], **result.settings, **_sides(result)})
+        made = await wait_for_files(service.start_filter(call, service.find(model), build), call)
+        return json_response({"png": made.files[0], **made.result.settings, **_sides(made.result)})
 
     @router.post("/condition", response_model=ConditionResponse, responses=ERRORS)
     async def condition(call: Request, body: ExtractCondition) -> Response:
@@ -136,19 +136,20 @@ def _add_task_route(router: APIRouter, service: ImageService, task: str, schema:
     )
 
 
-def _to_body(job: JobStream, result: Result) -> dict[str, Any]:
+def _to_body(job: JobStream, made: ImageFiles) -> dict[str, Any]:
+    result = made.result
     return {
         "id": job.id,
         "created": int(job.created),
-        "seconds": round(result.seconds, 3),
+        "seconds": round(made.seconds, 3),
         "settings": result.settings,
         "images": [
-            {"png": png, "seed": seed, **_sides(result)} for png, seed in zip(result.files, result.seeds, strict=True)
+            {"png": png, "seed": seed, **_sides(result)} for png, seed in zip(made.files, result.seeds, strict=True)
         ],
     }
 
 
-def _to_sse(job: JobStream, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
+def _to_sse(job: JobStream, event: Accepted | StepEvent | ImageFiles) -> Iterable[SseEvent]:
     if isinstance(event, Accepted):
         yield "queued", {"id": job.id, "position": event.position}
     elif isinstance(event, StepEvent):

@@ -139,7 +139,7 @@ def configure_logging() -> None:
 
 
 class Trace:
-    """The spans of one request: prepare, queue, decode and pixels. This one records nothing.
+    """The spans of one request: prepare, queue, decode, pixels and encode. This one records nothing.
 
     Times are those of `time.monotonic`.
     """

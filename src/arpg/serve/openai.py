@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from arpg.image import to_rgb
 from arpg.serve.api_error import ApiError, check, shorten
 from arpg.serve.build_task import BuiltTask, TaskBuilder
-from arpg.serve.job import Accepted, JobStream, PreviewOptions, Result, StepEvent
+from arpg.serve.job import Accepted, ImageFiles, JobStream, PreviewOptions, Result, StepEvent
 from arpg.serve.native import ERRORS, task_responses
 from arpg.serve.request_body import JsonRoute, read_form
 from arpg.serve.responses import SseEvent, respond, to_base64, to_png
@@ -433,7 +433,7 @@ async def _read_form(call: Request, params: type[EditParams]) -> tuple[EditParam
 
 
 class ResponseFormat:
-    """The results and previews of one job in the format of the API.
+    """The images and previews of one job in the format of the API.
 
     `kind` starts the names of events; `to_url` stores a file of a media type and returns its URL.
     """
@@ -443,17 +443,17 @@ class ResponseFormat:
         self.previews = PreviewOptions(params.partial_images) if params.stream and params.partial_images else None
         self._num_sent = 0
 
-    def body(self, job: JobStream, result: Result) -> dict[str, Any]:
+    def body(self, job: JobStream, made: ImageFiles) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
-        return {"created": int(job.created), "data": self._images(result), **self._about(result)}
+        return {"created": int(job.created), "data": self._images(made), **self._about(made.result)}
 
-    def events(self, job: JobStream, event: Accepted | StepEvent | Result) -> Iterable[SseEvent]:
-        """Return the server-sent events of a preview (at most one) or of a result (one per image)."""
+    def events(self, job: JobStream, event: Accepted | StepEvent | ImageFiles) -> Iterable[SseEvent]:
+        """Return the server-sent events of a preview (at most one) or of the result (one per image)."""
         created = {"created_at": int(job.created)}
-        if isinstance(event, Result):
+        if isinstance(event, ImageFiles):
             name = f"{self.kind}.completed"
             for image in self._images(event):
-                yield name, {"type": name, **image, **self._about(event), **created}
+                yield name, {"type": name, **image, **self._about(event.result), **created}
         elif isinstance(event, StepEvent) and event.previews:
             name = f"{self.kind}.partial_image"
             image = {"b64_json": event.previews[0], "partial_image_index": self._num_sent}
@@ -461,8 +461,8 @@ class ResponseFormat:
             yield name, {"type": name, **image, **about, **created}
             self._num_sent += 1
 
-    def _images(self, result: Result) -> list[dict[str, Any]]:
-        images = zip(result.files, result.seeds, strict=True)
+    def _images(self, made: ImageFiles) -> list[dict[str, Any]]:
+        images = zip(made.files, made.result.seeds, strict=True)
         if self.params.response_format == "url":
             return [
                 {"url": self.to_url(file, f"image/{self.params.file_format}"), "seed": seed} for file, seed in images

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from arpg.serve.api_error import ApiError
-from arpg.serve.job import Accepted, JobStream, Result, StepEvent
+from arpg.serve.job import Accepted, ImageFiles, JobStream, StepEvent
 
 _PLACEHOLDER = secrets.token_hex(16)  # of base64 in JSON; no client can know it
 
@@ -52,26 +52,26 @@ def base64_png(image: Image.Image, settings: dict[str, Any] | None = None) -> by
 SseEvent = tuple[str, dict[str, Any]]  # name and data of a server-sent event
 
 
-async def wait_for_result(job: JobStream, call: Request) -> Result:
-    """Return the result of a job, or raise its error."""
+async def wait_for_files(job: JobStream, call: Request) -> ImageFiles:
+    """Return the image files of a job, or raise its error."""
     async with aclosing(job.events(call.receive)) as events:
         async for event in events:
             if isinstance(event, ApiError):
                 raise event
-            if isinstance(event, Result):
+            if isinstance(event, ImageFiles):
                 return event
-    raise AssertionError("a job ends with a result or an error")
+    raise AssertionError("a job ends with image files or an error")
 
 
-ToBody = Callable[[JobStream, Result], dict[str, Any]]
-ToSse = Callable[[JobStream, Accepted | StepEvent | Result], Iterable[SseEvent]]
+ToBody = Callable[[JobStream, ImageFiles], dict[str, Any]]
+ToSse = Callable[[JobStream, Accepted | StepEvent | ImageFiles], Iterable[SseEvent]]
 
 
 async def respond(job: JobStream, call: Request, *, to_body: ToBody, to_sse: ToSse) -> Response:
-    """Return the response of a job: the JSON of its result or, of a stream, server-sent events."""
+    """Return the response of a job: the JSON of its images or, of a stream, server-sent events."""
     if job.is_stream:
         return EventStream(job, to_sse)
-    return json_response(to_body(job, await wait_for_result(job, call)))
+    return json_response(to_body(job, await wait_for_files(job, call)))
 
 
 class EventStream(Response):

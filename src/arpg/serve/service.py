@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +14,7 @@ from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, shorten
 from arpg.serve.auth import ApiKeys
 from arpg.serve.build_task import BuiltTask, FilteredImage, TaskBuilder
-from arpg.serve.job import Encode, JobSpec, JobStream, PreviewOptions, Result
+from arpg.serve.job import Encode, ImageFiles, JobSpec, JobStream, PreviewOptions
 from arpg.serve.model_worker import ModelWorker
 from arpg.serve.observability import HttpMetrics, tracer_from_environment
 from arpg.serve.responses import base64_png
@@ -23,7 +25,10 @@ from arpg.serve.worker_process import WorkerProcess
 
 
 class ImageService:
-    """The models of a server, the first of which is the default. Until `open` has loaded them, calls get a 503."""
+    """The models of a server, the first of which is the default. Until `open` has loaded them, calls get a 503.
+
+    Image files are encoded in as many threads as there are cores: compression does not hold the interpreter lock.
+    """
 
     def __init__(
         self, models: Sequence[ServedModel], *, keys: ApiKeys | None = None, settings: ServeSettings | None = None
@@ -38,6 +43,7 @@ class ImageService:
         self.metrics = HttpMetrics(self.worker)
         self.tracer = tracer_from_environment()
         self.admission = AdmissionLimiter(self.settings, self.keys, self.metrics)
+        self.encoders = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="arpg-encode")
         self.stopping = False  # not ready any more, although requests are still accepted
         self._closed = False
 
@@ -58,6 +64,7 @@ class ImageService:
         """Stop the threads; jobs that are not finished end with an error."""
         self._closed = True
         self.worker.close()
+        self.encoders.shutdown()
 
     @property
     def alive(self) -> bool:
@@ -117,22 +124,29 @@ class ImageService:
         previews: PreviewOptions | None,
         encode: Encode = base64_png,
     ) -> JobStream:
-        """Start a job of a model for an HTTP call; see `JobSpec`."""
+        """Start a job of a model for an HTTP call; see `JobSpec`. `encode` makes the files of its images."""
         about = {"reads_files": reads_files, "stream": stream, "previews": previews}
-        return self._start(call, model, build=build, encode=encode, **about)
+        return self._start(call, model, encode, build=build, **about)
 
     def start_filter(self, call: Request, model: ModelFacts, make: Callable[[TaskBuilder], FilteredImage]) -> JobStream:
         """Start a job that makes one image from another without sampling, in worker threads of its own."""
-        return self._start(call, model, filter=make, encode=base64_png)
+        return self._start(call, model, lambda image, _: base64_png(image), filter=make)
 
-    def _start(self, call: Request, model: ModelFacts, **work: Any) -> JobStream:
+    def _start(self, call: Request, model: ModelFacts, encode: Encode, **work: Any) -> JobStream:
         state, traced = call.state, self.tracer is not None
         about = {"id": state.id, "tenant": state.tenant, "share": self.admission.share, "traced": traced}
         spec = JobSpec(**about, model=model.name, **work)
-        stream = JobStream(spec, deadline=self.settings.deadline, trace=state.trace, on_result=self._record)
+        stream = JobStream(
+            spec,
+            encode=encode,
+            pool=self.encoders,
+            deadline=self.settings.deadline,
+            trace=state.trace,
+            on_files=self._record,
+        )
         stream.control = self.worker.run(spec, stream.put)
         return stream
 
-    def _record(self, result: Result) -> None:
-        if result.cost:
-            self.admission.record(result.cost, result.seconds)
+    def _record(self, made: ImageFiles) -> None:
+        if made.result.cost:
+            self.admission.record(made.result.cost, made.seconds)

@@ -199,15 +199,11 @@ class TaskRun:
 
     def _finish(self) -> None:
         start = time.monotonic()
-        images, seeds = self.task.images(), self.task.seeds
-        settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
-        files = [
-            self.job.spec.encode(image, {**settings, "seed": seed}) for image, seed in zip(images, seeds, strict=True)
-        ]
+        images = self.task.pixels()
         self.job.add_span("pixels", start, time.monotonic(), images=len(images))
-        seconds = self.job.seconds
-        self.worker.costs.record(self.cost, seconds)
-        self.job.end(Result(files, images[0].size, seeds, settings, seconds, self.cost, self._usage()))
+        settings = {**dataclasses.asdict(self.task.spec.settings), **self.about}
+        self.worker.costs.record(self.cost, self.job.seconds)
+        self.job.end(Result(images, self.task.seeds, settings, self.cost, self._usage()))
 
     def _usage(self) -> Usage:
         """Count the tokens of the task; a class is one."""

@@ -1,6 +1,7 @@
 """WorkerProcess: a `ModelWorker` in a process of its own, so that decoding shares its interpreter lock with less.
 
-The two processes send each other pickled messages over a pipe: a `JobSpec` starts a job, `Delivery`s bring its events.
+The two processes send each other pickled messages over a pipe: a `JobSpec` starts a job, `Delivery`s bring its events,
+the last of them with the pixels of its images.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from prometheus_client import Metric, ProcessCollector
 from prometheus_client.registry import Collector
 
 from arpg.serve.api_error import ApiError, internal_error
-from arpg.serve.job import Event, Job, JobSpec, Result, deadline_error
+from arpg.serve.job import Event, Job, JobSpec, Result
 from arpg.serve.model_worker import ModelWorker
 from arpg.serve.observability import configure_logging
 from arpg.serve.served_model import ModelFacts, ServedModel
@@ -164,7 +165,7 @@ class WorkerProcess(Collector):
         if ended:
             deliver(internal_error())
         self.send(spec)
-        return RemoteJob(self, spec.id, self._settings.deadline)
+        return RemoteJob(self, spec.id)
 
     def send(self, message: Any) -> None:
         """Send a message to the process."""
@@ -223,8 +224,8 @@ class WorkerProcess(Collector):
 class RemoteJob:
     """The `JobControl` of a job in another process."""
 
-    def __init__(self, worker: WorkerProcess, id: str, deadline: float) -> None:
-        self._worker, self._id, self._deadline = worker, id, deadline
+    def __init__(self, worker: WorkerProcess, id: str) -> None:
+        self._worker, self._id = worker, id
 
     def read(self) -> None:
         """Count an event of a stream as read."""
@@ -236,11 +237,9 @@ class RemoteJob:
         self._worker.send(Control(self._id, "cancel"))
 
     def stop(self) -> None:
-        """End the job, as its deadline has passed. It does not wait for the other process."""
-        deliver = self._worker.forget(self._id)
+        """End the job, as its deadline has passed; its reader does not wait for the other process."""
+        self._worker.forget(self._id)
         self._worker.send(Control(self._id, "stop"))
-        if deliver is not None:
-            deliver(deadline_error(self._deadline))
 
 
 @dataclass

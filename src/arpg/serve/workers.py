@@ -237,13 +237,13 @@ def _pixel_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class WorkerPools:
-    """Threads that prepare jobs (read images, encode prompts), that make previews and PNG files, and that extract.
+    """Threads that prepare jobs (read images, encode prompts), wait for pixels, make previews, and extract.
 
     The pools are separate, so that previews continue while images and prompts are read or condition images are
     extracted, and so that large tasks, whose work takes long, keep no thread from small ones. Images are finished in as
-    many threads as there are cores: compression does not hold the interpreter lock, and waiting for pixels takes no
-    core. Jobs without a file or a prompt are prepared in one thread: each takes 0.2 ms of Python, in which several
-    threads would only wait for each other.
+    many threads as there are cores: waiting for pixels takes no core, and compressing a preview does not hold the
+    interpreter lock. Jobs without a file or a prompt are prepared in one thread: each takes less than a millisecond of
+    Python, in which several threads would only wait for each other.
     """
 
     def __init__(self) -> None:

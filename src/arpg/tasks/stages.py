@@ -35,7 +35,7 @@ class Stage:
     window: Grid  # tokens sampled by one request
     corners: tuple[tuple[int, int], ...]  # top left corners of the windows, in the order in which they are sampled
     preprocess: Callable[[Image.Image], Pixels] | None = None  # image to the tokenizer's input; None: starts empty
-    postprocess: Callable[[Image.Image], Image.Image] = lambda image: image  # the tokenizer's output to the result
+    postprocess: Callable[[Image.Image], Image.Image] | None = None  # the tokenizer's output to the result; None: as is
     token_index_M: Tensor | None = None  # where on the grid the image's tokens go; None: one for each grid token
     pos_N2: Tensor | None = None  # positions as in a request; only where one window is the whole grid
     control_part: Part | None = None  # of a condition image that the grid covers; None: a centre crop of its shape

@@ -29,7 +29,7 @@ from arpg.decode import Engine, Request, Step, make_plan
 from arpg.decode.likelihood import fill_bits
 from arpg.decode.order import resolve_order
 from arpg.errors import require
-from arpg.image import sheet
+from arpg.image import Pixels, sheet
 from arpg.settings import TASK_SETTINGS, SamplingSettings
 from arpg.tasks.control_input import WHOLE, ControlInput
 from arpg.tasks.stages import Stage
@@ -235,7 +235,8 @@ class ImageTask:
     def render(self, tokens: StepTokens, rows: Sequence[int] | None = None) -> list[Image.Image]:
         """Return the previews of the candidates `rows` (None: all) of `tokens`."""
         chosen = slice(None) if rows is None else [tokens.rows.index(row) for row in rows]
-        return self._to_images(self.stages[tokens.stage], tokens.ids_Bhw[chosen], tokens.known_Bhw[chosen])
+        made = self._to_pixels(self.stages[tokens.stage], tokens.ids_Bhw[chosen], tokens.known_Bhw[chosen])
+        return [Image.fromarray(pixels_HW3) for pixels_HW3 in made]
 
     def accept(self, step: Step) -> None:
         """Take the last step of the current request as its result."""
@@ -250,11 +251,16 @@ class ImageTask:
         self._index += 1
         if self._index < len(self._requests) and self._requests[self._index].stage != current.stage:
             # One at a time: convolutions round differently in another batch, and then tokens would depend on it.
-            self._inputs = self._decode_pixels(current.stage, range(len(self.spec)), 1)
+            made = self._decode_pixels(current.stage, range(len(self.spec)), 1)
+            self._inputs = [Image.fromarray(pixels_HW3) for pixels_HW3 in made]
             self._start_stage(self.stages[current.stage + 1], 1)
 
     def images(self) -> list[Image.Image]:
         """Return the images, one for each label. Valid after the last request."""
+        return [Image.fromarray(pixels_HW3) for pixels_HW3 in self.pixels()]
+
+    def pixels(self) -> list[Pixels]:
+        """Return the pixels `[H, W, 3]` of the images, one for each label. Valid after the last request."""
         assert self._index == len(self._requests)
         return self._decode_pixels(len(self.stages) - 1, self.kept, self.spec.batch_size)
 
@@ -312,12 +318,12 @@ class ImageTask:
         self._ids_Chw = ids_CN.reshape(-1, *stage.grid)
         self._known_Chw = torch.from_numpy(stage.known_hw).repeat(candidates, 1, 1)
 
-    def _decode_pixels(self, stage: int, rows: Sequence[int], batch_size: int) -> list[Image.Image]:
+    def _decode_pixels(self, stage: int, rows: Sequence[int], batch_size: int) -> list[Pixels]:
         batches = torch.split(self._ids_Chw[list(rows)], batch_size)
-        return [image for ids in batches for image in self._to_images(self.stages[stage], ids, None)]
+        return [pixels for ids in batches for pixels in self._to_pixels(self.stages[stage], ids, None)]
 
-    def _to_images(self, stage: Stage, ids_Bhw: Tensor, known_Bhw: Tensor | None) -> list[Image.Image]:
-        """Decode tokens to images; None: all of them are known."""
+    def _to_pixels(self, stage: Stage, ids_Bhw: Tensor, known_Bhw: Tensor | None) -> list[Pixels]:
+        """Decode tokens to pixels; None: all of them are known."""
         if known_Bhw is None or bool(known_Bhw.all()):
             pixels_BHW3 = self.codec.decode(ids_Bhw.flatten(1), stage.grid)
         else:
@@ -325,4 +331,6 @@ class ImageTask:
             pixels_BHW3 = self.codec.decode(ids_Bhw.flatten(1), stage.grid, known_BN=known_Bhw.flatten(1))
             known_BHW = known_Bhw.numpy().repeat(stride, 1).repeat(stride, 2)
             pixels_BHW3 = np.where(known_BHW[..., None], pixels_BHW3, np.uint8(UNKNOWN))
-        return [stage.postprocess(Image.fromarray(pixels_HW3)) for pixels_HW3 in pixels_BHW3]
+        if stage.postprocess is None:
+            return list(pixels_BHW3)
+        return [np.asarray(stage.postprocess(Image.fromarray(pixels_HW3))) for pixels_HW3 in pixels_BHW3]
