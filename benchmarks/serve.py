@@ -231,19 +231,35 @@ async def read_cpu_times(port: int) -> dict[str, dict[str, float]]:
     return found
 
 
+async def read_steps(port: int) -> list[float]:
+    """Return the number of steps so far, their images in all, and the seconds of their launches, from `/metrics`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    page = (await exchange(reader, writer, "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1")).decode()
+    writer.close()
+    values = dict(re.findall(r"^(\w+) (\S+)$", page, re.MULTILINE))
+    return [float(values[f"arpg_{name}"]) for name in ("batch_rows_count", "batch_rows_sum", "step_seconds_sum")]
+
+
 async def measure_raw(port: int, *, clients: int, seconds: float, most: int, process: int) -> dict[str, Any]:
-    """Load a server by clients that parse nothing; CPU times are milliseconds of the server for each image."""
+    """Load a server by clients that parse nothing; CPU times are milliseconds of the server for each image.
+
+    A step: the mean number of its images, and the milliseconds in which its thread launches it and delivers another.
+    """
+    before = await read_steps(port)
     used, began = cpu_seconds(process), time.perf_counter()
     load = RawLoad(port, began + seconds, most)
     await asyncio.gather(*(load.work(number) for number in range(clients)))
     taken = time.perf_counter() - began
     images, latencies = len(load.latencies), sorted(load.latencies)
+    steps, rows, launching = (new - old for old, new in zip(before, await read_steps(port), strict=True))
     return {
         "clients": clients,
         "images": images,
         "images/s": round(images / taken, 1),
         **{f"p{p} ms": round(1000 * latencies[min(images - 1, images * p // 100)], 1) for p in (50, 99)},
         "cpu ms/image": round(1000 * (cpu_seconds(process) - used) / images, 2),
+        "images/step": round(rows / steps, 1),
+        "ms/step": round(1000 * launching / steps, 3),
         "bytes/image": load.num_bytes // images,
         "server MB": resident_mb(process),
     }

@@ -12,3 +12,5 @@ def test_a_server_is_started_and_measured(folder):
         row = asyncio.run(measure_raw(port, clients=1, seconds=60, most=2, process=process))
     assert row["images"] == 2
     assert row["bytes/image"] > 0
+    assert row["images/step"] == 1.0
+    assert row["ms/step"] > 0
