@@ -7,19 +7,22 @@
 `--host`: CPU time of a step and of a joining sample for 1, 16, 64 and 256 samples at all steps of their plans, with a
 network whose calls cost nothing; no GPU is needed. Otherwise images/s (tokens only) of a steady stream: as many samples
 as `--running` at different steps, each replaced when it is finished. On a GPU eagerly, from captured steps, and the
-offline engine with batches of that size.
+offline engine with batches of that size; `--profile` shows which kernels take the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from arpg.bench.case import Case, open_pipeline
+from arpg.bench.profile import profile_kernels
 from arpg.config import ModelConfig
 from arpg.decode import Engine, continuous
 from arpg.decode.continuous import ContinuousBatch, TokenCopy
@@ -60,25 +63,26 @@ class FreeGraphs:
 class Stream:
     """A steady stream of images through a running batch."""
 
-    def __init__(self, model: ARPG, settings: SamplingSettings, *, running: int, images: int, captured: bool) -> None:
+    def __init__(self, model: ARPG, settings: SamplingSettings, *, running: int, captured: bool) -> None:
         """`running`: samples at the same time, at different steps."""
         self.model, self.settings, self.running = model, settings, running
-        case = Case("", 1, settings, model.config.grid)
-        self.waiting = [case.request(model, seed) for seed in range(images)]
-        self.graphs: GraphCache[CapturedStep] | None = GraphCache(model.device) if captured else None
+        self.case = Case("", 1, settings, model.config.grid)
+        graphs: GraphCache[CapturedStep] | None = GraphCache(model.device) if captured else None
+        self.batch = ContinuousBatch(model, *self.case.request(model, 0), settings, graphs=graphs)
+        self.batch.keep([])
         self.join_seconds = self.step_seconds = 0.0
-        self.joined = self.steps = self.made = 0
+        self.joined = self.steps = 0
 
     @torch.no_grad()
-    def run(self, *, measured_from: int = 0) -> None:
-        """Decode all images; time the steps from a number of finished images on, while images still join."""
-        batch = ContinuousBatch(self.model, *self.waiting.pop(), self.settings, graphs=self.graphs)
-        due, copies = 0.0, list[TokenCopy]()
-        while batch.rows or self.waiting:
+    def run(self, images: int, *, measured_from: int = 0) -> None:
+        """Decode images; time the steps from a number of finished images on, while images still join."""
+        waiting, batch = [self.case.request(self.model, seed) for seed in range(images)], self.batch
+        due, made, copies = 0.0, 0, list[TokenCopy]()
+        while batch.rows or waiting:
             began = time.process_time()
             due = max(due + self.running / self.settings.steps, not batch.rows)
             due = min(due, self.running - len(batch.rows))
-            joining = [self.waiting.pop() for _ in range(min(int(due), len(self.waiting)))]
+            joining = [waiting.pop() for _ in range(min(int(due), len(waiting)))]
             due -= len(joining)
             for request, plan in joining:
                 batch.add_rows([(request, 0)], plan.samples)
@@ -92,11 +96,11 @@ class Stream:
             if len(copies) > 1:
                 copies.pop(0).wait()  # one step late
             ended = time.process_time()
-            if self.made >= measured_from and self.waiting:
+            if made >= measured_from and waiting:
                 self.joined, self.steps = self.joined + len(joining), self.steps + 1
                 self.join_seconds += stepping - began
                 self.step_seconds += ended - stepping
-            self.made += len(finished)
+            made += len(finished)
         synchronize(self.model.device)
 
 
@@ -111,8 +115,8 @@ def host_rows(samples: list[int], *, steps: int = 32) -> list[list[str]]:
     for num in samples:
         cells = [str(num)]
         for captured in (False, True):
-            stream = Stream(model, settings, running=num, images=4 * num + 4, captured=captured)
-            stream.run(measured_from=2 * num)
+            stream = Stream(model, settings, running=num, captured=captured)
+            stream.run(4 * num + 4, measured_from=2 * num)
             joined = 1e3 * stream.join_seconds / max(1, stream.joined)
             cells += [f"{1e3 * stream.step_seconds / stream.steps:.3f}", f"{joined:.3f}"]
         rows.append(cells)
@@ -124,28 +128,37 @@ def stream_rows(options: argparse.Namespace) -> list[list[str]]:
     device = choose_device(options.device)
     where = {"device": str(device), "dtype": options.precision, "engine": "eager"}
     pipe = open_pipeline(options.model, random=options.random, **where)
-    model, settings, rows = pipe.model, pipe.sampling.settings(), []
-    for captured in (False, True) if device.type == "cuda" else (False,):
-        best = (float("inf"), float("inf"))
-        for repeat in range(options.repeats + 1):
-            stream = Stream(model, settings, running=options.running, images=options.images, captured=captured)
-            began, began_cpu = time.perf_counter(), time.process_time()
-            stream.run()
-            if repeat:  # the first one warms up
-                best = min(best, (time.perf_counter() - began, time.process_time() - began_cpu))
-        name = "captured" if captured else "eager"
-        rows.append([name, f"{best[0]:.3f}", f"{best[1]:.3f}", f"{options.images / best[0]:.2f}"])
-    if device.type == "cuda":
+    model, settings, on_gpu = pipe.model, pipe.sampling.settings(), device.type == "cuda"
+    streams = {
+        name: Stream(model, settings, running=options.running, captured=name == "captured")
+        for name in (("eager", "captured") if on_gpu else ("eager",))
+    }
+    runs: dict[str, Callable[[int], None]] = {name: stream.run for name, stream in streams.items()}
+    if on_gpu:
         engine, case = Engine(model, "graph"), Case("", options.running, settings, model.config.grid)
-        for _ in range(2):
-            batches = [case.request(model, seed) for seed in range(0, options.images, options.running)]
-            began, began_cpu = time.perf_counter(), time.process_time()
+
+        def offline(images: int) -> None:
+            batches = [case.request(model, seed) for seed in range(0, images, options.running)]
             for _ in pipelined_decode(engine, batches, settings, lambda ids_BN, grid: ids_BN):
                 pass
             synchronize(device)
-            seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
-        images = len(batches) * options.running
-        rows.append(["offline", f"{seconds:.3f}", f"{cpu:.3f}", f"{images / seconds:.2f}"])
+
+        runs["offline"] = offline
+    rows = []
+    for name, run in runs.items():
+        times = []
+        for _ in range(options.repeats + 1):
+            began, began_cpu = time.perf_counter(), time.process_time()
+            run(options.images)
+            times.append((time.perf_counter() - began, time.process_time() - began_cpu))
+        seconds, cpu = min(times[1:])  # the first one compiles and captures
+        rows.append([name, f"{seconds:.3f}", f"{cpu:.3f}", f"{options.images / seconds:.2f}", f"{times[0][0]:.1f}"])
+        if options.profile and on_gpu:
+            found = profile_kernels(partial(run, options.images))
+            each = {group: f"{1000 * ms / options.images:.0f}" for group, ms in found["kernels ms"].items()}
+            print(f"{name}, us per image: {each}", flush=True)
+            for kernel in found["top kernels"]:
+                print(f"{kernel['ms']:9.1f} ms {kernel['launches']:6d} x {kernel['kernel']}", flush=True)
     return rows
 
 
@@ -158,6 +171,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--running", type=int, default=8, help="Images at the same time.")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="Also print the time of the kernels, on a GPU.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args()
@@ -166,7 +180,7 @@ def main() -> None:
         heads = ["samples", "eager step, ms", "join, ms", "captured step, ms", "join, ms"]
         print(markdown_table(heads, host_rows(options.samples)))
     else:
-        print(markdown_table(["", "s", "CPU s", "images/s"], stream_rows(options)))
+        print(markdown_table(["", "s", "CPU s", "images/s", "first run, s"], stream_rows(options)))
 
 
 if __name__ == "__main__":

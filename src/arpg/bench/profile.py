@@ -104,14 +104,23 @@ def _timed(
 @torch.no_grad()
 def profile_tokens(pipe: Pipeline, case: Case, *, seed: int) -> dict[str, Any]:
     """Return `summarize_kernels` of one batch's tokens. Nothing is warmed up: the engine should have run before."""
-    from torch.profiler import ProfilerActivity, profile
-
     request, plan = case.request(pipe.model, seed)
-    torch.cuda.synchronize(pipe.model.device)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+
+    def run() -> None:
         for _ in pipe.engine.decode(request, plan, case.settings, every_step=False):  # the graph that was timed
             pass
-        torch.cuda.synchronize(pipe.model.device)
+
+    return profile_kernels(run)
+
+
+def profile_kernels(run: Callable[[], None]) -> dict[str, Any]:
+    """Return `summarize_kernels` of what `run` launches on a GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+        run()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
