@@ -2,19 +2,22 @@
 
     python -m benchmarks.attention_tiles
     python -m benchmarks.attention_tiles --one-image
+    python -m benchmarks.attention_tiles --running-batch
     python -m benchmarks.attention_tiles --kv-cache-dtype fp8
 
 The column that decides is that of a whole generation: every launch of 32 arccos steps, with their queries and slots, in
 one CUDA graph. Every layer has its own cache, also in Pass 2, so that none of it stays in the L2 cache.
 
 `--one-image` times attention between the small products of one image's layers, all launched early, with slots read
-before or after the dependency barrier. `--kv-cache-dtype fp8` times both with a float8 cache; errors are then against
-the cache as it is stored.
+before or after the dependency barrier. `--running-batch` times a step of a continuous batch, whose samples are at all
+steps of their plans and whose tokens are packed. `--kv-cache-dtype fp8` times each with a float8 cache; errors are then
+against the cache as it is stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +31,7 @@ from arpg.config import KV_CACHE_DTYPES, MODELS, ModelConfig
 from arpg.decode.plan import step_sizes
 from arpg.kernels import attention, small_gemm
 from arpg.kernels.dispatch import FLOAT8
-from arpg.kernels.ops import Rope, apply_rope
+from arpg.kernels.ops import Packing, Rope, apply_rope
 from arpg.model.rope import grid_positions, make_rope
 from benchmarks.measures import graph_microseconds, relative_error
 
@@ -97,12 +100,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=55, help="start no variant after this")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--one-image", action="store_true", help="time attention between the products of one image")
+    parser.add_argument("--running-batch", action="store_true", help="time packed tokens of samples at all steps")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     options = parser.parse_args()
     dtype = FLOAT8 if options.kv_cache_dtype == "fp8" else DTYPE
-    if options.one_image:
-        return one_image(time.perf_counter() + options.seconds, dtype)
     stop = time.perf_counter() + options.seconds
+    if options.one_image:
+        return one_image(stop, dtype)
+    if options.running_batch:
+        return running_batch(stop, options.rows // 2, dtype)
     _say(f"{torch.cuda.get_device_name()}; us a launch; queries slots warps stages registers; N: stores, C: does not")
 
     def table(title: str, layers: Layers, ways: list[Way], cases: list[Launch], depth: int) -> None:
@@ -217,6 +223,65 @@ def one_image(stop: float, cache_dtype: torch.dtype) -> None:
         except Exception as error:
             _say(f"  {name:24}{error_line(error)}")
     return None
+
+
+class RunningBatch(Layers):
+    """The attention of a step of a continuous batch: guided samples at all steps of their plans, packed tokens."""
+
+    def __init__(self, samples: int, heads: int, cache_dtype: torch.dtype) -> None:
+        super().__init__(2 * samples, heads, cache_dtype, spare=64)
+        sizes = torch.tensor([0, 1, *step_sizes("arccos", GRID[0] * GRID[1], STEPS)])
+        step_S, ends = torch.arange(samples) * STEPS // samples, sizes.cumsum(0)
+        self.length_R1, self.limit_R1 = (
+            ends[step_S + i].repeat_interleave(2)[:, None].to(DEVICE) for i in (0, 1)
+        )  # of the cache, before and after Pass 1
+        self.passes = [self.packed(sizes[step_S + 1], heads), self.packed(sizes[step_S + 2], heads)]
+
+    def packed(self, count_S: Tensor, heads: int) -> tuple[Packing, Tensor, Rope]:
+        """Return random packed tokens, both copies."""
+        num = int(count_S.sum())
+        start_R = ((count_S.cumsum(0) - count_S)[:, None] + torch.tensor([0, num])).flatten().to(DEVICE)
+        packing = Packing(start_R, count_S.repeat_interleave(2).to(DEVICE), int(count_S.max()), (2, num))
+        qkv_CT3HK = torch.randn((2, num, 3, heads, 64), device=DEVICE).to(DTYPE)
+        return packing, qkv_CT3HK, make_rope(16 * torch.rand((2, num, 2), device=DEVICE), 64)
+
+    def run_pass(self, number: int, layer: int) -> Tensor:
+        """Run one layer of Pass 1 or 2."""
+        (key, value), (packing, qkv, rope) = self.caches[layer % len(self.caches)], self.passes[number - 1]
+        if number == 1:
+            first_R = self.length_R1[:, 0]
+            return attention.attend_and_store(qkv, (key, value), self.limit_R1, rope, first_R, packing=packing)
+        return attention.attend(qkv[:, :, 0], key, value, self.limit_R1, rope, packing=packing)
+
+
+def running_batch(stop: float, samples: int, cache_dtype: torch.dtype) -> None:
+    """Print the microseconds of attention for packed tokens: short tiles, and one program for each row."""
+    layers, few = RunningBatch(samples, MODELS["arpg-l"].num_heads, cache_dtype), attention._FEW_QUERIES
+    widths = [packing.width for packing, *_ in layers.passes]
+    _say(f"{torch.cuda.get_device_name()}; us of a layer; {samples} samples, rows of up to {widths} tokens")
+    expected = [layers.run_pass(number, 0).float() for number in (1, 2)]
+    for way in [*FEW, *(way for way in MANY if way[0] == attention._MAX_QUERIES)]:
+        if time.perf_counter() > stop:
+            return _say("  out of time")
+        attention.tiles, attention._FEW_QUERIES = _always(way), way[0]
+        line = f"  {' '.join(str(x) for x in way):22}"
+        for number in (1, 2):
+            launches = [functools.partial(layers.run_pass, number, i) for i in range(12)]
+            error = relative_error(launches[0](), expected[number - 1])
+            taken = min(graph_microseconds(functools.partial(_run, launches))[0] for _ in range(3)) / len(launches)
+            line += f"  Pass {number}: {taken:7.2f} (error {error:.4f})"
+        _say(line)
+    attention.tiles, attention._FEW_QUERIES = DEFAULT, few
+    return None
+
+
+def _run(launches: list[functools.partial[Tensor]]) -> None:
+    for launch in launches:
+        launch()
+
+
+def _always(way: Way) -> Callable[..., attention.Tiles]:
+    return lambda *_, **sizes: attention.Tiles(*way)
 
 
 def _early(slots: int, warps: int) -> Callable[..., attention.Tiles]:

@@ -11,7 +11,6 @@ from arpg.decode import Request, continuous, decode, make_plan
 from arpg.decode.continuous import ContinuousBatch, _token_bucket, start_batch
 from arpg.decode.graphs import GraphCache
 from arpg.decode.plan import Plan
-from arpg.kernels import ops
 from arpg.kernels.ops import Packing
 from arpg.model import class_condition, text_condition
 from arpg.model.condition import control_condition
@@ -380,20 +379,15 @@ def test_a_request_that_does_not_fit_changes_nothing(model, monkeypatch):
 
 
 def test_packed_tokens_are_those_of_their_rows():
-    """Three samples of 2, 0 and 3 tokens, conditional and unconditional."""
-    x_CT1 = torch.arange(10.0).reshape(2, 5, 1)
-    packing = Packing(
-        torch.tensor([[0, 1, 0], [5, 6, 5], [0, 0, 0], [5, 5, 5], [2, 3, 4], [7, 8, 9]]),
-        torch.tensor([[0, 1, 12, 13, 14], [3, 4, 15, 16, 17]]),
-    )
-    rows = ops.unpack(x_CT1, packing)
-    assert rows.shape == (6, 3, 1)
-    assert rows[[0, 1], :2].flatten().tolist() == [0, 1, 5, 6]
-    assert rows[[4, 5]].flatten().tolist() == [2, 3, 4, 7, 8, 9]
-    assert torch.equal(ops.pack(rows, packing), x_CT1)
-    narrow = x_CT1.to(torch.float8_e4m3fn)
-    assert torch.equal(ops.pack(ops.unpack(narrow, packing), packing).float(), narrow.float())
-    assert ops.unpack(x_CT1, None) is ops.pack(x_CT1, None) is x_CT1
+    """Three samples of 2, 0 and 3 tokens, conditional and unconditional, and one token of padding."""
+    start_R, count_R = torch.tensor([0, 6, 2, 8, 2, 8]), torch.tensor([2, 2, 0, 0, 3, 3])
+    packing = Packing(start_R, count_R, 3, (2, 6))
+    assert packing.token_index[[0, 1], :2].tolist() == [[0, 1], [6, 7]]
+    assert packing.token_index[[4, 5]].tolist() == [[2, 3, 4], [8, 9, 10]]
+    assert packing.place_index[:, :5].tolist() == [[0, 1, 12, 13, 14], [3, 4, 15, 16, 17]]
+    for index, size in ((packing.token_index, 2 * 6), (packing.place_index, 6 * 3)):  # padding, too, is somewhere
+        assert index.min() >= 0
+        assert index.max() < size
 
 
 @pytest.mark.parametrize("decode_", ["exact", "speculative"])

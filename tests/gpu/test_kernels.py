@@ -248,6 +248,35 @@ def test_attention_reads_no_further_than_its_row(queries):
     assert torch.equal(attend(q, key, value, limit), expected)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("width", [3, 20, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_packed_tokens(stored, width, causal):
+    """Three samples, one of them without tokens, two copies of each, and padding, which no row has and none sees."""
+    counts, held = torch.tensor([width, 0, width // 2 + 1]), torch.tensor([40, 3, 0, 7, 5, 90], device=DEVICE)
+    count_R, num = counts.repeat_interleave(2).to(DEVICE), int(counts.sum()) + 2
+    start_R = ((counts.cumsum(0) - counts)[:, None] + num * torch.arange(2)).flatten().to(DEVICE)
+    packing = ops.Packing(start_R, count_R, width, (2, num))
+    qkv, by = draw(2, num, 3, 2, 16, seed=1), rotation_of(2, num, 16)
+    caches = [draw(2, 6, 90 + width + 1, 2, 16).unbind(0) for _ in range(2)]  # the same twice
+    if stored:
+        limit = held[:, None] + (torch.arange(width, device=DEVICE) + 1 if causal else count_R[:, None])
+        mask = (torch.arange(90 + width, device=DEVICE) < limit[..., None])[:, None]
+        options = {"rope": by, "first": held, "stop": 90 + width, "packing": packing}
+        plain = ops.attention_with_cache_write(qkv, *caches[0], mask, **options)  # float32: never the kernel
+        fused = attend_and_store(qkv, caches[1], limit, tuple(by), held, packing=packing).flatten(2)
+    else:
+        limit = held.clamp(min=1)[:, None].expand(-1, width if causal else 1)
+        mask = (torch.arange(90 + width + 1, device=DEVICE) < limit[..., None])[:, None]
+        plain = ops.attention(qkv[:, :, 0], *caches[0], mask, rope=by, packing=packing)
+        fused = attend(qkv[:, :, 0], *caches[1], limit, tuple(by), packing=packing).flatten(2)
+    torch.testing.assert_close(fused[:, :-2], plain[:, :-2], atol=2e-5, rtol=2e-5)
+    for key_or_value, expected in zip(caches[1], caches[0], strict=True):
+        for row, (first, count) in enumerate(zip(held.tolist(), count_R.tolist(), strict=True)):
+            stop = first + count
+            torch.testing.assert_close(key_or_value[row, :stop], expected[row, :stop], atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize(("settled", "newest"), CUTS)
 @pytest.mark.parametrize("limited", [False, True])
 def test_attention_over_settled_slots(settled, newest, limited, monkeypatch):
@@ -286,6 +315,12 @@ def test_attention_that_stores_behind_settled_slots(held, queries, causal):
         ]
         torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(*caches)
+
+
+def test_packed_rows_have_short_tiles():
+    """One long row among many does not make the programs of all rows large."""
+    assert attention.tiles(40, 2048, new=False).queries == 64
+    assert attention.tiles(40, 2048, new=False, packed=True).queries == 16
 
 
 def test_many_programs_do_not_prefetch():

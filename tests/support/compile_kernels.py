@@ -82,6 +82,7 @@ def main(capability):
         token_io,
         wgmma_gemm,
     )
+    from arpg.kernels.ops import Packing
 
     for module in (attention, fused_rope, gumbel, residual_norm, small_gemm, token_io, wgmma_gemm):
         module.prefetch_weights = lambda x: capability >= 90  # this compiles what it would leave out, too
@@ -109,6 +110,16 @@ def main(capability):
         turned = torch.zeros(256, slots, 64), torch.zeros(256, slots, 64)
         attention.attend(half(256, slots, 4, 64), *many, None, turned)
         attention.attend_and_store(half(256, slots, 3, 4, 64), many, None, turned, 7)
+    for rows, width in ((2, 5), (2, 20), (2, 70), (256, 5), (256, 20)):  # packed
+        start, count = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+        packing = Packing(start, count, width, (2, 40))
+        packed, turned = half(2, 40, 3, 4, 64), (torch.zeros(2, 40, 64), torch.zeros(2, 40, 64))
+        rows_of = half(rows, 90, 4, 64), half(rows, 90, 4, 64)
+        for limit in (torch.ones(rows, 1, dtype=torch.long), torch.ones(rows, width, dtype=torch.long)):
+            attention.attend(packed[:, :, 0], *rows_of, limit, turned, packing=packing)
+            attention.attend_and_store(packed, rows_of, limit, turned, start, packing=packing)
+        parts = {"key_BTHK": rows_of[0], "value_BTHK": rows_of[1], "first": start, "packing": packing}
+        fused_rope.store_rope(*packed.unbind(2)[1:], *turned, **parts)
     if capability >= 89:
         attention.attend(qkv[:, :, 0], *cache, None, dtype=torch.float8_e4m3fn)
         compile_float8_cache(attention, fused_rope)

@@ -150,13 +150,12 @@ class StepInputs(NamedTuple):
     """The numbers of a step: views of one array on the host, or of one tensor on the device."""
 
     length_R: Any  # of the cache, before Pass 1
-    count_R: Any  # tokens of Pass 1
+    encode_start_R: Any  # `Packing` of Pass 1
+    encode_count_R: Any
     encode_CT: Any  # indices into `ids_X`, as those below
-    encode_token_RW: Any  # `Packing` of Pass 1
-    encode_place_CT: Any
+    predict_start_R: Any  # `Packing` of Pass 2
+    predict_count_R: Any
     predict_T: Any
-    predict_token_RW: Any  # `Packing` of Pass 2
-    predict_place_CT: Any
     position_T: Any
     key_T2: Any  # seeds
     scale_T: Any  # guidance, as float32
@@ -164,12 +163,8 @@ class StepInputs(NamedTuple):
     @classmethod
     def sizes(cls, shape: StepShape, copies: int) -> list[tuple[int, ...]]:
         """Return the shape of each field; two scales share a word."""
-        rows, encoded, predicted = copies * shape.slots, (copies, shape.encoded), (copies, shape.predicted)
-        packings = [(rows, shape.encode_width), encoded, (rows, shape.predict_width), predicted]
-        if not shape.packed:
-            packings = [(0, 0)] * 4
-        num = shape.predicted
-        return [(rows,), (rows,), encoded, *packings[:2], (num,), *packings[2:], (num,), (num, 2), ((num + 1) // 2,)]
+        rows, num = (copies * shape.slots,), shape.predicted
+        return [rows, rows, rows, (copies, shape.encoded), rows, rows, (num,), (num,), (num, 2), ((num + 1) // 2,)]
 
     @classmethod
     def of(cls, flat: Any, shape: StepShape, copies: int) -> StepInputs:
@@ -254,29 +249,22 @@ class SlotPlans:
         slot_T, column_T = np.repeat(slot, count), place + np.repeat(column - first, count)
         position_T = self.order_SN[slot_T, column_T]
         index_T = slot_T * (self.num_tokens + 1) + position_T
+        # Rows C i to C i + C - 1 are those of slot i; the copies of packed tokens stand one after the other.
         inputs.length_R[:] = self.length_SC[here].ravel()
-        inputs.count_R[:] = np.repeat(count[: shape.slots], self.copies)
-        inputs.encode_CT[:, num:] = self.num_tokens  # padding: the last place of the first slot
-        inputs.encode_CT[:, :num] = index_T[:num]
+        inputs.encode_count_R[:], inputs.predict_count_R[:] = np.repeat(count.reshape(2, -1), self.copies, axis=1)
+        encode_S, predict_S, copy_C = first[: shape.slots], first[shape.slots :] - num, np.arange(self.copies)
+        inputs.encode_start_R[:] = (encode_S[:, None] + shape.encoded * copy_C).ravel()
+        inputs.predict_start_R[:] = (predict_S[:, None] + shape.predicted * copy_C).ravel()
+        # Padding belongs to no row, and what becomes of it is never read: the first class, and behind it the last place
+        # of the first slot.
+        first_class = len(self.steps_S) * (self.num_tokens + 1)
+        inputs.encode_CT[:, num:], inputs.encode_CT[:, :num] = first_class, index_T[:num]
         classes = np.flatnonzero(column_T[:num] == 0)
-        inputs.encode_CT[:, classes] = len(self.steps_S) * (self.num_tokens + 1) + self.class_SC[slot_T[classes]].T
+        inputs.encode_CT[:, classes] = first_class + self.class_SC[slot_T[classes]].T
         slot_T, end = slot_T[num:], len(index_T) - num
         inputs.predict_T[end:], inputs.predict_T[:end] = self.num_tokens, index_T[num:]
         inputs.position_T[:end], inputs.key_T2[:end] = position_T[num:], self.key_S2[slot_T]
         inputs.scale_T[:end] = self.scale_SK[slot_T, self.done_S[slot_T]]
-        if not shape.packed:
-            return
-        width = np.repeat((shape.encode_width, shape.predict_width), shape.slots)
-        place += np.repeat(self.copies * width * np.tile(slot_S, 2) - first, count)
-        # Rows C i to C i + C - 1 are those of slot i; behind their last token any other token may stand.
-        for token_RW, place_CT, place_T, first_S in (
-            (inputs.encode_token_RW, inputs.encode_place_CT, place[:num], first[: shape.slots]),
-            (inputs.predict_token_RW, inputs.predict_place_CT, place[num:], first[shape.slots :] - num),
-        ):
-            copy_C1, width_ = np.arange(self.copies)[:, None], token_RW.shape[1]
-            token_SW = np.minimum(first_S[:, None] + np.arange(width_), max(0, len(place_T) - 1))
-            token_RW.reshape(shape.slots, self.copies, width_)[:] = token_SW[:, None] + place_CT.shape[1] * copy_C1
-            place_CT[:, : len(place_T)] = place_T + width_ * copy_C1
 
     def advance(self, count_S2: Ints) -> None:
         """Count the step."""
@@ -455,12 +443,14 @@ class ContinuousBatch:
         rows = slice(copies * shape.first, copies * (shape.first + shape.slots))
         cache = pool.cache.view(rows, shape.longest, inputs.length_R if shape.ragged else None)
         if shape.encoded:
-            cache.packing = Packing(inputs.encode_token_RW, inputs.encode_place_CT) if shape.packed else None
+            rows_of = (inputs.encode_start_R, inputs.encode_count_R)
+            cache.packing = Packing(*rows_of, shape.encode_width, (copies, shape.encoded)) if shape.packed else None
             ids_CX, pos_CX2 = pool.ids_X.expand(copies, -1), pool.pos_X2.expand(copies, -1, -1)
             x_CTD, pos = model.embed_at(ids_CX, pos_CX2, inputs.encode_CT, copies=1)
-            causal, count_R = self.settings.attention == "causal", inputs.count_R if shape.ragged else None
+            causal, count_R = self.settings.attention == "causal", inputs.encode_count_R if shape.ragged else None
             model.encode(x_CTD, pos, cache, causal=causal, count_B=count_R, end=shape.end)
-        cache.packing = Packing(inputs.predict_token_RW, inputs.predict_place_CT) if shape.packed else None
+        rows_of = (inputs.predict_start_R, inputs.predict_count_R)
+        cache.packing = Packing(*rows_of, shape.predict_width, (copies, shape.predicted)) if shape.packed else None
         index_T, query = inputs.predict_T, None if pool.query_CXD is None else pool.query_CXD[:, inputs.predict_T]
         pos = model.rope_at(pool.pos_X2[None], index_T[None], copies=copies)
         scale_1T = inputs.scale_T[None] if self.guided else None

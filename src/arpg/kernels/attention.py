@@ -13,7 +13,7 @@ Shapes: B rows, S queries, T slots, H heads, K head channels.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -21,9 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from arpg.kernels.dispatch import FLOAT8, prefetch_weights
-from arpg.kernels.fused_rope import store_rope
+from arpg.kernels.fused_rope import packed_row, store_rope
+
+if TYPE_CHECKING:
+    from arpg.kernels.ops import Packing
 
 _MAX_QUERIES = 64  # of one program
+_FEW_QUERIES = 16  # the smallest tile
 _BUSY_PROGRAMS = 512  # programs that keep a GPU busy
 _PREFETCH_WARPS = {128: 4, 256: 4, 512: 16}  # settled slots read before the dependency barrier: warps of the program
 
@@ -42,20 +46,28 @@ class Tiles(NamedTuple):
 
 
 def tiles(
-    queries: int, pairs: int, *, new: bool, settled: int | None = None, newest: int = 0, float8: bool = False
+    queries: int,
+    pairs: int,
+    *,
+    new: bool,
+    packed: bool = False,
+    settled: int | None = None,
+    newest: int = 0,
+    float8: bool = False,
 ) -> Tiles:
     """Choose tiles for `queries` in each of `pairs` of a row and a head; with new slots one program takes all queries.
 
-    `newest` slots follow the `settled` ones; None: not known. `float8`: the cache is. `benchmarks/attention_tiles.py`
-    measures other tiles.
+    `packed`: most rows have much fewer queries than the longest. `newest` slots follow the `settled` ones; None: not
+    known. `float8`: the cache is. `benchmarks/attention_tiles.py` measures other tiles.
     """
-    rows = 16 if queries <= 16 else 32 if queries <= 32 else _MAX_QUERIES
+    rows = _FEW_QUERIES if packed or queries <= _FEW_QUERIES else 32 if queries <= 32 else _MAX_QUERIES
     if pairs * triton.cdiv(queries, rows) < _BUSY_PROGRAMS:  # read as much of the cache at once as there is
         slots = None if settled is None else next((size for size in _PREFETCH_WARPS if size >= settled), None)
-        if slots is not None and newest <= rows == 16:
+        if slots is not None and newest <= rows == _FEW_QUERIES:
             return Tiles(rows, slots, _PREFETCH_WARPS[slots], stages=2, prefetch=True)
-        return Tiles(rows, slots=128, warps=8, stages=2) if rows == 16 else Tiles(rows, slots=64, warps=4, stages=2)
-    if rows > 16:
+        slots, warps = (128, 8) if rows == _FEW_QUERIES else (64, 4)
+        return Tiles(rows, slots, warps, stages=2)
+    if rows > _FEW_QUERIES:
         return Tiles(_MAX_QUERIES, slots=32, warps=4, stages=3)
     # So that a multiprocessor holds 16 programs; 32 slots of float8 take the memory of 16 others.
     return Tiles(rows, slots=32 if float8 else 16, warps=1, stages=3, registers=128)
@@ -70,14 +82,16 @@ def attend(
     *,
     settled: int = 0,
     dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """`[B, S, H, K]`. `limit_BS`: how many slots each query sees, one or more; None: all.
 
     With `rope` (`[B, S, K]` each) the queries are rotated when they are read. `settled`: the first so many slots are
-    complete, whichever kernels still run. `dtype`: of the output, by default that of the queries.
+    complete, whichever kernels still run. `dtype`: of the output, by default that of the queries. `packing`: queries,
+    rotation and output are packed, limits are those of padded rows.
     """
     qkv, cache = (q_BSHK, q_BSHK, q_BSHK), (key_BTHK, value_BTHK)
-    return _launch(qkv, cache, limit_BS, rope, key_BTHK.shape[1], settled, new=False, dtype=dtype)
+    return _launch(qkv, cache, limit_BS, rope, key_BTHK.shape[1], settled, new=False, dtype=dtype, packing=packing)
 
 
 def attend_and_store(
@@ -89,17 +103,19 @@ def attend_and_store(
     *,
     settled: int = 0,
     dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache from slot `first` (of each row) on, and attend.
 
-    `limit_BS` counts slots of the cache, the new ones among them. `settled` as in `attend`.
+    `limit_BS` counts slots of the cache, the new ones among them. `settled` and `packing` as in `attend`.
     """
     q, k, v = qkv_BS3HK.unbind(2)
-    if q.shape[1] <= _MAX_QUERIES:
-        return _launch((q, k, v), cache, limit_BS, rope, first, settled, new=True, dtype=dtype)
-    store_rope(k, v, *rope, key_BTHK=cache[0], value_BTHK=cache[1], first=first)
+    # With one program for all queries of packed rows, every row would take the time of the longest.
+    if q.shape[1] <= _MAX_QUERIES if packing is None else packing.width <= _FEW_QUERIES:
+        return _launch((q, k, v), cache, limit_BS, rope, first, settled, new=True, dtype=dtype, packing=packing)
+    store_rope(k, v, *rope, key_BTHK=cache[0], value_BTHK=cache[1], first=first, packing=packing)
     if isinstance(first, Tensor):  # a row ends where its limits say
-        return attend(q, *cache, limit_BS, rope, dtype=dtype)
+        return attend(q, *cache, limit_BS, rope, dtype=dtype, packing=packing)
     key, value = (x[:, : first + q.shape[1]] for x in cache)
     return attend(q, key, value, limit_BS, rope, dtype=dtype)
 
@@ -114,11 +130,16 @@ def _launch(
     *,
     new: bool,
     dtype: torch.dtype | None,
+    packing: Packing | None,
 ) -> Tensor:
     """`first`: where the new slots are written; without new ones, where the cache ends."""
     q, k, v = qkv
     batch, queries, heads, channels = q.shape
     out = torch.empty((batch, queries, heads, channels), dtype=dtype or q.dtype, device=q.device)
+    start, count = q, q  # not read
+    if packing is not None:
+        batch, queries, start, count = len(cache[0]), packing.width, packing.start_R, packing.count_R
+        q, k, v = (packed_row(x, batch) for x in qkv)
     limit = q if limit_BS is None else limit_BS.expand(batch, queries)  # without limits: not read
     cos, sin = (q, q) if rope is None else (x.contiguous() for x in rope)
     ragged = isinstance(first, Tensor)
@@ -129,7 +150,7 @@ def _launch(
         elif settled == first:
             known = {"settled": settled, "newest": queries}
     float8 = cache[0].dtype == FLOAT8
-    tile = tiles(queries, batch * heads, new=new, float8=float8, **known)
+    tile = tiles(queries, batch * heads, new=new, packed=packing is not None, float8=float8, **known)
     assert not new or queries <= tile.queries
     assert not tile.prefetch or (known["settled"] <= tile.slots and 0 <= known["newest"] <= tile.queries)
     pdl = prefetch_weights(q)
@@ -139,12 +160,12 @@ def _launch(
     if tile.registers is not None and channels <= 64 and not torch.compiler.is_compiling():  # which cannot pass it on
         options["maxnreg"] = tile.registers
     _attend[(triton.cdiv(queries, tile.queries), batch * heads)](
-        q, k, v, *cache, limit, cos, sin, first if ragged else q, out,
+        q, k, v, *cache, limit, cos, sin, first if ragged else q, start, count, out,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *cache[0].stride()[:3], *cache[1].stride()[:3],
         *limit.stride()[:2], queries, 0 if ragged else first, settled if tile.prefetch else 0, heads,
         math.log2(math.e) / math.sqrt(channels), channels, limit_BS is not None, rope is not None, new, ragged,
-        tile.queries, tile.slots, max(32 if float8 else 16, triton.next_power_of_2(channels)), pdl, tile.prefetch,
-        float8, _COMPILED and q.dtype != torch.float32,
+        packing is not None, tile.queries, tile.slots, max(32 if float8 else 16, triton.next_power_of_2(channels)), pdl,
+        tile.prefetch, float8, _COMPILED and q.dtype != torch.float32,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     return out
@@ -152,10 +173,10 @@ def _launch(
 
 @triton.jit(do_not_specialize=["S", "first", "settled"])
 def _attend(  # type: ignore[no-untyped-def]
-    q, k, v, key, value, limit, cos, sin, lengths, out,
+    q, k, v, key, value, limit, cos, sin, lengths, starts, counts, out,
     qb, qs, qh, nb, ns, nh, ub, us, uh, kb, kt: tl.constexpr, kh, vb, vt: tl.constexpr, vh, lb, ls,
     S, first, settled, H, scale: tl.constexpr, K: tl.constexpr,
-    LIMITED: tl.constexpr, ROPE: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr,
+    LIMITED: tl.constexpr, ROPE: tl.constexpr, NEW: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
     PAIRED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +186,7 @@ def _attend(  # type: ignore[no-untyped-def]
     blocks, which need no mask. All that comes before the blocks is read before anything is computed. PREFETCH: at most
     SLOTS settled slots, read before the dependency barrier, and at most ROWS others enter the softmax together.
     PAIRED: the cache is float8; a column of it is then a word of two channels. PTX: words are converted by `_unpack`.
+    PACKED: all but the cache is one row of packed tokens, of which these are some.
     """
     if PDL:  # the next kernel may prefetch its weights
         tl.extra.cuda.gdc_launch_dependents()
@@ -189,6 +211,12 @@ def _attend(  # type: ignore[no-untyped-def]
         values = tl.load(value + slot[:, None] * VT + column, stored, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    origin = batch * S  # of the row, among all queries
+    if PACKED:
+        S = tl.load(counts + batch).to(tl.int32)
+        if tl.program_id(0) * ROWS >= S:
+            return
+        origin = tl.load(starts + batch)
     end = first
     if RAGGED:
         end = tl.load(lengths + batch).to(tl.int32)
@@ -197,13 +225,15 @@ def _attend(  # type: ignore[no-untyped-def]
         if not NEW:  # a row may be shorter than the longest: no more is read than its queries see
             end = tl.minimum(end, tl.max(sees))
     row = tl.minimum(query, S - 1)[:, None]  # behind the last query: the last one again
+    angle = (origin + row) * K + channel
+    if PACKED:
+        row += origin
     x = _load(q + batch * qb + head * qh + row * qs + channel, whole)
     if NEW:  # as many as there are queries
         new_keys = _load(k + batch * nb + head * nh + row * ns + channel, whole)
         new_values = _load(v + batch * ub + head * uh + row * us + channel, whole)
     if ROPE:
-        angle = row * K + channel
-        c, n = _load(cos + batch * S * K + angle, whole), _load(sin + batch * S * K + angle, whole)
+        c, n = _load(cos + angle, whole), _load(sin + angle, whole)
     if PREFETCH and not NEW:  # keys last: their layout conversion holds up later loads
         slot = settled + tl.arange(0, ROWS)
         stored = (slot[:, None] < end) & (column < K // WIDTH)
@@ -255,7 +285,7 @@ def _attend(  # type: ignore[no-untyped-def]
             within = start + slot[None, :] < sees if LIMITED else None
             most, total, mean = _softmax_add(x, keys, values, within, scale, most, total, mean, LIMITED)
         result = _join(mean) * (1 / total)[:, None]
-    at = out + (batch * S * H + head) * K + (query[:, None] * H * K + channel)
+    at = out + (origin * H + head) * K + (query[:, None] * H * K + channel)
     tl.store(at, result.to(out.dtype.element_ty), there)
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -46,14 +48,35 @@ class Rope(NamedTuple):
     sin_BSK: Tensor
 
 
-class Packing(NamedTuple):
-    """Where tokens of rows of different lengths, packed one after the other as `[C, T]`, stand in padded rows `[R, S]`.
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Rows of different lengths whose tokens are packed one after the other as `[C, T]`.
 
-    C: conditional and unconditional copies. Only attention and the cache take rows; all else takes packed tokens.
+    C: conditional and unconditional copies; row C i + c is that of sample i. Behind the last row there may be padding.
+    Only attention and the cache take rows; plain code pads them, kernels read them where they are.
     """
 
-    token_RS: Tensor  # the packed token at each place of a row; any where the row is shorter
-    place_CT: Tensor  # the place of each packed token, row * S + slot
+    start_R: Tensor  # the first token of each row, counted over all copies
+    count_R: Tensor  # the tokens of each row
+    width: int  # of a padded row: no row has more tokens
+    shape: tuple[int, int]  # C, T
+
+    @cached_property
+    def token_index(self) -> Tensor:
+        """`[R, S]`: the packed token at each place of padded rows; any where the row is shorter."""
+        slot_S = torch.arange(self.width, device=self.start_R.device)
+        return (self.start_R[:, None] + slot_S).clamp(max=math.prod(self.shape) - 1)
+
+    @cached_property
+    def place_index(self) -> Tensor:
+        """`[C, T]`: the place of each packed token in padded rows, row * S + slot; any for padding."""
+        copies, tokens = self.shape
+        token_CT = torch.arange(copies * tokens, device=self.start_R.device).view(copies, tokens)
+        start_CB = self.start_R.view(-1, copies).t().contiguous()
+        sample_CT = torch.searchsorted(start_CB, token_CT, right=True) - 1
+        row_CT = copies * sample_CT + torch.arange(copies, device=token_CT.device)[:, None]
+        slot_CT = token_CT - start_CB.gather(1, sample_CT)
+        return row_CT * self.width + slot_CT.clamp(max=self.width - 1)
 
 
 class Stream(NamedTuple):
@@ -310,27 +333,6 @@ def split_qkv_rope(qkv_BS3HK: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
 # Attention and the key-value cache
 
 
-def unpack(x_CTE: Tensor, packing: Packing | None) -> Tensor:
-    """Return packed tokens as padded rows, `[R, S, E]`."""
-    return x_CTE if packing is None else _take(x_CTE, packing.token_RS)
-
-
-def pack(x_RSE: Tensor, packing: Packing | None) -> Tensor:
-    """Return padded rows as packed tokens, `[C, T, E]`."""
-    return x_RSE if packing is None else _take(x_RSE, packing.place_CT)
-
-
-def unpack_rope(rope: Rope | None, packing: Packing | None) -> Rope | None:
-    """Return the rotation of packed tokens as that of padded rows."""
-    return None if rope is None else Rope(unpack(rope.cos_BSK, packing), unpack(rope.sin_BSK, packing))
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Take vectors by their index over the first two dimensions."""
-    taken = as_bytes(x).flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, -1)
-    return taken.view(x.dtype)
-
-
 def attention_mask(limit: Limit, num_slots: int, x: Tensor) -> Mask:
     """Return the limits themselves where the fused attention takes `x`, else booleans `[B, 1, S, T]`."""
     if limit is None or isinstance(limit, str) or can_fuse_inference(x):
@@ -348,17 +350,19 @@ def attention(
     rope: Rope | None = None,
     settled: int = 0,
     dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """The one attention: `[B, S, D]` from queries (rotated first by `rope`), keys and values.
 
     Keys and values may be float8. `settled`: the first so many slots are complete, whichever kernels still run. `dtype`
-    as in `norm`.
+    as in `norm`. With a `packing` queries and results are packed, keys and values are those of its rows.
     """
     if can_fuse_inference(q_BSHK) and not isinstance(mask, str):
         from arpg.kernels.attention import attend
 
-        return attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, settled=settled, dtype=dtype).flatten(2)
-    q_BSHK = q_BSHK if rope is None else apply_rope(q_BSHK, rope)
+        fused = attend(q_BSHK, key_BTHK, value_BTHK, mask, rope, settled=settled, dtype=dtype, packing=packing)
+        return fused.flatten(2)
+    q_BSHK = _unpack(q_BSHK if rope is None else apply_rope(q_BSHK, rope), packing)
     if key_BTHK.dtype == FLOAT8:
         key_BTHK, value_BTHK = key_BTHK.type_as(q_BSHK), value_BTHK.type_as(q_BSHK)
     out_BHSK = F.scaled_dot_product_attention(
@@ -368,7 +372,7 @@ def attention(
         attn_mask=None if isinstance(mask, str) else mask,
         is_causal=isinstance(mask, str),
     )
-    return out_BHSK.transpose(1, 2).flatten(2)
+    return _pack(out_BHSK.transpose(1, 2).flatten(2), packing)
 
 
 def attention_with_cache_write(
@@ -382,20 +386,21 @@ def attention_with_cache_write(
     stop: int,
     settled: int = 0,
     dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Write the rotated keys and the values into a layer's cache from slot `first` (of each row) on, and attend.
 
     New slots are seen as the cache holds them, rounded where it is float8. `stop` is where the longest row ends then.
-    One kernel does both where the fused attention takes the tensors.
+    One kernel does both where the fused attention takes the tensors. `packing`: of the projection and the result.
     """
+    options: dict[str, Any] = {"settled": settled, "dtype": dtype, "packing": packing}
     if rope is not None and not isinstance(mask, str) and can_fuse_inference(qkv_BS3HK):
         from arpg.kernels.attention import attend_and_store
 
-        cache = (key_BTHK, value_BTHK)
-        return attend_and_store(qkv_BS3HK, cache, mask, rope, first, settled=settled, dtype=dtype).flatten(2)
+        return attend_and_store(qkv_BS3HK, (key_BTHK, value_BTHK), mask, rope, first, **options).flatten(2)
     q, k, v = split_qkv_rope(qkv_BS3HK, rope)
-    _store(k, v, key_BTHK, value_BTHK, first)
-    return attention(q, key_BTHK[:, :stop], value_BTHK[:, :stop], mask, settled=settled, dtype=dtype)
+    _store(_unpack(k, packing), _unpack(v, packing), key_BTHK, value_BTHK, first)
+    return attention(q, key_BTHK[:, :stop], value_BTHK[:, :stop], mask, **options)
 
 
 def cache_write(
@@ -406,14 +411,17 @@ def cache_write(
     *,
     rope: Rope | None,
     first: int | Tensor,
+    packing: Packing | None = None,
 ) -> None:
     """Write the rotated keys and the values into a layer's cache, from slot `first` (of each row) on."""
     if rope is not None and can_fuse_inference(key_BSHK):
         from arpg.kernels.fused_rope import store_rope
 
-        store_rope(key_BSHK, value_BSHK, *rope, key_BTHK=key_BTHK, value_BTHK=value_BTHK, first=first)
+        cache: dict[str, Any] = {"key_BTHK": key_BTHK, "value_BTHK": value_BTHK, "first": first}
+        store_rope(key_BSHK, value_BSHK, *rope, **cache, packing=packing)
         return
-    _store(key_BSHK if rope is None else apply_rope(key_BSHK, rope), value_BSHK, key_BTHK, value_BTHK, first)
+    key_BSHK = key_BSHK if rope is None else apply_rope(key_BSHK, rope)
+    _store(_unpack(key_BSHK, packing), _unpack(value_BSHK, packing), key_BTHK, value_BTHK, first)
 
 
 def _store(key_BSHK: Tensor, value_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: Tensor, first: int | Tensor) -> None:
@@ -428,6 +436,16 @@ def _store(key_BSHK: Tensor, value_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: T
         row_B1 = torch.arange(len(first), device=first.device)[:, None]
         slot_BS = first[:, None] + torch.arange(num_new, device=first.device)
         key_BTHK[row_B1, slot_BS], value_BTHK[row_B1, slot_BS] = key_BSHK, value_BSHK
+
+
+def _unpack(x_CTHK: Tensor, packing: Packing | None) -> Tensor:
+    """Return packed tokens as padded rows, `[R, S, H, K]`."""
+    return x_CTHK if packing is None else x_CTHK.flatten(0, 1)[packing.token_index]
+
+
+def _pack(x_RSD: Tensor, packing: Packing | None) -> Tensor:
+    """Return padded rows as packed tokens, `[C, T, D]`."""
+    return x_RSD if packing is None else x_RSD.flatten(0, 1)[packing.place_index]
 
 
 # Tokens of a decoding step

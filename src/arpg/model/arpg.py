@@ -175,11 +175,11 @@ class ARPG(TokenDecoder):
 
     def _memory(self, kv_BSE: Tensor, rope: Rope | None, slots: CacheSlots | None) -> KeyValue:
         """The keys (rotated) and values that Pass 2 attends to; they go to the cache where there is one."""
-        kv_BSE = kv_BSE if slots is None else ops.unpack(kv_BSE, slots.packing)
         key, value = kv_BSE.unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)  # type: ignore[no-untyped-call]
         if slots is None:
             return KeyValue(key if rope is None else ops.apply_rope(key, rope), value)
-        ops.cache_write(key, value, slots.key_BTHK, slots.value_BTHK, rope=rope, first=slots.first)
+        part = (slots.key_BTHK, slots.value_BTHK)
+        ops.cache_write(key, value, *part, rope=rope, first=slots.first, packing=slots.packing)
         return slots.visible()
 
     def _pass2(
@@ -199,7 +199,7 @@ class ARPG(TokenDecoder):
         if self.guidance is not None:
             scale_BS = query_BSD.new_ones(1, 1) if scale_BS is None else scale_BS
             query_BSD = query_BSD + self.guidance(scale_BS)
-        rope = ops.unpack_rope(self._rope(pos_BS2), memories[0].packing)
+        rope = self._rope(pos_BS2)
         x = ops.to_autocast(self._add_positions(query_BSD, pos_BS2))
         mask = ops.attention_mask(limit, memories[0].key_BTHK.shape[1], x)
         *layers, last = (self._keys(None) if keys is None else keys).layers[len(self.pass1) + 1 :]

@@ -121,7 +121,7 @@ class Cache:
 
     def reserve(self, num_new: int) -> CacheWriter:
         """Reserve `num_new` slots in every row, after what the row has; packed tokens: as their longest row needs."""
-        num_new = num_new if self.packing is None else self.packing.token_RS.shape[1]
+        num_new = num_new if self.packing is None else self.packing.width
         if self.end + num_new > self.slots:
             raise ValueError(f"the cache has {self.slots} slots; {self.end} + {num_new} do not fit")
         self._settled = self.settled  # what is written now is not

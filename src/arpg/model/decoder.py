@@ -208,7 +208,7 @@ class TokenDecoder(nn.Module, ABC):
         next_norm: ResidualNorm,
     ) -> tuple[Stream, Rope | None]:
         """Run the blocks of Pass 1; return their stream, for `next_norm`, and the rotation of the slots."""
-        rope = ops.unpack_rope(self._rope(pos_BS2), None if writer is None else writer.cache.packing)
+        rope = self._rope(pos_BS2)
         x = self.token_dropout(ops.to_autocast(self._add_positions(x_BSD, pos_BS2)), keys.tokens)
         mask = ops.attention_mask(limit, x.shape[1] if writer is None else writer.stop, x)
         stream = Stream(x)

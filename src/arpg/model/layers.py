@@ -98,13 +98,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, qkv_BSE: Tensor, rope: Rope | None, mask: Mask, slots: CacheSlots | None) -> Tensor:
         """Attend, `[B, S, D]`, given the projection; keys and values go to the cache where there is one."""
-        qkv_BSE = qkv_BSE if slots is None else ops.unpack(qkv_BSE, slots.packing)
         qkv_BS3HK = qkv_BSE.view(*qkv_BSE.shape[:2], 3, self.num_heads, -1)
         dtype = ops.input_dtype(self.out)
         if slots is None:
             q, k, v = ops.split_qkv_rope(qkv_BS3HK, rope)
             return ops.attention(q, k, v, mask, dtype=dtype)
-        out_BSD = ops.attention_with_cache_write(
+        return ops.attention_with_cache_write(
             qkv_BS3HK,
             slots.key_BTHK,
             slots.value_BTHK,
@@ -114,8 +113,8 @@ class SelfAttention(nn.Module):
             stop=slots.stop,
             settled=slots.settled,
             dtype=dtype,
+            packing=slots.packing,
         )
-        return ops.pack(out_BSD, slots.packing)
 
 
 class CrossAttention(nn.Module):
@@ -135,10 +134,9 @@ class CrossAttention(nn.Module):
     def forward(self, q_BSD: Tensor, rope: Rope | None, mask: Mask, memory: KeyValue) -> Tensor:
         """Attend, `[B, S, D]`, given the projected queries."""
         key, value, settled, packing = memory
-        q_BSD = ops.unpack(q_BSD, packing)
         q_BSHK = q_BSD.view(*q_BSD.shape[:2], self.num_heads, -1)
         dtype = ops.input_dtype(self.out)
-        return ops.pack(ops.attention(q_BSHK, key, value, mask, rope=rope, settled=settled, dtype=dtype), packing)
+        return ops.attention(q_BSHK, key, value, mask, rope=rope, settled=settled, dtype=dtype, packing=packing)
 
 
 class Block(nn.Module):
