@@ -5,6 +5,8 @@ The process that `benchmarks.serve --null-model` measures: HTTP, admission, batc
 the CPU, as on a GPU. The tokenizer returns images that are made before: noise with the spectrum of photographs, whose
 PNG files have about 120 kB.
 
+`--no-png`: PNG files are made before, too. On few cores they would take most of the time.
+
 `GET /cpu` returns the CPU seconds of each group of threads, and of the functions in `STAGES`, with
 `--worker-process` in both processes.
 """
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -95,10 +98,12 @@ class NullDevice:
     def __init__(self) -> None:
         self.ends: deque[float] = deque([0.0, 0.0])  # of the last two steps
 
-    def launch(self, num_rows: int) -> None:
-        """Launch a step."""
+    def launch(self, num_rows: int) -> bool:
+        """Launch a step; return whether the device had nothing to do."""
+        idle = time.perf_counter() >= self.ends[-1]
         self.wait(self.ends.popleft())
         self.ends.append(max(self.ends[-1], time.perf_counter()) + self.step_s + self.row_s * num_rows)
+        return idle
 
     @staticmethod
     def wait(end: float) -> None:
@@ -130,7 +135,7 @@ class NullBatch(ContinuousBatch):
     device = NullDevice()
 
     def _launch(self, shape: StepShape, flat: Tensor) -> None:
-        self.device.launch(len(self.rows))
+        self.device_idle = self.device.launch(len(self.rows))
 
     def fetch(self, rows: Sequence[int]) -> TokenCopy:
         """Return the tokens after the last step."""
@@ -214,8 +219,12 @@ def main() -> None:
     parser.add_argument("--row-ms", type=float, default=0.0)
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--clients", type=int, required=True, help="requests that may be waiting")
+    parser.add_argument("--no-png", action="store_true", help="make no PNG files: all images have the same one")
     parser.add_argument("--worker-process", action="store_true", help="as in `arpg serve`")
     options = parser.parse_args()
+    if options.no_png:
+        file = responses.to_png(Image.fromarray(photo_like(0)))
+        setattr(responses, "to_png", lambda image, settings=None: file)  # noqa: B010  (another type)
     settings = ServeSettings(
         max_batch=options.max_batch,
         max_pending_requests=options.clients,

@@ -14,7 +14,7 @@ The clients then parse nothing, so that they do not limit the rate of a GPU.
 
 `--null-model` measures the host's share: the server has a model that costs nothing (`benchmarks.null_server`), and each
 row says how much CPU time of the server an image takes, in which threads and functions. `--serve worker-process`:
-with the models in a process of their own.
+with the models in a process of their own; `--serve no-png`: without the encoder of PNG files.
 """
 
 from __future__ import annotations

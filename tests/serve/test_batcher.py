@@ -353,10 +353,15 @@ def test_a_large_grid_counts_as_many_rows_and_is_not_starved(model, batcher):
     assert batcher._weight(big.pending) == 8  # nine grids, but at most max_batch
 
 
-@pytest.mark.parametrize(("jobs", "expected"), [(2, None), (7, 0.001), (1000, 0.003)])
-def test_jobs_in_no_batch_get_time_between_two_steps(model, slow, monkeypatch, jobs, expected):
-    """In proportion to their number, up to a limit; none where all are in the batch, and none after the last step."""
+@pytest.mark.parametrize(
+    ("jobs", "idle", "expected"), [(2, True, None), (7, True, 0.001), (1000, True, 0.003), (1000, False, None)]
+)
+def test_jobs_in_no_batch_get_time_between_two_steps(model, slow, monkeypatch, jobs, idle, expected):
+    """In proportion to their number, up to a limit; none where all are in the batch or the device is busy, and none
+    after the last step.
+    """
     pauses = []
+    monkeypatch.setattr(ContinuousBatch, "device_idle", property(lambda batch: idle, lambda batch, value: None), False)
     monkeypatch.setattr("arpg.serve.batcher.time", SimpleNamespace(**{**vars(time), "sleep": pauses.append}))
     batcher = slow(max_batch=4, pause=0.0002, num_jobs=lambda: jobs)
     submitted = [SubmittedRows(model, owner) for owner in range(2)]

@@ -44,6 +44,6 @@ def test_a_step_takes_time_for_itself_and_for_each_image(monkeypatch):
     monkeypatch.setattr(null_server.NullDevice, "row_s", 10.0)
     device = null_server.NullDevice()
     began = time.perf_counter()
-    device.launch(3)
-    device.launch(5)  # after the first
+    assert device.launch(3)  # it had nothing to do
+    assert not device.launch(5)  # after the first
     assert [round(end - began, -1) for end in device.ends] == [130.0, 280.0]

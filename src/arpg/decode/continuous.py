@@ -312,6 +312,7 @@ class ContinuousBatch:
         self._longest_prefix = self._longest_step = 1  # of any sample so far
         self._graph_pool: GraphPool | None = None
         self._launched: deque[Any] = deque()  # the ends of steps
+        self.device_idle = True  # whether it had nothing to do when the last step was launched
         self.add(request, plan)
 
     def add(self, request: Request, plan: Plan) -> None:
@@ -400,6 +401,7 @@ class ContinuousBatch:
         self._launch(shape, torch.from_numpy(flat))
         self._plans.advance(count_S2)
         if self.model.device.type == "cuda":
+            self.device_idle = not self._launched or self._launched[-1].query()
             self._launched.append(_mark(self.model.device))
             if len(self._launched) > _MAX_IN_FLIGHT:
                 self._launched.popleft().synchronize()
@@ -515,6 +517,8 @@ class DraftingRow:
 
 class DraftingBatch:
     """Samples of exact or speculative decoding, which draft and verify together: none can join, each may leave."""
+
+    device_idle = False  # a step ends with that of the device
 
     @torch.no_grad()
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:

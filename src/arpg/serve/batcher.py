@@ -56,13 +56,14 @@ class PendingRows:
     known_BN: Tensor = field(init=False)
     steps_B: list[int] = field(init=False)
     num_open: int = field(init=False)  # rows that are not finished
+    num_tokens: int = field(init=False)  # of each row
     ended: bool = False
     since: float = field(default_factory=time.monotonic)
     started: float | None = None  # when its first row was admitted to a batch
 
     def __post_init__(self) -> None:
         self.ids_BN, self.known_BN = self.request.ids_BN.cpu().clone(), self.request.known_BN.clone()
-        self.num_open = len(self.request.seeds)
+        self.num_open, self.num_tokens = len(self.request.seeds), self.request.num_tokens
         self.steps_B = [0] * self.num_open
 
     @cached_property
@@ -123,12 +124,15 @@ class Batcher(WorkerThread):
         """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph` the steps of a batch are
         captured, bucket by bucket. `auto` captures none, also on a GPU: there the two have not been compared.
 
-        `pause`: seconds between two steps for each job that is in no batch; `num_jobs`: how many jobs there are.
+        `pause`: seconds between two steps for each job that is in no batch, if the device is idle; `num_jobs`: how many
+        jobs there are.
         """
         self.model, self.max_batch, self.max_wait = model, max_batch, max_wait
-        self._pause, self._num_jobs = pause, num_jobs
+        self._pause, self._num_jobs, self._device_idle = pause, num_jobs, True
         self.metrics = metrics or WorkerMetrics()
+        self._grid_tokens = math.prod(model.config.grid)
         self._arrived: list[PendingRows] = []
+        self._open: dict[PendingRows, None] = {}  # queued, running or finished, and not ended
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
         choose_mode(engine, model.device)  # refuses `graph` without a GPU
@@ -180,10 +184,11 @@ class Batcher(WorkerThread):
     def _pause_for_others(self) -> None:
         """Sleep while jobs that are in no batch run Python, so that more of them share the next step.
 
-        Launching a step of few rows takes the interpreter as long as one of many.
+        Launching a step of few rows takes the interpreter as long as one of many. While the device is busy, more of
+        them arrive anyway.
         """
-        if self._pause and self._batches:
-            outside = self._num_jobs() - len(self._all_pending())
+        if self._pause and self._device_idle and self._batches:
+            outside = self._num_jobs() - len(self._open)
             if outside > 0:
                 time.sleep(min(self._pause * outside, _MAX_PAUSE_S))
 
@@ -200,6 +205,7 @@ class Batcher(WorkerThread):
             arrived, self._arrived = self._arrived, []
             closing = self._closing
         for pending in arrived:
+            self._open[pending] = None
             rows = self._waiting.setdefault(pending.owner, deque())
             rows.extend(RowRef(pending, row) for row in range(pending.num_open))
         return not closing
@@ -209,7 +215,7 @@ class Batcher(WorkerThread):
 
         The last quarter of the batch is for owners that have no row in it.
         """
-        self._remove({pending: None for pending in self._all_pending() if pending.should_stop()})
+        self._remove({pending: None for pending in self._open if pending.should_stop()})
         busy = {ref.pending.owner for batch in self._batches for ref in batch.rows}
         room = self.max_batch - sum(self._weight(ref.pending) for batch in self._batches for ref in batch.rows)
         reserved = self.max_batch // 4
@@ -252,7 +258,7 @@ class Batcher(WorkerThread):
 
     def _weight(self, pending: PendingRows) -> int:
         """Count a row of a larger grid than the model's as several."""
-        return min(self.max_batch, -(-pending.request.num_tokens // math.prod(self.model.config.grid)))
+        return min(self.max_batch, -(-pending.num_tokens // self._grid_tokens))
 
     def _start(self, key: tuple[Any, ...], rows: list[RowRef]) -> None:
         """Add new rows to a running batch, or start a batch with them."""
@@ -302,6 +308,7 @@ class Batcher(WorkerThread):
                 self._fail(batch.rows, error)
             else:
                 self.metrics.step.observe(time.perf_counter() - start)
+                self._device_idle = batch.decode.device_idle
                 self._batches.rotate(-1)
                 if not batch.rows:
                     self._retire(batch)
@@ -379,11 +386,6 @@ class Batcher(WorkerThread):
         for pending in gone:
             self._end(pending, None)
 
-    def _all_pending(self) -> dict[PendingRows, None]:
-        running = dict.fromkeys(ref.pending for batch in self._batches for ref in batch.rows)
-        running |= dict.fromkeys(ref.pending for delivery in self._deliveries for ref, _, _ in delivery.rows)
-        return running | dict.fromkeys(ref.pending for rows in self._waiting.values() for ref in rows)
-
     def _fail(self, rows: Sequence[RowRef], error: BaseException) -> None:
         """End the requests that had rows in a failed batch, and remove their other rows."""
         log.error("a batch of %d rows failed", len(rows), exc_info=error)
@@ -397,10 +399,8 @@ class Batcher(WorkerThread):
             torch.cuda.empty_cache()
 
     def _fail_all(self, error: BaseException) -> None:
-        failed = self._all_pending()
         with self._wake:
-            failed |= dict.fromkeys(self._arrived)
-            self._arrived = []
+            failed, self._arrived = [*self._open, *self._arrived], []
         self._batches.clear()
         self._deliveries.clear()
         self._waiting.clear()
@@ -411,6 +411,7 @@ class Batcher(WorkerThread):
         """Call `on_end` once, whatever happens."""
         if not pending.ended:
             pending.ended = True
+            self._open.pop(pending, None)
             pending.on_end(pending, error)
 
 

@@ -29,13 +29,12 @@ from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import WorkerMetrics
 from arpg.serve.schemas import model_info
 from arpg.serve.server_config import Limits, ServeSettings
-from arpg.serve.workers import TokenizerLanes, WorkerThread
+from arpg.serve.workers import MAX_PIXEL_BATCH, TokenizerLanes, WorkerThread
 from arpg.settings import SamplingDefaults
 from arpg.storage import AnyPath, fetch
 from arpg.text_encoder import PromptCache, PromptEncoder, missing_encoder
 
 log = logging.getLogger(__name__)
-MAX_PIXEL_BATCH = 16  # images of one call of the tokenizer: their activations take memory beside the cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from arpg.serve.server_config import Limits
 from arpg.tokenizer import PixelCodec, Tokenizer
 
 log = logging.getLogger(__name__)
+MAX_PIXEL_BATCH = 16  # images of one call of the tokenizer: their activations take memory beside the cache
 SWITCH_INTERVAL_S = 0.0005  # after which a thread gives up the interpreter lock; Python's own is ten times as long
 
 
@@ -241,15 +242,16 @@ class WorkerPools:
 
     The pools are separate, so that previews continue while images and prompts are read or condition images are
     extracted, and so that large tasks, whose work takes long, keep no thread from small ones. Images are finished in as
-    many threads as there are cores: waiting for pixels takes no core, and compressing a preview does not hold the
-    interpreter lock. Jobs without a file or a prompt are prepared in one thread: each takes less than a millisecond of
-    Python, in which several threads would only wait for each other.
+    many threads as can wait for two full calls of the tokenizer, or as there are cores, for previews. Jobs without a
+    file or a prompt are prepared in one thread: each takes less than a millisecond of Python, in which several threads
+    would only wait for each other.
     """
 
     def __init__(self) -> None:
         self.prepare: Executor = ThreadPoolExecutor(4, thread_name_prefix="arpg-prepare")
         self.prepare_light: Executor = ThreadPoolExecutor(1, thread_name_prefix="arpg-prepare")
-        self.finish: Executor = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="arpg-finish")
+        finish = max(2 * MAX_PIXEL_BATCH, os.cpu_count() or 1)
+        self.finish: Executor = ThreadPoolExecutor(finish, thread_name_prefix="arpg-finish")
         self.large: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-large")
         self.extract: Executor = ThreadPoolExecutor(2, thread_name_prefix="arpg-extract")
 
