@@ -2,12 +2,12 @@
 
     python -m benchmarks.continuous --host
     python -m benchmarks.continuous
-    python -m benchmarks.continuous --model arpg-l --random --images 512 --running 64
+    python -m benchmarks.continuous --model arpg-l --random --images 512 --running 64 --rows captured offline
 
 `--host`: CPU time of a step and of a joining sample for 1, 16, 64 and 256 samples at all steps of their plans, with a
 network whose calls cost nothing; no GPU is needed. Otherwise images/s (tokens only) of a steady stream: as many samples
 as `--running` at different steps, each replaced when it is finished. On a GPU eagerly, from captured steps, and the
-offline engine with batches of that size; `--profile` shows which kernels take the time.
+offline engine with batches of that size (`--rows`); `--profile` shows which kernels take the time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from arpg.device import choose_device, synchronize
 from arpg.model import ARPG, Cache
 from arpg.settings import SamplingSettings
 from arpg.tables import markdown_table
+
+ROWS = ["eager", "captured", "offline"]
 
 
 class FreeNetwork(ARPG):
@@ -129,12 +131,15 @@ def stream_rows(options: argparse.Namespace) -> list[list[str]]:
     where = {"device": str(device), "dtype": options.precision, "engine": "eager"}
     pipe = open_pipeline(options.model, random=options.random, **where)
     model, settings, on_gpu = pipe.model, pipe.sampling.settings(), device.type == "cuda"
-    streams = {
-        name: Stream(model, settings, running=options.running, captured=name == "captured")
-        for name in (("eager", "captured") if on_gpu else ("eager",))
+    names = [name for name in options.rows if on_gpu or name == "eager"]
+    if not names:
+        raise SystemExit(f"rows {' '.join(options.rows)} need an NVIDIA GPU; the device is {device}")
+    runs: dict[str, Callable[[int], None]] = {
+        name: Stream(model, settings, running=options.running, captured=name == "captured").run
+        for name in names
+        if name != "offline"
     }
-    runs: dict[str, Callable[[int], None]] = {name: stream.run for name, stream in streams.items()}
-    if on_gpu:
+    if "offline" in names:
         engine, case = Engine(model, "graph"), Case("", options.running, settings, model.config.grid)
 
         def offline(images: int) -> None:
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="Random weights.")
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--running", type=int, default=8, help="Images at the same time.")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="Those of a GPU; elsewhere eager alone.")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="Also print the time of the kernels, on a GPU.")
     parser.add_argument("--device", default="auto")

@@ -158,6 +158,16 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def receive(tensor: Tensor) -> Tensor:
+    """Copy `tensor` to the CPU through pinned memory, so that other threads are not held up in the driver meanwhile."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    received = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    received.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return received
+
+
 def send_all(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
     """Copy `arrays` to the device as `send` does, in one transfer; the tensors are views of one buffer."""
     if device.type == "mps":  # whose operations have had faults with views in another type

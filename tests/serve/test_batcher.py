@@ -263,8 +263,10 @@ def test_a_batch_with_captured_steps_is_kept(model, slow, monkeypatch):
     """Rows that come later find its graphs; an eager batch is dropped."""
     never = partial(GraphCache, capture_after=10**9)  # padded as captured steps are, but never captured
     monkeypatch.setattr("arpg.serve.batcher.GraphCache", never)
+    assert not slow(max_batch=8).captures
+    monkeypatch.setattr("arpg.serve.batcher.choose_mode", lambda mode, device: {"auto": "graph"}[mode])  # as on a GPU
     batcher = slow(max_batch=8)
-    batcher._captures = True
+    assert batcher.captures
     batcher.allowed.release(1000)
     for seed in range(2):
         rows = SubmittedRows(model, "a", seed=seed, num=2)

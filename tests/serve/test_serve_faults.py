@@ -319,18 +319,27 @@ def test_the_command_refuses_what_is_not_safe(arguments, says, tmp_path, monkeyp
     assert "hunter2" not in message
 
 
-def test_url_seconds_is_an_option(monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        (["--url-seconds", "30"], "url_seconds", 30.0),
+        ([], "worker_process", None),
+        (["--worker-process"], "worker_process", True),
+        (["--no-worker-process"], "worker_process", False),
+    ],
+)
+def test_options_become_settings(monkeypatch, given, name, expected):
     seen = []
 
     def record_settings(*models, keys, settings):
-        seen.append(settings.url_seconds)
+        seen.append(getattr(settings, name))
         raise InputError("no model is loaded in this test")
 
     monkeypatch.setattr(ImageService, "from_pretrained", record_settings)
-    monkeypatch.setattr(sys, "argv", ["arpg", "serve", "--model", "any", "--url-seconds", "30"])
+    monkeypatch.setattr(sys, "argv", ["arpg", "serve", "--model", "any", *given])
     with pytest.raises(SystemExit):
         cli.main()
-    assert seen == [30.0]
+    assert seen == [expected]
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

@@ -27,13 +27,14 @@ from arpg.decode.continuous import ContinuousBatch
 from arpg.serve.admission import LANES
 from arpg.serve.api_error import ApiError
 from arpg.serve.app import create_app
+from arpg.serve.auth import ApiKeys
 from arpg.serve.job import Job, JobSpec, Result, Span
 from arpg.serve.schemas import Generate
 from arpg.serve.served_model import ServedModel
 from arpg.serve.server import Server
 from arpg.serve.server_config import ServeSettings
 from arpg.serve.service import ImageService
-from arpg.serve.worker_process import RemoteJob, _WorkerMain
+from arpg.serve.worker_process import RemoteJob, WorkerProcess, _WorkerMain
 from support.http import b64, error, events, post, until
 from support.small import noise
 
@@ -289,6 +290,17 @@ def test_closing_ends_jobs_and_the_process(served):
     assert isinstance(received.get(timeout=30), Result | ApiError)
     assert process.exitcode == 0
     assert not service.broken
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [("cuda", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_models_on_a_gpu_have_a_process_of_their_own(folder, monkeypatch, device, given, expected):
+    monkeypatch.setattr("arpg.serve.service.choose_device", lambda name: SimpleNamespace(type=device))
+    settings = ServeSettings(worker_process=given)
+    service = ImageService.from_pretrained(str(folder), keys=ApiKeys(), settings=settings)
+    assert isinstance(service.worker, WorkerProcess) == expected
 
 
 def test_what_is_said_of_a_job_reaches_it():

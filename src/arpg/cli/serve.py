@@ -32,8 +32,9 @@ def with_serve_settings(command: Command) -> Command:
     kinds, more = get_type_hints(ServeSettings), []
     for field in dataclasses.fields(ServeSettings):
         if "help" in field.metadata:
-            name = f"--{field.name.removesuffix('_s').replace('_', '-')}"
-            option = typer.Option(name, help=field.metadata["help"])
+            name = field.name.removesuffix("_s").replace("_", "-")
+            is_flag = kinds[field.name] == bool | None
+            option = typer.Option(f"--{name}/--no-{name}" if is_flag else f"--{name}", help=field.metadata["help"])
             more.append(make_parameter(field.name, Annotated[kinds[field.name], option], field.default))
     return add_options(command, _read_settings, "settings", more=more)
 

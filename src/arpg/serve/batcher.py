@@ -117,12 +117,12 @@ class Batcher(WorkerThread):
         max_wait: float = 0.01,
         threads: int | None = None,
         metrics: WorkerMetrics | None = None,
-        engine: str = "eager",
+        engine: str = "auto",
         pause: float = 0.0,
         num_jobs: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: in `graph` the steps of a batch are
-        captured, bucket by bucket. `auto` captures none, also on a GPU: there the two have not been compared.
+        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: as in `Engine`; in `graph` the
+        steps of a batch are captured, bucket by bucket.
 
         `pause`: seconds between two steps for each job that is in no batch, if the device is idle; `num_jobs`: how many
         jobs there are.
@@ -135,8 +135,7 @@ class Batcher(WorkerThread):
         self._open: dict[PendingRows, None] = {}  # queued, running or finished, and not ended
         self._waiting: OrderedDict[Hashable, deque[RowRef]] = OrderedDict()  # by owner; the next to be served is first
         self._batches: deque[Batch] = deque()
-        choose_mode(engine, model.device)  # refuses `graph` without a GPU
-        self._captures = engine == "graph"
+        self.captures = choose_mode(engine, model.device) == "graph"
         self._idle: OrderedDict[tuple[Any, ...], Batch] = OrderedDict()  # by key; without rows, with captured steps
         self._deliveries: deque[Delivery] = deque()
         self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
@@ -278,7 +277,7 @@ class Batcher(WorkerThread):
                     Request.gather(parts),
                     Plan(plans),
                     rows[0].pending.settings,
-                    graphs=GraphCache(self.model.device) if self._captures else None,
+                    graphs=GraphCache(self.model.device) if self.captures else None,
                 )
                 batch = Batch(key, decode, [])
             else:
@@ -486,7 +485,7 @@ class BatcherLanes:
 
     def __init__(self, make: Callable[[], Batcher], *, max_tokens: int) -> None:
         self.small, self.large, self._max_tokens = make(), make(), max_tokens
-        self.max_batch = self.small.max_batch
+        self.max_batch, self.captures = self.small.max_batch, self.small.captures
 
     @property
     def num_waiting(self) -> int:

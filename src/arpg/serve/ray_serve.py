@@ -69,7 +69,8 @@ class Replica:
 
     def __init__(self, models: Sequence[str], settings: ServeSettings) -> None:
         configure_logging()
-        settings = dataclasses.replace(settings, url_bytes=0)  # a URL could lead to another replica
+        # A URL could lead to another replica, and a replica has a process of its own.
+        settings = dataclasses.replace(settings, url_bytes=0, worker_process=False)
         self.service = ImageService.from_pretrained(*models, keys=ApiKeys(), settings=settings)
         self.service.open()
         self.app = create_app(self.service)

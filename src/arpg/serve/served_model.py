@@ -152,7 +152,7 @@ class ServedModel:
             num_jobs=num_jobs,
         )
         batcher = BatcherLanes(make_batcher, max_tokens=tokens)
-        if settings.engine == "graph":
+        if batcher.captures:
             task = pipeline.generate_task(["an image"] if pipeline.model.text is not None else [0])
             warm_up(batcher, present(task.next_request(), "a new task has a request"), task.spec.settings)
         if loaded.device.type == "cuda":

@@ -80,9 +80,10 @@ class ServeSettings:
     public_url: str = _option(
         "", "Address of the server behind a reverse proxy, for URLs of images; by default that of the request."
     )
-    worker_process: bool = _option(
-        False,
-        "Run the models in a process of their own, so that HTTP and image files do not hold up decoding; not on Ray.",
+    worker_process: bool | None = _option(
+        None,
+        "Run the models in a process of their own, so that HTTP and image files do not hold up decoding; by default on "
+        "a GPU, not on Ray.",
     )
     threads: int | None = _option(None, "CPU threads of a step; by default one per core.")
     limits: Limits = field(default_factory=Limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from arpg.device import choose_device
 from arpg.errors import require
 from arpg.serve.admission import AdmissionLimiter
 from arpg.serve.api_error import ApiError, shorten
@@ -54,6 +56,9 @@ class ImageService:
         for text in settings.lora:
             used = any(text in model.lora for model in served)
             require(used, f"adapter {text} was trained for none of {', '.join(models)}; add its base with --model")
+        if settings.worker_process is None:
+            on_gpu = choose_device(settings.device).type == "cuda"
+            settings = dataclasses.replace(settings, worker_process=on_gpu)
         return cls(served, keys=keys, settings=settings)
 
     def open(self) -> None:

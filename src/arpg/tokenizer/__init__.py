@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from arpg.config import TokenizerConfig
+from arpg.device import receive
 from arpg.image import Pixels, to_images, to_uint8
 from arpg.tokenizer.vq import VQTokenizer
 
@@ -58,7 +59,7 @@ class PixelCodec:
         device = self._tokenizer.device
         known = {} if known_BN is None else {"known_BN": known_BN.to(device)}
         image_B3HW = self._tokenizer.decode(ids_BN.to(device), grid, **known)
-        pixels_BHW3: Pixels = to_uint8(image_B3HW).contiguous().cpu().numpy()
+        pixels_BHW3: Pixels = receive(to_uint8(image_B3HW).contiguous()).numpy()
         return pixels_BHW3
 
 
