@@ -138,7 +138,9 @@ class NullBatch(ContinuousBatch):
     def _launch(self, shape: StepShape, flat: Tensor) -> None:
         for _ in range(DEVICE_CALLS):
             flat.clone()
+        began = time.perf_counter()
         self.device_idle = self.device.launch(len(self.rows))
+        self.waited_s += time.perf_counter() - began
 
     def fetch(self, rows: Sequence[int]) -> TokenCopy:
         """Return the tokens after the last step."""

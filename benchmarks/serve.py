@@ -231,19 +231,23 @@ async def read_cpu_times(port: int) -> dict[str, dict[str, float]]:
     return found
 
 
-async def read_steps(port: int) -> list[float]:
-    """Return the number of steps so far, their images in all, and the seconds of their launches, from `/metrics`."""
+async def read_steps(port: int) -> dict[str, float]:
+    """Return the number of steps so far, their images in all, and the seconds of the decode thread, from `/metrics`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     page = (await exchange(reader, writer, "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1")).decode()
     writer.close()
-    values = dict(re.findall(r"^(\w+) (\S+)$", page, re.MULTILINE))
-    return [float(values[f"arpg_{name}"]) for name in ("batch_rows_count", "batch_rows_sum", "step_seconds_sum")]
+    found = {
+        "steps": re.findall(r"^arpg_batch_rows_count (\S+)$", page, re.MULTILINE)[0],
+        "images": re.findall(r"^arpg_batch_rows_sum (\S+)$", page, re.MULTILINE)[0],
+        **dict(re.findall(r'^arpg_decode_thread_seconds_total{part="(\w+)"} (\S+)$', page, re.MULTILINE)),
+    }
+    return {name: float(value) for name, value in found.items()}
 
 
 async def measure_raw(port: int, *, clients: int, seconds: float, most: int, process: int) -> dict[str, Any]:
     """Load a server by clients that parse nothing; CPU times are milliseconds of the server for each image.
 
-    A step: the mean number of its images, and the milliseconds in which its thread launches it and delivers another.
+    A step: the mean number of its images, and the milliseconds of its thread by what it does.
     """
     before = await read_steps(port)
     used, began = cpu_seconds(process), time.perf_counter()
@@ -251,7 +255,8 @@ async def measure_raw(port: int, *, clients: int, seconds: float, most: int, pro
     await asyncio.gather(*(load.work(number) for number in range(clients)))
     taken = time.perf_counter() - began
     images, latencies = len(load.latencies), sorted(load.latencies)
-    steps, rows, launching = (new - old for old, new in zip(before, await read_steps(port), strict=True))
+    spent = {name: value - before.get(name, 0.0) for name, value in (await read_steps(port)).items()}
+    steps, rows = spent.pop("steps"), spent.pop("images")
     return {
         "clients": clients,
         "images": images,
@@ -259,7 +264,7 @@ async def measure_raw(port: int, *, clients: int, seconds: float, most: int, pro
         **{f"p{p} ms": round(1000 * latencies[min(images - 1, images * p // 100)], 1) for p in (50, 99)},
         "cpu ms/image": round(1000 * (cpu_seconds(process) - used) / images, 2),
         "images/step": round(rows / steps, 1),
-        "ms/step": round(1000 * launching / steps, 3),
+        "ms/step": {part: round(1000 * seconds / steps, 3) for part, seconds in spent.items() if part != "idle"},
         "bytes/image": load.num_bytes // images,
         "server MB": resident_mb(process),
     }

@@ -13,4 +13,5 @@ def test_a_server_is_started_and_measured(folder):
     assert row["images"] == 2
     assert row["bytes/image"] > 0
     assert row["images/step"] == 1.0
-    assert row["ms/step"] > 0
+    assert row["ms/step"].keys() == {"admit", "launch", "device", "deliver", "pause"}
+    assert row["ms/step"]["launch"] > 0

@@ -12,6 +12,7 @@ K steps, W tokens of a row.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -313,6 +314,7 @@ class ContinuousBatch:
         self._graph_pool: GraphPool | None = None
         self._launched: deque[Any] = deque()  # the ends of steps
         self.device_idle = True  # whether it had nothing to do when the last step was launched
+        self.waited_s = 0.0  # for the device, in all steps
         self.add(request, plan)
 
     def add(self, request: Request, plan: Plan) -> None:
@@ -404,7 +406,9 @@ class ContinuousBatch:
             self.device_idle = not self._launched or self._launched[-1].query()
             self._launched.append(_mark(self.model.device))
             if len(self._launched) > _MAX_IN_FLIGHT:
+                began = time.perf_counter()
                 self._launched.popleft().synchronize()
+                self.waited_s += time.perf_counter() - began
 
     def _shape(self, count_S2: Ints) -> StepShape:
         """Return the shape of a step; with graphs, the bucket that it falls into."""
@@ -518,7 +522,7 @@ class DraftingRow:
 class DraftingBatch:
     """Samples of exact or speculative decoding, which draft and verify together: none can join, each may leave."""
 
-    device_idle = False  # a step ends with that of the device
+    device_idle, waited_s = False, 0.0  # a step ends with that of the device; how long it waits is not measured
 
     @torch.no_grad()
     def __init__(self, model: ARPG, request: Request, plan: Plan, settings: SamplingSettings) -> None:

@@ -138,6 +138,7 @@ class Batcher(WorkerThread):
         self.captures = choose_mode(engine, model.device) == "graph"
         self._idle: OrderedDict[tuple[Any, ...], Batch] = OrderedDict()  # by key; without rows, with captured steps
         self._deliveries: deque[Delivery] = deque()
+        self._lap_began = time.perf_counter()
         self._turns, self._last_turn = 0, dict[Hashable, int]()  # admitted rows; the last one of each tenant
         super().__init__("batcher", threads=threads)
 
@@ -172,13 +173,24 @@ class Batcher(WorkerThread):
 
     def _work(self) -> None:
         while self._collect_arrivals():
+            self._lap("idle")
             try:
                 self._admit()
+                self._lap("admit")
                 self._step()
                 self._pause_for_others()
+                self._lap("pause")
             except Exception as error:  # a bug in the batcher: these requests fail, later ones may not
                 log.exception("the batcher failed")
                 self._fail_all(error)
+
+    def _lap(self, part: str, *, device_s: float = 0.0) -> None:
+        """Count the time since the last call for a part of the loop; of it, the wait for the device as such."""
+        now = time.perf_counter()
+        self.metrics.decode_thread.labels(part).inc(max(0.0, now - self._lap_began - device_s))
+        if device_s:
+            self.metrics.decode_thread.labels("device").inc(device_s)
+        self._lap_began = now
 
     def _pause_for_others(self) -> None:
         """Sleep while jobs that are in no batch run Python, so that more of them share the next step.
@@ -298,7 +310,7 @@ class Batcher(WorkerThread):
         if self._batches:
             batch = self._batches[0]
             self.metrics.batch.observe(len(batch.rows))
-            start = time.perf_counter()
+            start, waited_s = time.perf_counter(), batch.decode.waited_s
             try:
                 batch.decode.step()
                 self._collect(batch)
@@ -311,8 +323,10 @@ class Batcher(WorkerThread):
                 self._batches.rotate(-1)
                 if not batch.rows:
                     self._retire(batch)
+            self._lap("launch", device_s=batch.decode.waited_s - waited_s)
         while self._deliveries and (launched > 0 or not self._batches or self._deliveries[0].copy.ready):
             self._deliver(self._deliveries.popleft())
+            self._lap("deliver")
             launched -= 1
 
     def _collect(self, batch: Batch) -> None:
@@ -332,6 +346,7 @@ class Batcher(WorkerThread):
         try:
             # In numpy: each operation of torch releases the interpreter lock, and then has to wait for it.
             ids_BN, known_BN = (found.numpy() for found in delivery.copy.wait())
+            self._lap("device")
             for (ref, done, _), ids_N, known_N in zip(rows, ids_BN, known_BN, strict=True):
                 pending, row = ref
                 if not pending.ended:

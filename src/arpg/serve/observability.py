@@ -101,6 +101,8 @@ class WorkerMetrics(Metrics):
         self.first_preview = self._histogram("arpg_first_preview_seconds", "Time to the first preview of a stream")
         self.batch = self._histogram("arpg_batch_rows", "Rows (images) decoded together in a step", buckets=_ROWS)
         self.step = self._histogram("arpg_step_seconds", "Duration of a decoding step of a batch")
+        about = "Time of the decode threads: idle, admit, launch, device, deliver, pause"
+        self.decode_thread = self._counter("arpg_decode_thread_seconds", about, "part")
         self.prompt = self._histogram("arpg_prompt_seconds", "Time to encode a prompt that is not cached")
         self.failures = self._counter("arpg_failures", "Batches that failed on the server")
         for kind, value in (("allocated", torch.cuda.memory_allocated), ("reserved", torch.cuda.memory_reserved)):
