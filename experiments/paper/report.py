@@ -424,7 +424,10 @@ def paired_table(lines: list[Line]) -> str:
     steps = sorted({line["steps"] for line in matching(lines, table="block-causal", row=SUBJECT, measure="paired")})
     if not steps:
         return ""
-    about = "FID block-wise less causal, each at its own best guidance, mean of seeds and trainings, 95% interval:\n\n"
+    about = (
+        "FID block-wise less causal, each at the best guidance scale of its search, mean of seeds and trainings, 95% "
+        "interval:\n\n"
+    )
     found = [(each, paired(lines, each)) for each in steps]
     rows = [[str(each), str(mean), str(mean.trainings)] for each, mean in found if mean is not None]
     return about + markdown_table(["steps", "difference", "trainings"], rows)
@@ -517,11 +520,16 @@ The paper compares models that were trained differently. Here all models of a ta
 (that of `meadow`: photographs of 225 classes, 128 x 128 pixels, 256 tokens), optimizer, seed and number of steps.
 `experiments/paper/README.md` describes the runs; `python -m experiments.paper report` writes this page.
 
-- FID is against the training split, with weights in 8 bits, at the best guidance of a search with other seeds.
+- FID is against the training split, with weights in 8 bits, at the best guidance scale of a search with other seeds.
+  "Largest searched": the best one was the end of the range, so a larger one may be better.
 - Speed and memory are measured on one NVIDIA H200 in bfloat16, guided, with random weights: tokens of 64 images at the
   size of ARPG-L, unless a table says otherwise. GiB is the peak of what was allocated, reserved what torch had taken
   from the GPU. All rows run in this project's engine (the same kernels, CUDA graphs), while the paper times each model
-  in the code of its authors, LlamaGen with 576 tokens. So the ratios here are those of the methods alone.
+  in the code of its authors, LlamaGen with 576 tokens. So the ratios here are those of the methods alone: "contradicts"
+  means that a ratio is not reached in one engine, not that the paper's measurement is wrong. Tables were measured in
+  different runs, which differ by up to 7% for the same row; compare rows of one table.
+- "Ours" is a difference of FIDs, the first design named less the other (negative: a lower FID), a ratio of images/s,
+  or a ratio of peak GiB.
 - A verdict is "agrees" or "contradicts" if the whole 95% interval is on one side of the claim, else "cannot tell".
   "Narrowly": the distance to the bound is less than the width of the interval; more seeds are needed.
 - "One training": each model was trained once. The interval covers the noise of sampling, not the differences between
