@@ -42,8 +42,7 @@ from arpg.bench.throughput import MeasureOptions, measure, time_pipelined
 from arpg.config import MODELS
 from arpg.decode.engine import check, make_strategy, pad_to_bucket
 from arpg.decode.graphs import graph_key
-from arpg.decode.state import to_device
-from arpg.decode.steps import PlannedSteps
+from arpg.decode.state import PlannedSteps, to_device
 from arpg.device import choose_device, set_threads, synchronize
 from arpg.files import write_json, write_text
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy

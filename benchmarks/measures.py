@@ -18,8 +18,7 @@ from torch import Tensor
 from arpg.bench.case import Case
 from arpg.decode import Engine, decode
 from arpg.decode.engine import make_strategy, pad_to_bucket
-from arpg.decode.state import DecodeState, to_device
-from arpg.decode.steps import PlannedSteps, StepPlan
+from arpg.decode.state import DecodeState, PlannedSteps, StepPlan, to_device
 from arpg.model import TokenDecoder
 from arpg.tables import significant
 

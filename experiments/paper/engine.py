@@ -18,8 +18,7 @@ from arpg import make_plan, tasks
 from arpg.decode import Engine, Plan, Request
 from arpg.decode.plan import guidance_scales
 from arpg.decode.sampling import warp
-from arpg.decode.state import DecodeState
-from arpg.decode.steps import DecodeStrategy, EncodeArgs, PlanCursor, PlannedSteps, StepPlan
+from arpg.decode.state import DecodeState, DecodeStrategy, EncodeArgs, PlanCursor, PlannedSteps, StepPlan
 from arpg.errors import require
 from arpg.model import TokenDecoder
 from arpg.noise import Stream, gumbel

@@ -8,8 +8,7 @@ import torch
 from arpg import InputError, Request, SamplingSettings, decode, make_plan, tasks
 from arpg.decode import engine
 from arpg.decode.continuous import ContinuousBatch
-from arpg.decode.state import DecodeState, prefill, to_device
-from arpg.decode.steps import PredictArgs
+from arpg.decode.state import DecodeState, PredictArgs, prefill, to_device
 from arpg.kernels.ops import guide
 from arpg.model import Cache, class_condition
 from arpg.quantization.packed import PackedLinear

@@ -10,7 +10,7 @@ from arpg import SamplingSettings, make_plan, tasks
 from arpg.decode import Engine, decode
 from arpg.decode import engine as engine_module
 from arpg.decode.engine import loop
-from arpg.decode.steps import PlannedSteps
+from arpg.decode.state import PlannedSteps
 from arpg.errors import InputError
 from support.small import small_model
 

@@ -14,7 +14,7 @@ from arpg.decode import order as order_module
 from arpg.decode.engine import check
 from arpg.decode.order import fill_orders
 from arpg.decode.plan import guidance_scales, plan_sample, step_sizes
-from arpg.decode.steps import PlanCursor
+from arpg.decode.state import PlanCursor
 from arpg.figures import draw_plans
 from arpg.model import class_condition
 from arpg.noise import Stream, position_words

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.decode.sampling import probs
-from arpg.decode.state import DecodeState
-from arpg.decode.steps import EncodeArgs, PlanCursor, PredictArgs, StepPlan
+from arpg.decode.state import DecodeState, EncodeArgs, PlanCursor, PredictArgs, StepPlan
 from arpg.device import send
 from arpg.errors import require
 from arpg.kernels.ops import gumbel_argmax

@@ -22,8 +22,7 @@ from arpg.decode.graphs import CapturedGraphs, GraphCache, copy_tensors, graph_k
 from arpg.decode.plan import Plan
 from arpg.decode.request import Request
 from arpg.decode.sampling import sample
-from arpg.decode.state import DecodeState, prefill, to_device
-from arpg.decode.steps import DecodeStrategy, PlanCursor, PlannedSteps, StepPlan
+from arpg.decode.state import DecodeState, DecodeStrategy, PlanCursor, PlannedSteps, StepPlan, prefill, to_device
 from arpg.device import nvidia_capability
 from arpg.errors import one_of, require
 from arpg.model import TokenDecoder

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from arpg.decode.state import DecodeState
-from arpg.decode.steps import PlanCursor
+from arpg.decode.state import DecodeState, PlanCursor
 from arpg.device import peak_bytes, reset_peak
 from arpg.settings import SamplingSettings
 

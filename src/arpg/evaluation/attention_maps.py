@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from arpg.decode import Plan, Request, SamplePlan, decode, make_plan
-from arpg.decode.state import DecodeState
-from arpg.decode.steps import StepPlan
+from arpg.decode.state import DecodeState, StepPlan
 from arpg.errors import require
 from arpg.figures import SIDE, ramp
 from arpg.image import adm_crop, resize, to_images, to_pil, to_rgb
