@@ -33,7 +33,7 @@ from torch import Tensor
 from arpg import ARPG, ModelConfig, Pipeline, TokenizerConfig
 from arpg.decode.continuous import ContinuousBatch, StepShape, TokenCopy
 from arpg.image import Pixels, to_images
-from arpg.serve import batcher, middleware, native, request_body, responses, served_model, task_run
+from arpg.serve import batcher, middleware, model_worker, native, request_body, responses, served_model
 from arpg.serve.build_task import TaskBuilder
 from arpg.serve.observability import WorkerMetrics, configure_logging
 from arpg.serve.served_model import ServedModel
@@ -48,7 +48,7 @@ SPECTRUM = 1.5  # amplitudes fall with this power of the frequency
 STAGES: dict[str, tuple[Any, str]] = {  # functions whose CPU time is counted, by what they do
     "parse JSON": (request_body, "parse_json"),
     "build the task": (TaskBuilder, "from_params"),
-    "plan": (task_run, "make_plan"),
+    "plan": (model_worker, "make_plan"),
     "PNG": (responses, "to_png"),
     "response": (native, "_to_body"),
     "response JSON": (responses, "json_response"),

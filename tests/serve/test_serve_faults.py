@@ -19,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from arpg import InputError, cli
-from arpg.serve import task_run
+from arpg.serve import model_worker
 from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.server import Server
@@ -108,7 +108,7 @@ def test_a_body_that_does_not_arrive_is_a_408(live):
 def test_a_client_that_does_not_read_is_disconnected(live, monkeypatch):
     """Its responses fill the buffers of the socket; after the timeout it is disconnected."""
     address, service = live(io_timeout_s=0.2)
-    monkeypatch.setattr(task_run, "base64_png", lambda image: b"x" * 10_000_000)  # more than the buffers of the socket
+    monkeypatch.setattr(model_worker, "base64_png", lambda image: b"x" * 10_000_000)  # more than socket buffers hold
     connection = send(address, {"class": 1, "steps": 16, "stream": True})
     assert until(lambda: service.metrics.registry.get_sample_value("arpg_cancelled_total") == 1)
     assert until(lambda: (service.admission.num_admitted, service.worker.loaded.batcher.num_running) == (0, 0))

@@ -11,7 +11,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg.errors import InputError
-from arpg.serve import server, task_run
+from arpg.serve import model_worker, server
 from arpg.serve.app import create_app
 from arpg.serve.batcher import ContinuousBatch
 from arpg.serve.served_model import ServedModel
@@ -46,8 +46,8 @@ def requests(service, status):
 
 def test_a_finished_task_is_freed_without_a_garbage_collection(service, client, monkeypatch):
     tasks = []
-    run = task_run.TaskRun.submit_next
-    monkeypatch.setattr(task_run.TaskRun, "submit_next", lambda self: (tasks.append(weakref.ref(self)), run(self)))
+    run = model_worker.TaskRun.submit_next
+    monkeypatch.setattr(model_worker.TaskRun, "submit_next", lambda self: (tasks.append(weakref.ref(self)), run(self)))
     gc.disable()
     try:
         for _ in range(3):
