@@ -19,8 +19,8 @@ from arpg.checkpoint import MODEL, FolderConfig, load_model, load_tokenizer, pre
 from arpg.classes import ClassNames, numbered_classes
 from arpg.config import DEFAULT_TEXT_MODEL, PRECISIONS
 from arpg.decode import Engine, Step
+from arpg.decode.graphs import GraphedTokenizer
 from arpg.decode.likelihood import image_bits
-from arpg.decode.pixels import GraphedTokenizer
 from arpg.device import choose_device as choose_device
 from arpg.errors import one_of, require
 from arpg.files import hash_file

@@ -7,8 +7,8 @@ import torch
 
 from arpg import Pipeline
 from arpg.config import TOKENIZERS
-from arpg.decode import pixels
-from arpg.decode.pixels import GraphedTokenizer, chunk_sizes, largest_chunk
+from arpg.decode import graphs
+from arpg.decode.graphs import GraphedTokenizer, chunk_sizes, largest_chunk
 from arpg.kernels.dispatch import KernelPolicy, kernel_policy
 from arpg.tokenizer import PixelCodec, VQTokenizer
 from support.small import small_model, small_tokenizer
@@ -40,7 +40,7 @@ class Fake:
 def captured(monkeypatch):
     """The captures that were made, as (images, preview or not); the tokenizer counts as one with a fused decoder."""
     monkeypatch.setattr(Fake, "made", [])
-    monkeypatch.setattr(pixels, "CapturedPixels", Fake)
+    monkeypatch.setattr(graphs, "CapturedPixels", Fake)
     monkeypatch.setattr(VQTokenizer, "fused", property(lambda self: self.decoder))
     return Fake.made
 

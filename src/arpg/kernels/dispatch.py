@@ -37,7 +37,7 @@ class KernelPolicy:
     wgmma_gemm: bool = True  # another kernel for those of 24 to 64 rows on Hopper (`wgmma_gemm.py`)
     large_gemm: bool = True  # decode layers of more rows in as few, by QuACK on Hopper (`large_gemm.py`)
     pdl: bool = True  # programmatic dependent launch: a kernel prefetches while the one before it still runs
-    pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/pixels.py`)
+    pixel_graphs: bool = True  # images from CUDA graphs, where the tokenizer decodes by kernels (`decode/graphs.py`)
 
 
 _DEFAULT_POLICY = KernelPolicy()
