@@ -26,8 +26,8 @@ from arpg.bench.profile import profile_kernels
 from arpg.config import ModelConfig
 from arpg.decode import Engine, continuous
 from arpg.decode.continuous import ContinuousBatch, TokenCopy
+from arpg.decode.engine import pipelined_decode
 from arpg.decode.graphs import CapturedStep, GraphCache
-from arpg.decode.pipelined import pipelined_decode
 from arpg.device import choose_device, synchronize
 from arpg.model import ARPG, Cache
 from arpg.settings import SamplingSettings

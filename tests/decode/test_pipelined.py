@@ -7,8 +7,8 @@ import torch
 
 from arpg import SamplingSettings, make_plan, tasks
 from arpg.decode import Engine, decode
-from arpg.decode import pipelined as overlap
-from arpg.decode.pipelined import pipelined_decode
+from arpg.decode import engine as engine_module
+from arpg.decode.engine import pipelined_decode
 from support.small import small_model, small_tokenizer
 
 GPU = torch.cuda.is_available()
@@ -80,7 +80,7 @@ def test_who_waits_for_whom(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: log.append(f"memory stays for {s.name}"))
     model = small_model()
     plans = (plan(model, first) for first in (0, 2, 4))
-    made = overlap._overlapped(
+    made = engine_module._overlapped(
         Engine(model, "eager"), plans, SETTINGS, lambda ids_BN, grid: log.append("made") or ids_BN
     )
     first = next(made)
@@ -110,7 +110,7 @@ def test_plans_are_made_when_they_are_needed():
     next(made)
     next(made)
     made.close()
-    assert len(planned) == 2 + (overlap._IN_FLIGHT if GPU else 0)
+    assert len(planned) == 2 + (engine_module._IN_FLIGHT if GPU else 0)
 
 
 def test_nothing_comes_of_nothing():

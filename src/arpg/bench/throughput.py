@@ -1,9 +1,9 @@
 """Speed: latency, throughput and peak memory of batches, how they grow with size, and the start of a fresh process.
 
 Latency is that of one batch at a time. On a GPU, throughput is that of batches one after the other through
-`arpg.decode.pipelined`, where nothing waits for the device in between; on a CPU nothing overlaps, and throughput
-follows from the latency. Peak memory is the most that CUDA's allocator held plus what only captured graphs can use, or
-on a CPU the most that the process held.
+`pipelined_decode`, where nothing waits for the device in between; on a CPU nothing overlaps, and throughput follows
+from the latency. Peak memory is the most that CUDA's allocator held plus what only captured graphs can use, or on a CPU
+the most that the process held.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from arpg.bench.case import Case, open_pipeline
 from arpg.bench.profile import profile_tokens, split_time
 from arpg.bench.roofline import Limits, pixel_work, token_floor
 from arpg.config import to_dict
+from arpg.decode.engine import pipelined_decode
 from arpg.decode.graphs import CapturedGraphs
-from arpg.decode.pipelined import pipelined_decode
 from arpg.device import peak_bytes, reset_peak, set_threads, synchronize
 from arpg.errors import InputError, require
 from arpg.pipeline import Pipeline

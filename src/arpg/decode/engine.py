@@ -2,15 +2,21 @@
 
 Each step, Pass 1 encodes the tokens sampled last, Pass 2 predicts the next positions, and the sampler samples them.
 A `DecodeStrategy` says which positions those are and which tokens are accepted.
+
+Many batches are pipelined: while the device decodes one, the next is planned and sent. On a GPU, pixels are decoded on
+a stream of their own, concurrently with the tokens of the next batch. Only the consumer waits for the device, and by
+then the next batch has been launched. On a CPU batches are decoded one after the other.
 Shapes: B batch, N grid tokens, S tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +37,10 @@ from arpg.settings import SamplingSettings
 # Called after Pass 2 with the state, the step, the guided logits [B, S, V] and the sampled ids [B, S]; the ids it
 # returns are used instead of the sampled ones (None: the sampled ones).
 Hook = Callable[[DecodeState, StepPlan, Tensor, Tensor], Tensor | None]
+Finish = Callable[[Tensor, tuple[int, int]], Tensor]  # from ids [B, N] on a grid to pixels
 
 _BUCKETS = sorted({2**k for k in range(13)} | {3 * 2**k for k in range(11)})  # batch sizes that graphs are captured for
+_IN_FLIGHT = 1  # pipelined batches that are launched before the one before them is consumed
 
 
 @dataclass(frozen=True)
@@ -264,3 +272,76 @@ def pad_to_bucket(request: Request, plan: Plan) -> tuple[Request, Plan]:
         return request, plan
     rows = [*range(batch), *[batch - 1] * (size - batch)]
     return request.rows(rows), plan.rows(rows)
+
+
+class DecodedBatch(NamedTuple):
+    """The result of one batch."""
+
+    result: Tensor  # on the device, complete
+    seconds: float  # from planning on; of two batches at once, each moment counts once
+
+
+@torch.no_grad()
+def pipelined_decode(
+    engine: Engine, batches: Iterable[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
+) -> Iterator[DecodedBatch]:
+    """Yield the batches, decoded and finished, in their order. A lazy iterable is planned while the device decodes.
+
+    A result may be used on the stream that is current when it is consumed.
+    """
+    run = _overlapped if engine.model.device.type == "cuda" else _sequential
+    yield from run(engine, iter(batches), settings, finish)
+
+
+def _sequential(
+    engine: Engine, batches: Iterator[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
+) -> Iterator[DecodedBatch]:
+    while True:
+        started = time.perf_counter()
+        if (batch := next(batches, None)) is None:
+            return
+        result = finish(_ids(engine, *batch, settings), batch[0].grid)
+        yield DecodedBatch(result, time.perf_counter() - started)
+
+
+def _overlapped(
+    engine: Engine, batches: Iterator[tuple[Request, Plan]], settings: SamplingSettings, finish: Finish
+) -> Iterator[DecodedBatch]:
+    device = engine.model.device
+    # Streams come from small pools, one for each priority. From this one no graph is recorded, and so no graph writes
+    # into the scratch memory of the products on this stream.
+    pixel_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    sent: deque[tuple[Tensor, Any, Any]] = deque()
+    last = None  # the end of the batch before
+    while True:
+        main = torch.cuda.current_stream(device)
+        started = _mark(main)
+        batch = next(batches, None)
+        if batch is not None:
+            ids_BN = _ids(engine, *batch, settings)
+            pixel_stream.wait_event(_mark(main))
+            ids_BN.record_stream(pixel_stream)  # its memory is given away only when the other stream has read it
+            with torch.cuda.stream(pixel_stream):
+                result = finish(ids_BN, batch[0].grid)
+            sent.append((result, started, _mark(pixel_stream)))
+        if sent and (batch is None or len(sent) > _IN_FLIGHT):
+            result, started, ended = sent.popleft()
+            ended.synchronize()
+            result.record_stream(torch.cuda.current_stream(device))
+            since = [started.elapsed_time(ended)] + ([] if last is None else [last.elapsed_time(ended)])
+            last = ended
+            yield DecodedBatch(result, min(since) / 1000)
+        elif batch is None:
+            return
+
+
+def _ids(engine: Engine, request: Request, plan: Plan, settings: SamplingSettings) -> Tensor:
+    for step in engine.decode(request, plan, settings, every_step=False):
+        ids_BN = step.ids_BN
+    return ids_BN
+
+
+def _mark(stream: torch.cuda.Stream) -> Any:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -29,7 +29,7 @@ from arpg.classes import ClassNames
 from arpg.config import to_dict
 from arpg.data.images import ImageSet
 from arpg.decode import Plan, Request, make_plan
-from arpg.decode.pipelined import pipelined_decode
+from arpg.decode.engine import pipelined_decode
 from arpg.errors import InputError, present, require
 from arpg.executor import RayOptions, Report, open_workers
 from arpg.files import hash_tensors, read_array, write_array, write_json, write_whole
@@ -86,7 +86,7 @@ def count_classes(images: ImageSet, classes: ClassNames) -> NDArray[np.int64]:
 class PixelBatches:
     """Images of labels, batch by batch: uint8 [B, H, W, 3] on the model's device. Nothing goes through PIL.
 
-    While the device decodes a batch, the next one is planned and sent (`arpg.decode.pipelined`). Pixels are made `unit`
+    While the device decodes a batch, the next one is planned and sent (`pipelined_decode`). Pixels are made `unit`
     images at a time (None: the batch at once, which is fastest).
     """
 

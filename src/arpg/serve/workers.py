@@ -229,7 +229,7 @@ class TokenizerLanes(PixelCodec):
 
 
 def _pixel_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream on which the weights are complete, as in `arpg.decode.pipelined`; None without a GPU."""
+    """Return a stream on which the weights are complete, as in `pipelined_decode`; None without a GPU."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
