@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from arpg import Pipeline
-from arpg.tasks.canvas import Canvas, box_mask
+from arpg.tasks.stages import Canvas, box_mask
 
 BOX = (24, 24, 72, 72)
 EDITS = {

@@ -29,8 +29,7 @@ from arpg.evaluation.sample import json_settings
 from arpg.image import Pixels, to_images, to_uint8
 from arpg.model import class_condition
 from arpg.settings import EXPAND_METHODS, SamplingSettings
-from arpg.tasks.canvas import Box, Canvas, Mask, box_mask
-from arpg.tasks.stages import expand_stage
+from arpg.tasks.stages import Box, Canvas, Mask, box_mask, expand_stage
 from arpg.tasks.task import ImageTask, TaskSpec
 from arpg.tokenizer import PixelCodec
 from experiments.photo_measures import PhotoMeasures, Row, mean, measure_parser, measure_parts, share

@@ -19,7 +19,7 @@ from arpg import ControlInput, Pipeline
 from arpg.errors import require
 from arpg.image import sheet
 from arpg.settings import EXPAND_METHODS
-from arpg.tasks.canvas import box_image
+from arpg.tasks.stages import box_image
 from experiments.zero_shot import middle
 
 STRENGTHS = (0.0, 0.5, 1.0)

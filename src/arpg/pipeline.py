@@ -34,7 +34,6 @@ from arpg.settings import CONTROL_KINDS, EXPAND_METHODS, TASK_SETTINGS, Order, S
 from arpg.storage import AnyPath, as_path, home
 from arpg.tasks import Label, Prompt, label_condition, stages
 from arpg.tasks.call import OUTPUT_TYPES, ImageOutput, choose_task, decode_with_bar, to_output
-from arpg.tasks.canvas import Box, Canvas, box_image
 from arpg.tasks.control_input import ControlInput, check_controls
 from arpg.tasks.options import (
     CallOptions,
@@ -50,6 +49,7 @@ from arpg.tasks.options import (
     read_seed,
     show_options,
 )
+from arpg.tasks.stages import Box, Canvas, box_image
 from arpg.tasks.task import ImageTask, OnStep, TaskSpec
 from arpg.text_encoder import PromptCache
 from arpg.tokenizer import PixelCodec, Tokenizer, VQTokenizer

@@ -13,8 +13,7 @@ from PIL import Image, ImageFile
 
 from arpg import InputError, cli
 from arpg.image import open_image
-from arpg.tasks.canvas import Canvas, box_mask
-from arpg.tasks.stages import plan_windows
+from arpg.tasks.stages import Canvas, box_mask, plan_windows
 
 
 def noise(width, height, seed=0):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from arpg import Pipeline
 from arpg.evaluation.classifier import Classifier, ClassifierConfig
-from arpg.tasks.canvas import Canvas, box_mask
+from arpg.tasks.stages import Canvas, box_mask
 from experiments import zero_shot
 from experiments.meadow.__main__ import main
 from experiments.photos import PhotoSet

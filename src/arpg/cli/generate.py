@@ -247,7 +247,7 @@ def inpaint(
 ) -> None:
     """Fill a part of an image (--mask or --box), given the rest; every other pixel stays as it is."""
     from arpg.image import open_image
-    from arpg.tasks.canvas import box_image
+    from arpg.tasks.stages import box_image
 
     require((mask is None) != (box is None), "give --mask or --box, one of them; see `arpg inpaint --help`")
     source, details = open_image(image), {"feather": feather}

@@ -18,8 +18,8 @@ from torch import Tensor
 from arpg.errors import InputError, require, suggest
 from arpg.image import ImageInput
 from arpg.settings import TASK_SETTINGS, Order
-from arpg.tasks.canvas import Box
 from arpg.tasks.control_input import Controls
+from arpg.tasks.stages import Box
 
 Class = str | SupportsIndex  # a name or an id, which may be a numpy integer
 Classes = Class | Sequence[Class] | NDArray[Any] | Tensor | None
