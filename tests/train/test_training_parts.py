@@ -19,9 +19,9 @@ from arpg.model import class_condition
 from arpg.model.layers import Dropout
 from arpg.quantization.storage import pack, unpack
 from arpg.train import cost
+from arpg.train.loop import EMA, clip_gradients, learning_rate, make_adamw
 from arpg.train.model import warm_start
 from arpg.train.objective import linear_cross_entropy
-from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw
 from arpg.train.recipe import ModelRecipe, OptimRecipe, RunRecipe, TokenData
 from support.small import SMALL, small_model
 

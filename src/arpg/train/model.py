@@ -36,9 +36,17 @@ from arpg.model import ARPG, text_condition
 from arpg.storage import AnyPath, as_path
 from arpg.train.cost import fit_to_device, forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
-from arpg.train.loop import BestWeights, Training, train
+from arpg.train.loop import (
+    EMA,
+    BestWeights,
+    Training,
+    clip_gradients,
+    learning_rate,
+    make_adamw,
+    set_learning_rate,
+    train,
+)
 from arpg.train.objective import GraphedGradients, GuidanceDistillation, Objective
-from arpg.train.optim import EMA, clip_gradients, learning_rate, make_adamw, set_learning_rate
 from arpg.train.recipe import ModelRecipe
 
 log = logging.getLogger(__name__)

@@ -44,8 +44,7 @@ from arpg.tokenizer.losses import (
     vector_quantize,
 )
 from arpg.train.distributed import World, parallelize
-from arpg.train.loop import Training, train
-from arpg.train.optim import EMA, learning_rate, make_adamw, set_learning_rate
+from arpg.train.loop import EMA, Training, learning_rate, make_adamw, set_learning_rate, train
 from arpg.train.recipe import SHARDED, TokenizerRecipe
 
 
