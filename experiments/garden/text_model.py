@@ -25,14 +25,13 @@ import safetensors.torch
 import torch
 
 from arpg import Pipeline
-from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, installed_models, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import TextConfig
 from arpg.data.dataset import write_text_states
 from arpg.data.tokens import open_tokens
 from arpg.files import read_tensors, write_json, write_whole
 from arpg.hub import resolve
 from arpg.image import save, sheet
-from arpg.installed import installed_models
 from arpg.quantization.storage import pack as pack_weights
 from arpg.text_encoder import PromptCache, load_minilm, minilm_folder
 from arpg.train.recipe import ModelRecipe, read_recipe

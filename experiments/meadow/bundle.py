@@ -16,12 +16,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arpg.checkpoint import CLASSES, INDEX, MODEL, TOKENIZER, FolderConfig, load_model, load_tokenizer, read_folder
+from arpg.checkpoint import (
+    CLASSES,
+    CONFIG,
+    INDEX,
+    MODEL,
+    TOKENIZER,
+    FolderConfig,
+    load_model,
+    load_tokenizer,
+    read_folder,
+)
 from arpg.checkpoint import write_folder as write_config
 from arpg.errors import InputError, present, require
 from arpg.files import write_text
 from arpg.hub import resolve
-from arpg.installed import CONFIG
 from arpg.quantization.storage import pack
 from arpg.tables import markdown_table
 from experiments.meadow.build_data import SOURCES

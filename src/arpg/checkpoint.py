@@ -1,4 +1,4 @@
-"""Model folders: one config.json, safetensors weights, class names. Saved whole, loaded strictly.
+"""Model folders: one config.json, safetensors weights, class names. Saved whole, loaded strictly, found by name.
 
     folder/
       config.json             format, model, tokenizer, sampling, license; what the model knows (about, examples)
@@ -10,14 +10,24 @@
 A folder may hold the network, the tokenizer or both; writing one leaves the other as it is. Instead of a tokenizer it
 may name an installed model whose tokenizer it shares (`tokenizer_of`); likewise its weights may be differences from
 those of an installed model (`base`).
+
+A distribution provides a model by an entry point of the group `arpg.models`. Its name is the model's name, its value is
+a package, and the model folder is the folder of that name inside the package:
+
+    [project.entry-points."arpg.models"]
+    my-model = "my_models"          # site-packages/my_models/my-model/config.json, model.safetensors, ...
+
+No code of that distribution runs when models are looked up.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +39,6 @@ from arpg.config import ModelConfig, TokenizerConfig, from_dict, to_dict
 from arpg.device import meta_device
 from arpg.errors import present, require
 from arpg.files import State, read_json, read_tensors, write_tensors, write_together
-from arpg.installed import CONFIG, installed_folder
 from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
 from arpg.quantization.storage import add_difference, pack, pack_difference, unpack
@@ -38,12 +47,22 @@ from arpg.storage import AnyPath
 from arpg.tokenizer import VQTokenizer
 
 FORMAT = "arpg-1"
+CONFIG = "config.json"  # what makes a folder a model folder
 MODEL, TOKENIZER, CLASSES = "model.safetensors", "tokenizer.safetensors", "classes.txt"
 INDEX = "model_index.json"
 DIFFUSERS_INDEX = {
     "_class_name": "ARPGPipeline",
     "_diffusers_version": "0.42.1",
     "model": ["arpg.diffusers_pipeline", "ARPGModel"],
+}
+GROUP = "arpg.models"  # of entry points
+# Models of this project in distributions of their own (packages/), to be named where one is missing.
+DISTRIBUTIONS = {
+    "garden": "arpg-garden",
+    "garden-text": "arpg-garden",
+    "garden-control": "arpg-garden",
+    "meadow-256": "arpg-meadow",
+    "meadow-control": "arpg-meadow",
 }
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -117,6 +136,41 @@ def write_folder(
         writes[folder / INDEX] = lambda path: path.write_text(index, encoding="utf-8")
     writes[folder / CONFIG] = lambda path: path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     write_together(writes)
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A model by its name, the distribution that provides it, and its folder; or why it cannot be used."""
+
+    name: str
+    distribution: str  # name and version; "arpg" for the models of this package
+    folder: Path | None
+    problem: str = ""
+
+
+def installed_models() -> dict[str, InstalledModel]:
+    """Return all installed models by name: first those of this package, then those of other distributions."""
+    assets = Path(str(resources.files("arpg").joinpath("assets")))
+    folders = sorted(path.parent for path in assets.glob(f"*/{CONFIG}"))
+    found = {folder.name: InstalledModel(folder.name, "arpg", folder) for folder in folders}
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+        model = _provided(entry)
+        if (other := found.get(model.name)) is not None and other.distribution != model.distribution:
+            both = f"{other.distribution} and {model.distribution}"
+            model = InstalledModel(model.name, both, None, f"{both} provide it; uninstall one of them")
+        found[model.name] = model
+    return found
+
+
+def installed_folder(name: str, *, what: str = "model") -> Path:
+    """Return the folder of an installed model; an `InputError` says what (`what` `name`) is not installed."""
+    models = installed_models()
+    require(
+        name in models,
+        f"{what} is {name!r}, which is not installed; "
+        + (f"pip install {DISTRIBUTIONS[name]}" if name in DISTRIBUTIONS else f"installed are {', '.join(models)}"),
+    )
+    return present(models[name].folder, f"{what} is {name!r}, which cannot be used: {models[name].problem}")
 
 
 def load_model(
@@ -218,6 +272,19 @@ def check_keys(found: set[str], expected: set[str], *, where: str) -> None:
     if unknown := sorted(found - expected):
         problems.append(f"unknown keys: {_some(unknown)}")
     require(not problems, f"{where}: {'; '.join(problems)}; is this another kind of checkpoint?")
+
+
+def _provided(entry: metadata.EntryPoint) -> InstalledModel:
+    """Find the folder of an entry point, without an import of its package."""
+    distribution = "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    try:
+        spec = importlib.util.find_spec(entry.module)
+    except (ImportError, ValueError):
+        spec = None
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    folder = next((path for place in places if ((path := Path(place) / entry.name) / CONFIG).is_file()), None)
+    problem = "" if folder is not None else f"{distribution} names the package {entry.module}, which has no folder "
+    return InstalledModel(entry.name, distribution, folder, problem and f"{problem}{entry.name} with a {CONFIG}")
 
 
 def _some(items: list[str], most: int = 12) -> str:

@@ -15,13 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arpg.checkpoint import CLASSES, MODEL, TOKENIZER, FolderConfig, write_folder
+from arpg.checkpoint import (
+    CLASSES,
+    CONFIG,
+    DISTRIBUTIONS,
+    MODEL,
+    TOKENIZER,
+    FolderConfig,
+    installed_folder,
+    installed_models,
+    write_folder,
+)
 from arpg.classes import imagenet_classes
 from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig, TokenizerConfig
 from arpg.convert import model_from_published, read_published, tokenizer_from_published
 from arpg.errors import InputError, first_line, require
 from arpg.files import hash_file, read_json, write_json
-from arpg.installed import CONFIG, DISTRIBUTIONS, installed_folder, installed_models
 from arpg.settings import SamplingDefaults
 from arpg.storage import AnyPath, as_path, home
 

@@ -9,11 +9,10 @@ from PIL import Image
 from torch.nn import functional as F
 
 from arpg import Pipeline
-from arpg.checkpoint import read_folder
+from arpg.checkpoint import DISTRIBUTIONS, installed_models, read_folder
 from arpg.config import DEFAULT_MODEL
 from arpg.hub import resolve
 from arpg.image import adm_crop
-from arpg.installed import DISTRIBUTIONS, installed_models
 from arpg.model import class_condition, text_condition
 from arpg.serve.served_model import find_thumbnails
 from benchmarks.seam import EDITS

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from arpg import InputError, Pipeline, Request, SamplingSettings, checkpoint, decode, make_plan
-from arpg.checkpoint import FolderConfig, load_model, load_tokenizer, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, installed_folder, load_model, load_tokenizer, read_folder, write_folder
 from arpg.config import DEFAULT_MODEL, ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
 from arpg.decode.likelihood import fill_bits
-from arpg.installed import installed_folder
 from arpg.model import class_condition, control_condition, text_condition
 from arpg.model.condition import training_control
 from arpg.quantization.storage import BITS, pack, unpack

@@ -13,13 +13,12 @@ import scipy.stats
 import torch
 
 from arpg import InputError, SamplingSettings
-from arpg.checkpoint import FolderConfig, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, installed_folder, read_folder, write_folder
 from arpg.config import ModelConfig
 from arpg.data.dataset import read_orders
 from arpg.data.tokens import TokenWriter, open_tokens
 from arpg.evaluation.features import Features
 from arpg.evaluation.sample import json_settings
-from arpg.installed import installed_folder
 from arpg.train import report as training_report
 from experiments import photos, staged_run
 from experiments.paper import bench, engine, queue, report

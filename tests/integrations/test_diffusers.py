@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from arpg import InputError, Pipeline
-from arpg.checkpoint import DIFFUSERS_INDEX
+from arpg.checkpoint import DIFFUSERS_INDEX, installed_folder
 from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL
-from arpg.installed import installed_folder
 from support.distribution import require_model
 from support.paths import ROOT
 from support.small import noise

@@ -8,11 +8,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from arpg import Pipeline
-from arpg.checkpoint import FolderConfig, read_folder, write_folder
+from arpg.checkpoint import FolderConfig, installed_models, read_folder, write_folder
 from arpg.classes import ClassNames
 from arpg.config import DEFAULT_MODEL
 from arpg.errors import InputError
-from arpg.installed import installed_models
 from arpg.serve.app import create_app
 from arpg.serve.auth import read_keys
 from arpg.serve.served_model import ServedModel, default_models

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from arpg.installed import installed_models
+from arpg.checkpoint import installed_models
 
 
 def require_model(name: str) -> None:

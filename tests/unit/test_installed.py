@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from arpg import InputError, Pipeline
-from arpg.checkpoint import FolderConfig, read_folder, write_difference, write_folder
+from arpg.checkpoint import (
+    DISTRIBUTIONS,
+    FolderConfig,
+    installed_folder,
+    installed_models,
+    read_folder,
+    write_difference,
+    write_folder,
+)
 from arpg.config import DEFAULT_CONTROL_MODEL, DEFAULT_MODEL, DEFAULT_TEXT_MODEL
 from arpg.hub import resolve
-from arpg.installed import DISTRIBUTIONS, installed_folder, installed_models
 from support.distribution import install
 from support.paths import ROOT
 from support.small import small_model
@@ -100,7 +107,7 @@ def test_the_defaults_take_what_they_are_for():
 
 def test_a_missing_model_of_this_project_names_its_distribution(monkeypatch):
     only = {DEFAULT_MODEL: installed_models()[DEFAULT_MODEL]}
-    for module in ("arpg.hub", "arpg.installed"):
+    for module in ("arpg.hub", "arpg.checkpoint"):
         monkeypatch.setattr(f"{module}.installed_models", lambda: only)
     for name, distribution in DISTRIBUTIONS.items():
         if name != DEFAULT_MODEL:

@@ -10,7 +10,7 @@ SOURCE = ROOT / "src" / "arpg"
 LAYERS = [
     {"errors"},
     {"storage"},
-    {"executor", "files", "settings", "classes", "tables", "installed"},
+    {"executor", "files", "settings", "classes", "tables"},
     {"config"},
     {"device", "image"},
     {"noise"},

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from arpg import ARPG, InputError
-from arpg.checkpoint import read_folder
+from arpg.checkpoint import installed_folder, read_folder
 from arpg.config import MODELS, TextConfig
-from arpg.installed import installed_folder
 from arpg.quantization.storage import pack_difference
 from arpg.train.recipe import ModelRecipe, TokenizerRecipe, read_recipe
 from support.distribution import require_model

@@ -190,11 +190,10 @@ def _info_all() -> None:
     import torch
 
     import arpg
-    from arpg.checkpoint import read_folder
+    from arpg.checkpoint import installed_models, read_folder
     from arpg.decode.engine import choose_mode
     from arpg.device import choose_device
     from arpg.hub import PUBLISHED
-    from arpg.installed import installed_models
     from arpg.storage import home
 
     out.print(f"arpg {arpg.__version__}, torch {torch.__version__}, {_hardware()}")

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arpg.checkpoint import MODEL, FolderConfig, read_folder
+from arpg.checkpoint import MODEL, FolderConfig, installed_folder, installed_models, read_folder
 from arpg.classes import ClassNames
 from arpg.config import DEFAULT_MODEL, ModelConfig, TokenizerConfig
 from arpg.decode.engine import choose_mode
 from arpg.errors import InputError, present
 from arpg.files import hash_file
 from arpg.hub import resolve
-from arpg.installed import installed_folder, installed_models
 from arpg.lora import parse_lora, read_adapter
 from arpg.pipeline import Pipeline, choose_device, load_with_adapters
 from arpg.serve.api_error import ApiError
