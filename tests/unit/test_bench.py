@@ -205,7 +205,7 @@ def test_the_profile_is_of_the_graph_that_is_timed(pipe, monkeypatch):
 
     seen, decode = [], pipe.engine.decode
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Recorder(Recorder()))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(pipe.engine, "decode", lambda *args, **how: seen.append(how) or decode(*args, **how))
     time_batch(pipe, case(), seed=0)
     assert profile.profile_tokens(pipe, case(), seed=0)["kernels"] == 0
