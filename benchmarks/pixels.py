@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from arpg.bench.case import Case, open_pipeline
+from arpg.bench.profile import profile_kernels
 from arpg.bench.record import environment, error_line
 from arpg.bench.roofline import device_limits, pixel_work
 from arpg.bench.throughput import time_pipelined
@@ -159,27 +160,6 @@ def psnr(found: Tensor, exact: Tensor) -> float:
     return round(float(10 * torch.log10(255**2 / error.clamp_min(1e-6))), 1)
 
 
-def profile(decode: Decode, z: Tensor, rounds: int = 3) -> list[dict[str, Any]]:
-    """Return the ten most expensive kernels: milliseconds and launches of a batch."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        for _ in range(rounds):
-            decode(z)
-        torch.cuda.synchronize()
-    events = [event for event in recorded.key_averages() if "cuda" in str(event.device_type).lower()]
-    events.sort(key=lambda event: -event.self_device_time_total)
-    return [
-        {
-            "ms": round(event.self_device_time_total / 1000 / rounds, 3),
-            "launches": event.count // rounds,
-            "kernel": event.key[:90],
-        }
-        for event in events[:10]
-    ]
-
-
 @torch.no_grad()
 def measure(tokenizer: VQTokenizer, z: Tensor, rounds: int, *, limit: float = 120.0) -> Iterator[dict[str, Any]]:
     exact = torch.cat([tokenizer.decoder(part) for part in z.split(16)])
@@ -221,7 +201,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--limit", type=float, default=120.0, help="Seconds of a variant, compiling included.")
-    parser.add_argument("--profile", action="store_true", help="Also the ten most expensive kernels of the fused one.")
+    parser.add_argument("--profile", action="store_true", help="Also the most expensive kernels of the fused one.")
     parser.add_argument("--model", help="Also a model with random weights, from labels to pixels: arpg-l.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -253,7 +233,7 @@ def main() -> None:
         with torch.no_grad():
             decode = fused(tokenizer.decoder)
             decode(z)
-            result["kernels"] = profile(decode, z)
+            result["kernels"] = profile_kernels(lambda: decode(z))["top kernels"]
         for row in result["kernels"]:
             print(f"{row['ms']:8.3f} ms {row['launches']:4d} x {row['kernel']}")
         keep(options.out, result)

@@ -4,7 +4,7 @@ python benchmarks/train_speed.py --model arpg-l --batch-size 256 --steps 20 --ou
 python benchmarks/train_speed.py --model arpg-l --batch-size 256 --ablate graph keys
 
 `--no-ema` leaves out the moving average. `--ablate NAME ...` leaves out optimisations, to see what each is worth.
-`--profile` prints the kernels of a step.
+`--profile` prints the most expensive kernels of a step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from arpg.bench.profile import profile_kernels
 from arpg.config import MODELS
 from arpg.data.tokens import TokenWriter
 from arpg.device import gpu_spec
@@ -82,19 +83,6 @@ def measure(training: ModelTraining, first: int, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def profile(training: ModelTraining, step: int, most: int = 40) -> None:
-    """Print the kernels of one step: milliseconds, launches, name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        training.step(step)
-        torch.cuda.synchronize()
-    kernels = [kernel for kernel in profiler.key_averages() if not kernel.is_user_annotation]
-    kernels = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
-    total = sum(kernel.self_device_time_total for kernel in kernels)
-    print(f"{total / 1000:9.3f} ms in all")
-    for kernel in kernels[:most]:
-        print(f"{kernel.self_device_time_total / 1000:9.3f} ms {kernel.count:5d}x  {kernel.key[:120]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="arpg-l", choices=sorted(MODELS))
@@ -105,7 +93,7 @@ def main() -> None:
     parser.add_argument("--ablate", nargs="*", default=[], metavar="NAME", help=listed)
     parser.add_argument("--no-ema", action="store_true", help="without the moving average of the weights")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --steps steps; the median counts")
-    parser.add_argument("--profile", action="store_true", help="also print the kernels of a step")
+    parser.add_argument("--profile", action="store_true", help="also print the most expensive kernels of a step")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ablate(options.ablate)
@@ -141,7 +129,8 @@ def main() -> None:
         times = [measure(training, first, options.steps) for first in range(5, next_step, options.steps)]
         loss = training.step(next_step)["loss"]
         if options.profile:
-            profile(training, next_step + 1)
+            for kernel in profile_kernels(lambda: training.step(next_step + 1))["top kernels"]:
+                print(f"{kernel['ms']:9.3f} ms {kernel['launches']:5d}x  {kernel['kernel']}")
     name = torch.cuda.get_device_name()
     spec, per_step = gpu_spec(name), statistics.median(times)
     result = {

@@ -113,7 +113,7 @@ def profile_tokens(pipe: Pipeline, case: Case, *, seed: int) -> dict[str, Any]:
     return profile_kernels(run)
 
 
-def profile_kernels(run: Callable[[], None]) -> dict[str, Any]:
+def profile_kernels(run: Callable[[], object]) -> dict[str, Any]:
     """Return `summarize_kernels` of what `run` launches on a GPU."""
     from torch.profiler import ProfilerActivity, profile
 
