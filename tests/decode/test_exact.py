@@ -334,7 +334,7 @@ def test_never_more_calls_than_places_and_nothing_is_taken_back(model, strategy,
     before = request.known_BN
     steps = run(model, request, by(strategy, draft))
     for i, step in enumerate(steps):
-        assert (step.index, step.calls, step.last) == (i, i + 1, i == len(steps) - 1)
+        assert (step.index, step.num_steps == i + 1) == (i, i == len(steps) - 1)
         new = (step.known_BN & ~before).sum(1)
         assert (before.all(1) | (new >= 1)).all()
         assert (new <= draft + 1).all()

@@ -288,8 +288,8 @@ def test_batches_depend_on_seed_and_step_only(photos, scale):
     assert batches[0].dtype == np.uint8
     assert len({batch.tobytes() for batch in batches}) == 4
     on_demand = stream([(images, 1.0)], scale=scale, memory_limit=0)
-    assert whole.in_memory
-    assert not on_demand.in_memory
+    assert whole._memory is not None
+    assert on_demand._memory is None
     parts = [stream([(images, 1.0)], scale=scale, rank=rank, world_size=3) for rank in range(3)]
     for step in (0, 1, 2, 3, 1):  # and back again
         np.testing.assert_array_equal(whole.batch(step), batches[step])

@@ -88,11 +88,6 @@ class CropStream:
             self._memory = np.empty((total, self.square, self.square, 3), np.uint8)
             _fill(self._memory, self._read)
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether all images were read into memory, and not on demand."""
-        return self._memory is not None
-
     def batch(self, step: int) -> Pixels:
         """Return this process's part of a global batch, `[local batch, size, size, 3]`."""
         if self._memory is not None:

@@ -52,16 +52,6 @@ class Step:
     ids_BN: Tensor  # raster order; anything where not known
     known_BN: Tensor
 
-    @property
-    def calls(self) -> int:
-        """Calls of the network so far: one Pass 1 and one Pass 2 each."""
-        return self.index + 1
-
-    @property
-    def last(self) -> bool:
-        """Whether no step follows."""
-        return self.num_steps == self.index + 1
-
 
 def decode(
     model: TokenDecoder,

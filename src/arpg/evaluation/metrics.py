@@ -289,18 +289,8 @@ BLOCK = 4096
 class PrecisionRecall(NamedTuple):
     """Which of the generated images are near real ones, and which of the real ones are near generated ones."""
 
-    realistic_M: Tensor
-    covered_M: Tensor
-
-    @property
-    def precision(self) -> float:
-        """Return the share of generated images that are near real ones."""
-        return self.realistic_M.double().mean().item()
-
-    @property
-    def recall(self) -> float:
-        """Return the share of real images that are near generated ones."""
-        return self.covered_M.double().mean().item()
+    realistic_M: Tensor  # their share is the precision
+    covered_M: Tensor  # the recall
 
 
 def precision_recall(real_MF: Tensor, fake_MF: Tensor, *, k: int = NEIGHBOURS) -> PrecisionRecall:
