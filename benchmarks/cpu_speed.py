@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -34,14 +33,15 @@ from arpg.bench.case import Case, open_pipeline
 from arpg.bench.profile import split_time
 from arpg.bench.record import environment
 from arpg.config import MODELS
+from arpg.decode import Engine
 from arpg.decode.sampling import sample
-from arpg.device import set_threads
+from arpg.device import has_bfloat16, set_threads
 from arpg.files import write_json
 from arpg.model import ARPG
 from arpg.noise import seed_keys
 from arpg.pipeline import Pipeline
 from arpg.quantization.packed import unpack_linears
-from benchmarks.measures import agreement, generate, on_context, relative_error
+from benchmarks.measures import agreement, on_context, relative_error, tokens_of
 
 Sample = Callable[[Tensor, Tensor], Tensor]  # logits_BSV, position_BS
 
@@ -140,13 +140,6 @@ def multinomial(logits_BSV: Tensor, position_BS: Tensor) -> Tensor:
     return torch.multinomial(logits_BSV.softmax(-1).flatten(0, 1), 1).reshape(position_BS.shape)
 
 
-def has_bfloat16() -> bool:
-    """Return whether the CPU's matrix products take bfloat16; elsewhere that is slower than float32."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 LOADING = """
 import json, sys, time
 marks = [(time.perf_counter(), time.process_time())]
@@ -211,7 +204,7 @@ def main() -> None:
     plain = PlainLoop(loose)
 
     # The same tokens, and the same logits on the way.
-    ids = generate(model, case)
+    ids = tokens_of(Engine(model, "eager"), case)
     keys = seed_keys(request.seeds).to(model.device)
     theirs, logits = plain.run(labels, order, sizes, scales, lambda x, at: sample(x, case.settings, keys, at))
     context = on_context(model, case, ids)
@@ -224,8 +217,8 @@ def main() -> None:
         about |= {f"bfloat16 {name}": value for name, value in half.items()}
 
     runs: dict[str, Callable[[], object]] = {"plain": lambda: plain.run(labels, order, sizes, scales, multinomial)}
-    runs["float32, not packed"] = lambda: generate(loose, case)
-    runs |= {name: partial(generate, pipe.model, case) for name, pipe in pipes.items()}
+    runs["float32, not packed"] = lambda: tokens_of(Engine(loose, "eager"), case)
+    runs |= {name: partial(tokens_of, Engine(pipe.model, "eager"), case) for name, pipe in pipes.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     busy: dict[str, list[float]] = {name: [] for name in runs}  # CPU time: without that of other processes
     for _ in range(options.rounds):

@@ -48,15 +48,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-@torch.no_grad()
-def generate(model: TokenDecoder, case: Case) -> Tensor:
-    """Generate the ids `[B, N]` of a batch with the eager loop."""
-    request, plan = case.request(model, 0)
-    for step in decode(model, request, plan, case.settings):
-        ids_BN = step.ids_BN
-    return ids_BN
-
-
 def on_context(model: TokenDecoder, case: Case, ids_BN: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return the guided logits and sampled ids of each step, where the steps before have sampled `ids_BN`."""
     request, plan = case.request(model, 0)

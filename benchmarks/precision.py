@@ -48,7 +48,6 @@ from arpg.tokenizer import VQTokenizer
 from benchmarks.measures import (
     agreement,
     equal_share,
-    generate,
     graph_microseconds,
     on_context,
     sampled_on_context,
@@ -101,7 +100,7 @@ def engine_rows(name: str, case: Case, kinds: Sequence[str], engines: Sequence[s
         except (InputError, RuntimeError) as error:
             rows[kind] = {"left out": error_line(error)}
             continue
-        free = generate(eager.model, case)
+        free = tokens_of(Engine(eager.model, "eager"), case)
         expected = [sampled.cpu() for _, sampled in on_context(eager.model, case, free)]
         for engine in sorted(engines, key=lambda engine: engine == "compiled"):  # which changes the model, last
             label = f"{kind}, {engine}"
@@ -142,7 +141,7 @@ def count_products(pipe: Pipeline, case: Case) -> Counter[tuple[Product, int]]:
 
     layers = [layer for layer in pipe.model.modules() if hasattr(layer, "in_features")]
     handles = [layer.register_forward_pre_hook(count) for layer in layers]
-    generate(pipe.model, case)
+    tokens_of(Engine(pipe.model, "eager"), case)
     for handle in handles:
         handle.remove()
     return found
@@ -210,7 +209,7 @@ def main() -> None:
         return time_products(options.model, options.batch, options.steps)
     exact = open_in(options.model, "float32", device)
     case = Case(options.model, options.batch, exact.sampling.settings(steps=options.steps), exact.model.config.grid)
-    ids = generate(exact.model, case)
+    ids = tokens_of(Engine(exact.model, "eager"), case)
     expected = [(logits.cpu(), sampled.cpu()) for logits, sampled in on_context(exact.model, case, ids)]
     del exact
     rows: Rows = {}
@@ -229,7 +228,9 @@ def main() -> None:
             if options.rounds:
                 row["s of a batch"] = seconds(pipe, case, options.rounds)
             if options.classifier:
-                row["class accuracy"] = class_accuracy(pipe, case, generate(pipe.model, case), options.classifier)
+                row["class accuracy"] = class_accuracy(
+                    pipe, case, tokens_of(Engine(pipe.model, "eager"), case), options.classifier
+                )
             rows[kind] = row
         except (InputError, RuntimeError) as error:
             rows[kind] = {"left out": error_line(error)}

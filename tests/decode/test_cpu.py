@@ -12,7 +12,7 @@ import torch
 
 from arpg import InputError, Pipeline, SamplingSettings, tasks
 from arpg import device as cpu
-from arpg.decode import decode, make_plan
+from arpg.decode import Engine, decode, make_plan
 from arpg.decode.sampling import sample
 from arpg.noise import seed_keys
 from arpg.quantization.packed import PackedLinear, can_pack, pack_linears, unpack_linears
@@ -110,7 +110,7 @@ def test_what_cannot_be_packed_stays_and_gradients_flow():
 def test_the_plain_loop_of_the_benchmark_samples_the_same(model):
     """What our speed is held against computes the same thing."""
     from arpg.bench.case import Case
-    from benchmarks.cpu_speed import PlainLoop, generate, on_context
+    from benchmarks.cpu_speed import PlainLoop, on_context, tokens_of
 
     case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
     request, plan = case.request(model, 0)
@@ -122,7 +122,7 @@ def test_the_plain_loop_of_the_benchmark_samples_the_same(model):
         list(plan.samples[0].scales),
         lambda x, position_BS: sample(x, case.settings, keys, position_BS),
     )
-    ours = generate(model, case)
+    ours = tokens_of(Engine(model, "eager"), case)
     assert torch.equal(ids, ours)
     for theirs, (found, drawn) in zip(logits, on_context(model, case, ours), strict=True):
         torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)

@@ -14,7 +14,7 @@ from arpg.kernels import dispatch, ops
 from arpg.kernels.dispatch import FLOAT8
 from arpg.model import ARPG
 from arpg.quantization.precision import check_kv_cache, kv_cache_dtype_of, to_precision
-from benchmarks.measures import agreement, generate, on_context
+from benchmarks.measures import agreement, on_context, tokens_of
 from support.small import small_model
 
 GPU = torch.cuda.is_available()
@@ -88,7 +88,7 @@ def test_every_kind_of_decoding(rounded, kind, run):
 def test_half_of_sixteen_bits_and_close():
     model = small_model().to(DEVICE)
     case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
-    told = generate(model, case)
+    told = tokens_of(Engine(model, "eager"), case)
     exact = on_context(model, case, told)
     sixteen = to_precision(small_model(), "bfloat16", DEVICE).allocate_cache(2, 9)
     eight = to_precision(model, "float32", DEVICE, kv_cache_dtype="fp8").allocate_cache(2, 9)
@@ -154,7 +154,7 @@ def test_kernels_that_read_float8(large, batch, monkeypatch):
     """Few and many programs, eagerly and from graphs: as close to float32 as the plain code with the same cache."""
     model, case = large
     case = Case("large", batch, case.settings, case.grid)
-    told = generate(model.to(DEVICE), case)
+    told = tokens_of(Engine(model.to(DEVICE), "eager"), case)
     exact = on_context(model, case, told)
     half = to_precision(model, "bfloat16", DEVICE, kv_cache_dtype="fp8")
     found = agreement(on_context(half, case, told), exact)

@@ -12,6 +12,7 @@ GPU = torch.cuda.is_available()
 
 from arpg.bench.case import Case  # noqa: E402
 from arpg.data.dataset import Batch  # noqa: E402
+from arpg.decode import Engine  # noqa: E402
 from arpg.kernels import attention, dispatch, ops, residual_norm  # noqa: E402
 from arpg.kernels import gumbel as sampler  # noqa: E402
 from arpg.kernels.attention import attend, attend_and_store  # noqa: E402
@@ -27,7 +28,7 @@ from arpg.noise import Stream as NoiseStream  # noqa: E402
 from arpg.noise import gumbel, seed_keys  # noqa: E402
 from arpg.quantization.precision import Fp8Linear, to_precision  # noqa: E402
 from arpg.settings import SamplingSettings  # noqa: E402
-from benchmarks.measures import agreement, generate, on_context  # noqa: E402
+from benchmarks.measures import agreement, on_context, tokens_of  # noqa: E402
 from support.fused import fuse_everywhere  # noqa: E402
 from support.interpreted import mend  # noqa: E402
 from support.small import SMALL, small_model  # noqa: E402
@@ -549,7 +550,7 @@ def test_float8_goes_through_the_network(monkeypatch):
     config, cpu = dataclasses.replace(SMALL, vocab_size=32), torch.device("cpu")  # a multiple of 16
     plain, made = small_model(config), to_precision(small_model(config), "fp8", cpu)
     case = Case("small", 2, SamplingSettings(steps=3, guidance=1.0), config.grid)
-    ids = generate(plain, case)
+    ids = tokens_of(Engine(plain, "eager"), case)
     exact, alone = on_context(plain, case, ids), on_context(made, case, ids)
     taken = set()
     for name, layer in made.named_modules():

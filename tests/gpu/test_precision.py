@@ -193,14 +193,14 @@ def test_a_pipeline_in_int8(folder, tmp_path):
 def test_agreement_on_the_same_context(model):
     """By hand: logits twice as large are off by 100%; of four draws one differs."""
     from arpg.bench.case import Case
-    from benchmarks.measures import agreement, generate, on_context
+    from benchmarks.measures import agreement, on_context, tokens_of
 
     logits, drawn = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[1, 2]])
     other = torch.tensor([[1, 3]])
     found = agreement([(2 * logits, drawn), (logits, other)], [(logits, drawn), (logits, drawn)])
     assert found == {"logit error": 0.5, "largest logit error": 1.0, "equal samples": 0.75}
     case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
-    ids = generate(model, case)
+    ids = tokens_of(Engine(model, "eager"), case)
     exact = on_context(model, case, ids)
     close = agreement(on_context(to_precision(small_model(), "int8", CPU), case, ids), exact)
     assert 0 < close["logit error"] <= close["largest logit error"] < 0.2
@@ -218,14 +218,14 @@ gpu_engines = [
 def test_engines_on_the_same_context(mode, batch):
     """What they draw follows what they are told was drawn, not what they drew themselves."""
     from arpg.bench.case import Case
-    from benchmarks.measures import equal_share, generate, on_context, sampled_on_context, tokens_of
+    from benchmarks.measures import equal_share, on_context, sampled_on_context, tokens_of
 
     model = small_model().to("cuda" if torch.cuda.is_available() else "cpu")
     case = Case("small", batch, SamplingSettings(steps=5, guidance=3.0), model.config.grid)
     engine = Engine(model, mode)
     if mode == "auto":
         tokens_of(engine, case)
-    free = generate(model, case)
+    free = tokens_of(Engine(model, "eager"), case)
     other = (free + 3) % 24
     assert torch.equal(tokens_of(engine, case), free)
     for told in (free, other):
@@ -374,13 +374,13 @@ def test_products_on_a_gpu(precision):
 def test_eight_bits_in_compiled_code(precision):
     """What is handed from kernel to kernel in float8 goes through torch.compile, too, for any size."""
     from arpg.bench.case import Case
-    from benchmarks.measures import agreement, generate, on_context
+    from benchmarks.measures import agreement, on_context, tokens_of
 
     if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")
     exact, gpu = small_model().cuda(), torch.device("cuda")
     case = Case("small", 2, SamplingSettings(steps=5, guidance=3.0), exact.config.grid)
-    told = generate(exact, case)
+    told = tokens_of(Engine(exact, "eager"), case)
     model = to_precision(small_model(), precision, gpu, head=False)
     eager = on_context(model, case, told)
     model.compile_blocks(dynamic=True)
