@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from arpg.errors import InputError, require
 
@@ -36,16 +36,12 @@ class RayOptions:
         require(self.workers >= 0, f"workers is {self.workers}; expected 0 (as many as fit) or more")
 
 
-class Workers(Protocol):
-    """What does jobs."""
-
-    def map(self, jobs: Iterable[Any], *, on_progress: Report | None = None) -> Iterator[Any]:
-        """Yield the result of every job, in order; `on_progress` receives the images done in all jobs."""
-
-
 @contextlib.contextmanager
-def open_workers(start: Callable[[], Work], ray: RayOptions | None = None) -> Iterator[Workers]:
-    """Start workers: one in this process, or actors of Ray, which get `start` by pickle."""
+def open_workers(start: Callable[[], Work], ray: RayOptions | None = None) -> Iterator[_LocalWorker | _RayWorkers]:
+    """Start workers: one in this process, or actors of Ray, which get `start` by pickle.
+
+    `map` yields the result of every job, in order; its `on_progress` receives the images done in all jobs.
+    """
     if ray is None:
         yield _LocalWorker(start())
         return
