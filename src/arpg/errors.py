@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from arpg.storage import AnyPath
@@ -27,6 +28,22 @@ def present(value: T | None, message: str) -> T:
     if value is None:
         raise InputError(message)
     return value
+
+
+def require_package(name: str, advice: str) -> Any:
+    """Import an optional package; where it is missing, raise an `InputError` with `advice`, which names its extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise InputError(advice) from None
+
+
+def require_transformers(reason: str) -> Any:
+    """Import transformers, which from then on reports errors alone; `reason` begins the error where it is missing."""
+    transformers = require_package("transformers", f"{reason}: pip install 'arpg[text]'")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
 
 
 def require_positive(config: object, *names: str, prefix: str = "") -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from arpg.errors import InputError, require
+from arpg.errors import InputError, require, require_package
 
 Report = Callable[[int], None]
 Work = Callable[[Any, Report], Any]
@@ -178,10 +178,7 @@ class _RayWorkers:
 
 
 def _connect() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise InputError("--ray needs Ray; pip install 'arpg[ray]'") from None
+    ray = require_package("ray", "--ray needs Ray; pip install 'arpg[ray]'")
     if not ray.is_initialized():
         # $RAY_ADDRESS is read by Ray itself; only a cluster that is started here takes sizes.
         sizes: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from arpg.device import choose_device
-from arpg.errors import InputError, first_line, one_of, require
+from arpg.errors import InputError, first_line, one_of, require, require_package
 from arpg.image import Pixels, resize, to_rgb
 from arpg.settings import CONTROL_KINDS
 from arpg.storage import home
@@ -101,11 +101,7 @@ def stretch_to_grey(near_HW: NDArray[np.floating[Any]]) -> Pixels:
 
 def import_opencv() -> Any:
     """Import OpenCV; raise an `InputError` that names the extra where it is not installed."""
-    try:
-        import cv2
-    except ImportError:
-        raise InputError("edges need OpenCV, which is not installed: pip install 'arpg[control]'") from None
-    return cv2
+    return require_package("cv2", "edges need OpenCV, which is not installed: pip install 'arpg[control]'")
 
 
 def open_depth(name: str | Path | None = None) -> DepthModel:
@@ -131,10 +127,8 @@ def _open(name: str) -> DepthModel:
 
 def open_session(path: Path) -> Any:
     """Open an ONNX file on the CPU, where an image takes milliseconds."""
-    try:
-        import onnxruntime
-    except ImportError:
-        raise InputError(f"{path} needs ONNX Runtime, which is not installed: pip install 'arpg[control]'") from None
+    advice = f"{path} needs ONNX Runtime, which is not installed: pip install 'arpg[control]'"
+    onnxruntime = require_package("onnxruntime", advice)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1  # sets of images are read by several threads; more within each compete
     options.log_severity_level = 3  # FastDepth's file has weights that nothing uses: a line for each of them
@@ -173,12 +167,8 @@ class TransformersDepth:
     """
 
     def __init__(self, name: str) -> None:
-        try:
-            import transformers
-        except ImportError:
-            raise InputError(
-                f"depth model {name!r} needs transformers, which is not installed: pip install 'arpg[text]'"
-            ) from None
+        advice = f"depth model {name!r} needs transformers, which is not installed: pip install 'arpg[text]'"
+        transformers = require_package("transformers", advice)
         try:
             self.processor: Any = transformers.AutoImageProcessor.from_pretrained(name)
             network: Any = transformers.AutoModelForDepthEstimation.from_pretrained(name)

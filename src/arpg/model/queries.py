@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.config import ControlConfig, ModelConfig
-from arpg.errors import InputError, first_line, require
+from arpg.errors import InputError, first_line, require, require_transformers
 from arpg.image import normalize
 from arpg.kernels.ops import Stream
 from arpg.model.layers import Block, ResidualNorm, SelfAttention
@@ -106,7 +106,7 @@ class PretrainedEncoder(nn.Module):
     def __init__(self, config: ControlConfig) -> None:
         super().__init__()
         self.name = config.encoder
-        library = _transformers()
+        library = require_transformers("a ViT as control encoder needs the extra")
         described = _found(library.AutoConfig.from_pretrained, self.name)
         require(
             described.model_type in FAMILIES,
@@ -123,7 +123,9 @@ class PretrainedEncoder(nn.Module):
 
     def load_pretrained(self) -> None:
         """Load the published weights of the encoder."""
-        found = _found(_transformers().AutoModel.from_pretrained, self.name)
+        from transformers import AutoModel
+
+        found = _found(AutoModel.from_pretrained, self.name)
         own = self.network.state_dict()
         self.network.load_state_dict({key: tensor for key, tensor in found.state_dict().items() if key in own})
 
@@ -160,16 +162,6 @@ class GuidanceQueries(nn.Module):
         features = torch.cat((angle_BSF.sin(), angle_BSF.cos()), dim=-1).to(self.up.weight.dtype)
         added: Tensor = self.down(F.gelu(self.up(features), approximate="tanh"))
         return added
-
-
-def _transformers() -> Any:
-    try:
-        import transformers as library
-    except ImportError:
-        raise InputError("a ViT as control encoder needs the extra: pip install 'arpg[text]'") from None
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    return library
 
 
 def _found(load: Any, name: str) -> Any:
