@@ -3,7 +3,7 @@
     python -m benchmarks.device_table
     python -m benchmarks.device_table --write
 
-Nothing is run. Memory and rooflines are computed (`arpg.bench.roofline`) from the data sheets in
+Nothing is run. Memory (`decode_bytes`) and rooflines (`arpg.bench.roofline`) are computed from the data sheets in
 `arpg.device.GPU_SPECS`; measured values come from `benchmarks/results/engine-h200.json`. --write puts the tables into
 docs/performance/devices.md.
 """
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from arpg.bench.case import Case
-from arpg.bench.roofline import decode_bytes, gpu_limits, token_floor
-from arpg.config import MODELS, SAMPLING, TOKENIZERS
-from arpg.device import GPU_SPECS, meta_device
+from arpg.bench.roofline import gpu_limits, token_floor
+from arpg.config import MODELS, SAMPLING, TOKENIZERS, ModelConfig
+from arpg.decode.plan import plan_sample
+from arpg.device import GPU_SPECS, GpuSpec, meta_device
 from arpg.files import write_text
+from arpg.model import ARPG
 from arpg.tables import fill_page, markdown_table
 from arpg.tokenizer import VQTokenizer
 
@@ -34,6 +36,30 @@ WEIGHT_SIZE = {"16 bits": 2, "fp8": 1, "int8": 1}
 BATCHES = (1, 64)
 STEPS = 32
 GIB = 2**30
+
+
+def decode_bytes(config: ModelConfig, case: Case, dtype: torch.dtype, *, weight_size: int | None = None) -> int:
+    """Return about the bytes that the tokens of a batch take: weights, cache and the scratch of the largest step.
+
+    Scratch: the residual stream, what is added to it, the normed rows and the three parts of SwiGLU; or the logits.
+    """
+    plan = plan_sample(case.grid, [False] * case.tokens, 0, case.settings)
+    rows = case.batch * (2 if any(scale != 1.0 for scale in plan.scales) else 1)
+    size, width, slots = dtype.itemsize, config.width, max(plan.sizes)
+    with meta_device():
+        model = ARPG(config)
+    linears = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    others = sum(parameter.numel() for parameter in model.parameters()) - linears
+    weights = (weight_size or size) * linears + size * others
+    held = 1 + case.tokens - plan.sizes[-1]  # the class and all tokens but those of the last step
+    cache_bytes = model.num_cached_layers * rows * held * 2 * width * size
+    scratch = max(rows * slots * (3 * width + 3 * config.ffn_width), case.batch * slots * config.vocab_size) * size
+    return weights + cache_bytes + scratch
+
+
+def has_fp8(spec: GpuSpec) -> bool:
+    """Return whether a GPU multiplies float8 (e4m3) in hardware, as `Fp8Linear` needs."""
+    return (spec.capability or (0, 0)) >= (8, 9)
 
 
 def case_of(model: str, batch: int) -> Case:
@@ -96,7 +122,7 @@ def _range(shares: Sequence[float]) -> str:
 def images_per_second(model: str, precision: str, weight_size: int, card: str) -> float | None:
     """Return the roofline of a card; None: it has no such products, or not enough memory."""
     case, spec = case_of(model, 64), GPU_SPECS[card]
-    if precision == "fp8" and not spec.has_fp8:
+    if precision == "fp8" and not has_fp8(spec):
         return None
     if decode_bytes(MODELS[model], case, torch.bfloat16, weight_size=weight_size) > 0.9e9 * spec.memory:
         return None

@@ -44,11 +44,6 @@ class GpuSpec:
     memory: float  # GB
     capability: tuple[int, int] | None  # None: not NVIDIA's
 
-    @property
-    def has_fp8(self) -> bool:
-        """Whether it multiplies float8 (e4m3) in hardware, as `Fp8Linear` needs."""
-        return (self.capability or (0, 0)) >= (8, 9)
-
 
 # By a part of the device's name; the first that matches counts.
 GPU_SPECS = {

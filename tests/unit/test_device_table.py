@@ -3,7 +3,6 @@
 import torch
 
 from arpg.bench.case import Case
-from arpg.bench.roofline import decode_bytes
 from arpg.decode.plan import plan_sample
 from arpg.device import GPU_SPECS, gpu_spec
 from arpg.settings import SamplingSettings
@@ -23,7 +22,7 @@ def test_every_name_of_a_card_finds_its_own_numbers():
     for name, spec in GPU_SPECS.items():
         assert gpu_spec(f"NVIDIA {name}" if not name.startswith("NVIDIA") else name) == spec
     assert gpu_spec("NVIDIA L40S") != gpu_spec("NVIDIA L40") != gpu_spec("NVIDIA L4")
-    assert [name for name, spec in GPU_SPECS.items() if not spec.has_fp8] == [
+    assert [name for name, spec in GPU_SPECS.items() if not device_table.has_fp8(spec)] == [
         *(name for name in GPU_SPECS if name.startswith("A")),
         "Tesla T4",
         "MI300X",
@@ -33,7 +32,7 @@ def test_every_name_of_a_card_finds_its_own_numbers():
 def test_the_bytes_of_a_batch():
     """Weights and cache as allocated; 8-bit weights are those of the linear layers alone."""
     settings = SamplingSettings(steps=4, guidance=3.0)
-    alone, three = (decode_bytes(SMALL, Case("small", b, settings, (4, 4)), torch.float32) for b in (1, 3))
+    alone, three = (device_table.decode_bytes(SMALL, Case("small", b, settings, (4, 4)), torch.float32) for b in (1, 3))
     model, sizes = small_model(), plan_sample((4, 4), [False] * 16, 0, settings).sizes
     cache = model.allocate_cache(2, 1 + 16 - sizes[-1])
     cache_bytes = cache.key_LBTHK.nbytes + cache.value_LBTHK.nbytes
@@ -42,5 +41,5 @@ def test_the_bytes_of_a_batch():
     assert alone == weights + cache_bytes + scratch
     assert three - alone == 2 * (cache_bytes + scratch)
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    narrow = decode_bytes(SMALL, Case("small", 1, settings, (4, 4)), torch.float32, weight_size=1)
+    narrow = device_table.decode_bytes(SMALL, Case("small", 1, settings, (4, 4)), torch.float32, weight_size=1)
     assert alone - narrow == 3 * linears

@@ -23,7 +23,6 @@ from arpg.bench.case import Case
 from arpg.config import ModelConfig, TokenizerConfig
 from arpg.decode.plan import plan_sample
 from arpg.device import gpu_spec, meta_device
-from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
 from arpg.tokenizer import VQTokenizer
 
@@ -133,25 +132,6 @@ def token_floor(
     """Return the least seconds that the tokens of a batch take; sizes as in `passes`."""
     steps = passes(config, case, dtype, weight_size=weight_size, cache_size=cache_size)
     return sum(limits.seconds(work) for step in steps for work in step)
-
-
-def decode_bytes(config: ModelConfig, case: Case, dtype: torch.dtype, *, weight_size: int | None = None) -> int:
-    """Return about the bytes that the tokens of a batch take: weights, cache and the scratch of the largest step.
-
-    Scratch: the residual stream, what is added to it, the normed rows and the three parts of SwiGLU; or the logits.
-    """
-    plan = plan_sample(case.grid, [False] * case.tokens, 0, case.settings)
-    rows = case.batch * (2 if any(scale != 1.0 for scale in plan.scales) else 1)
-    size, width, slots = dtype.itemsize, config.width, max(plan.sizes)
-    with meta_device():
-        model = ARPG(config)
-    linears = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    others = sum(parameter.numel() for parameter in model.parameters()) - linears
-    weights = (weight_size or size) * linears + size * others
-    held = 1 + case.tokens - plan.sizes[-1]  # the class and all tokens but those of the last step
-    cache_bytes = model.num_cached_layers * rows * held * 2 * width * size
-    scratch = max(rows * slots * (3 * width + 3 * config.ffn_width), case.batch * slots * config.vocab_size) * size
-    return weights + cache_bytes + scratch
 
 
 @cache
