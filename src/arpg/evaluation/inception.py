@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +27,16 @@ from torch.nn import functional as F
 from arpg.checkpoint import check_state
 from arpg.device import meta_device
 from arpg.errors import InputError, require, require_file
-from arpg.files import State, hash_file, hash_tensors, read_pickle, read_tensors, write_whole
+from arpg.files import (
+    State,
+    hash_file,
+    hash_tensors,
+    read_metadata,
+    read_pickle,
+    read_tensors,
+    write_tensors,
+    write_whole,
+)
 from arpg.image import Pixels
 
 SIDE = 299
@@ -308,14 +315,11 @@ def write_half(source: str | Path | None, target: Path) -> None:
     half = {key: tensor.half() if key.endswith("weight") else tensor.float() for key, tensor in state.items()}
     half = {key: tensor.contiguous() for key, tensor in half.items()}
     about = {"inception": sha256, "fingerprint": hash_tensors(half)}
-    data = safetensors.torch.save(half, about)
-    write_whole(target, lambda temporary: temporary.write_bytes(data))
+    write_whole(target, lambda temporary: write_tensors(half, temporary, metadata=about))
 
 
 def _read_copy(path: Path) -> tuple[State, str, str]:
-    state = read_tensors(path)
-    with safetensors.safe_open(path, framework="pt") as file:
-        about = file.metadata() or {}
+    state, about = read_tensors(path), read_metadata(path)
     known = KNOWN.get(about.get("inception", ""))
     if known is None:
         raise InputError(f"{path} does not say which Inception it is; write it again with arpg convert inception")
