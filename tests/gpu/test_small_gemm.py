@@ -71,7 +71,7 @@ def off(made, exact):
 def test_a_product(rows, inputs, outputs, kind, staged, monkeypatch):
     """Whole parts of the inputs and not, whole groups of outputs and not; one block of rows and several."""
     monkeypatch.setattr(small_gemm, "TILES", dict.fromkeys(small_gemm.TILES, Tile(8, 3, 8, staged, 2, 255)))
-    monkeypatch.setattr(small_gemm, "_processors", lambda device: 2)
+    monkeypatch.setattr(small_gemm, "num_processors", lambda device: 2)
     swiglu = kind == "norm and swiglu"
     x = 3 * draw(1, rows, inputs, dtype=HALF)
     weight = (draw(outputs * (2 if swiglu else 1), inputs, seed=1) / inputs**0.5).to(HALF)
@@ -172,7 +172,7 @@ def test_decoding_in_five_kernels_a_layer(monkeypatch):
     *_, plain_step = decode(model, request, plan, settings)
     products = []
     monkeypatch.setattr(small_gemm, "TILES", dict.fromkeys(small_gemm.TILES, Tile(8, 16, 2, False, 1, 255)))
-    monkeypatch.setattr(small_gemm, "_processors", lambda device: 1)  # few programs: the interpreter is slow
+    monkeypatch.setattr(small_gemm, "num_processors", lambda device: 1)  # few programs: the interpreter is slow
     monkeypatch.setattr(small_gemm, "linear", lambda x, *a, **k: products.append(x.shape) or linear(x, *a, **k))
     monkeypatch.setattr(dispatch, "SMALL_BATCH_ROWS", 64)
     allow_pdl(monkeypatch)

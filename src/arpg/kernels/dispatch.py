@@ -152,6 +152,12 @@ def has_wgmma(x: Tensor) -> bool:
     return nvidia_capability(x.device) == (9, 0)
 
 
+@cache
+def num_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; elsewhere that of an H200, for tests."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+
+
 def use_pixel_graphs() -> bool:
     """Whether images may come from CUDA graphs: not where a gradient is wanted, nor inside compiled code."""
     return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _policy.get().pixel_graphs

@@ -30,7 +30,7 @@ from quack.epilogue.math import unpack
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
 from torch import Tensor
 
-from arpg.kernels.dispatch import prefetch_weights
+from arpg.kernels.dispatch import num_processors, prefetch_weights
 from arpg.storage import home
 
 SCALES_STREAM = True  # `linear` takes the stream times the norm's weight, which `add_linear` makes
@@ -75,7 +75,7 @@ def linear(
     outputs = len(weight_ND) // (2 if swiglu else 1)
     out = x.new_empty((*x.shape[:-1], outputs))
     sums_MP = squares_PM.t()
-    tile = best_tile(rows, len(weight_ND), _processors(x.device))
+    tile = best_tile(rows, len(weight_ND), num_processors(x.device))
     if swiglu:
         given = {"factor": sums_MP, "hidden": out.view(1, rows, outputs)}
         _launch(_gated(inputs, eps), tile, x_MD, weight_ND, None, None, given, concat_layout=("B",))
@@ -88,7 +88,7 @@ def add_linear(x: Tensor, weight_ND: Tensor, add: Tensor, norm_D: Tensor) -> tup
     """Return the stream `x @ weight + add`, `[..., N]`, the same times `norm_D`, and sums of its squares, `[P, M]`."""
     x_MD, add_MN = x.flatten(0, -2), add.contiguous().flatten(0, -2)
     rows, outputs = add_MN.shape
-    tile = best_tile(rows, outputs, _processors(x.device))
+    tile = best_tile(rows, outputs, num_processors(x.device))
     total, scaled = torch.empty_like(add_MN), torch.empty_like(add_MN)
     sums_MP = torch.empty((rows, math.ceil(outputs / tile.outputs)), dtype=torch.float32, device=x.device)
     given = {"norm": norm_D[None], "stream": total[None], "sums": sums_MP[None]}
@@ -99,7 +99,7 @@ def add_linear(x: Tensor, weight_ND: Tensor, add: Tensor, norm_D: Tensor) -> tup
 def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
     """Allocate partial sums of the squares of `x @ weight + add`, `[P, M]`."""
     rows, outputs = x.numel() // x.shape[-1], len(weight_ND)
-    parts = math.ceil(outputs / best_tile(rows, outputs, _processors(x.device)).outputs)
+    parts = math.ceil(outputs / best_tile(rows, outputs, num_processors(x.device)).outputs)
     return torch.empty((rows, parts), dtype=torch.float32, device=x.device).t()
 
 
@@ -228,8 +228,3 @@ def kernel_folder() -> str:
 
 if quack.cache.CACHE_DIR is None:
     quack.cache.CACHE_DIR = kernel_folder()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132

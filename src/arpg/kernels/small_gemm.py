@@ -13,7 +13,6 @@ Shapes: M rows, D inputs, N outputs, P partial sums.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
-from arpg.kernels.dispatch import prefetch_weights
+from arpg.kernels.dispatch import num_processors, prefetch_weights
 
 SCALES_STREAM = False  # the norm's weight is multiplied into the weights of the layer
 ROWS = 16  # of a program: one tile of the tensor cores
@@ -101,12 +100,7 @@ def empty_sums(x: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def _groups(tile: Tile, outputs: int, x: Tensor) -> int:
-    return min(tile.groups, triton.cdiv(triton.cdiv(outputs, tile.outputs), _processors(x.device)))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+    return min(tile.groups, triton.cdiv(triton.cdiv(outputs, tile.outputs), num_processors(x.device)))
 
 
 @constexpr_function
