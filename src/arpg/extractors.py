@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from arpg.device import choose_device
 from arpg.errors import InputError, first_line, one_of, require, require_package
@@ -58,11 +58,7 @@ def can_extract(kind: str) -> bool:
 
 def to_condition(image: Image.Image) -> Image.Image:
     """Convert a ready-made condition image: upright (EXIF), greyscale, black where it is transparent."""
-    image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        black = Image.new("RGBA", image.size, "black")
-        image = Image.alpha_composite(black, image.convert("RGBA"))
-    return to_rgb(image).convert("L")
+    return to_rgb(image, background="black").convert("L")
 
 
 def canny(pixels_HW3: Pixels) -> Pixels:

@@ -30,12 +30,11 @@ MAX_INTERMEDIATE_PIXELS = 1 << 24  # of what a resize makes between its input an
 GAP = 2  # pixels between the images of a sheet
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB: upright (EXIF), and on white where it is transparent."""
+def to_rgb(image: Image.Image, *, background: str = "white") -> Image.Image:
+    """Convert to 8-bit RGB: upright (EXIF), and on the background where it is transparent."""
     image = _upright_8_bit(image)
     if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image.convert("RGBA"))
+        image = Image.alpha_composite(Image.new("RGBA", image.size, background), image.convert("RGBA"))
     return image.convert("RGB")
 
 
