@@ -158,11 +158,6 @@ class LazyShards:
             yield number, here, index[here] - (self.ends[number] - self.counts[number])
 
     @staticmethod
-    def of_arrays(arrays: Sequence[Array]) -> LazyShards:
-        """Return arrays that are there already."""
-        return LazyShards([len(array) for array in arrays], lambda number: arrays[number])
-
-    @staticmethod
     def join(parts: Sequence[LazyShards]) -> LazyShards:
         """Return the shards of several sets one after the other."""
         members = [(part, number) for part in parts for number in range(len(part))]
@@ -504,7 +499,7 @@ def _open_published(folder: AnyPath, vocab_size: int | None) -> TokenSet:
         ids[i] = array
         if (i + 1) % 50_000 == 0:
             _log.info("%s: %d of %d files read", folder, i + 1, len(paths))
-    return TokenSet(info, LazyShards.of_arrays([ids]), labels)
+    return TokenSet(info, LazyShards([len(ids)], lambda number: ids), labels)
 
 
 def _load_published(path: AnyPath) -> Array:
