@@ -76,10 +76,10 @@ def cpu_limits(dtype: torch.dtype, threads: int) -> Limits:
     with torch.no_grad():
         layer = pack_linears(torch.nn.Linear(2048, 2048, bias=False).to(dtype))
         x = torch.randn(1024, 2048).to(dtype)
-        product = _least(lambda: layer(x), 5)
+        product = _least(lambda: layer(x))
         weights = [pack_linears(torch.nn.Linear(4096, 4096, bias=False).to(dtype)) for _ in range(4)]
         row = torch.randn(1, 4096).to(dtype)
-        reading = _least(lambda: [weight(row) for weight in weights], 5)
+        reading = _least(lambda: [weight(row) for weight in weights])
     size = 4 * 4096**2 * dtype.itemsize
     return Limits(2 * 1024 * 2048**2 / product, size / reading)
 
@@ -147,10 +147,10 @@ def pixel_work(config: TokenizerConfig, grid: tuple[int, int], batch: int, size:
     return Work(float(batch * counter.get_total_flops()), float(size * weights))
 
 
-def _least(run: Callable[[], object], times: int) -> float:
-    """Return the seconds of the fastest of `times` runs."""
+def _least(run: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of five runs, after a first one."""
     found = []
-    for _ in range(times + 1):
+    for _ in range(6):
         began = time.perf_counter()
         run()
         found.append(time.perf_counter() - began)

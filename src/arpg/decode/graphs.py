@@ -171,11 +171,10 @@ class CapturedStep:
 
     def __init__(self, run: Callable[[], None], inputs: Tensor, pool: GraphPool) -> None:
         """Capture `run`, which reads `inputs`. It must have run before: that compiles the kernels."""
-        before, started = torch.cuda.memory_reserved(), time.perf_counter()
+        before = torch.cuda.memory_reserved()
         self.busy, self.inputs = threading.Lock(), inputs
         ((self._graph, _),) = pool.capture([run])
         self.bytes = max(0, torch.cuda.memory_reserved() - before)  # by which the pool has grown
-        self.seconds = time.perf_counter() - started
 
     def replay(self, inputs: Tensor) -> None:
         """Run the step with other numbers, on the CPU until now. The caller holds `busy`."""

@@ -293,16 +293,16 @@ class PrecisionRecall(NamedTuple):
     covered_M: Tensor  # the recall
 
 
-def precision_recall(real_MF: Tensor, fake_MF: Tensor, *, k: int = NEIGHBOURS) -> PrecisionRecall:
+def precision_recall(real_MF: Tensor, fake_MF: Tensor) -> PrecisionRecall:
     """Return precision (share of fakes in the union of real balls) and recall (share of reals in that of fake balls).
 
-    A ball reaches to the k-th nearest neighbour of its centre, itself not counted.
+    A ball reaches to the k-th nearest neighbour of its centre, itself not counted: k is `NEIGHBOURS`.
     """
     require(
         real_MF.ndim == fake_MF.ndim == 2 and real_MF.shape[1] == fake_MF.shape[1],
         f"features are {list(real_MF.shape)} and {list(fake_MF.shape)}; expected [n, features] of one network",
     )
-    fewest = min(len(real_MF), len(fake_MF))
+    fewest, k = min(len(real_MF), len(fake_MF)), NEIGHBOURS
     require(
         fewest > k, f"there are {len(real_MF)} real and {len(fake_MF)} images; k = {k} needs {k + 1} or more of each"
     )

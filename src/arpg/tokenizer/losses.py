@@ -5,7 +5,6 @@ Shapes: B batch, HW pixels, hw latent grid, N = h * w tokens, E codebook channel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,18 +95,17 @@ class LPIPS(nn.Module):
 class PatchDiscriminator(nn.Module):
     """PatchGAN: a map of logits, one per patch."""
 
-    def __init__(self, *, channels: int = 64, num_layers: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        require(channels >= 1 and num_layers >= 1, f"discriminator is {channels} x {num_layers}; expected 1 or more")
-        layers: list[nn.Module] = [nn.Conv2d(3, channels, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
-        width = channels
-        for i in range(1, num_layers + 1):
-            previous, width = width, channels * min(2**i, 8)
+        width = 64
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
+        for stride in (2, 2, 1):
+            previous, width = width, 2 * width
             layers += [
-                nn.Conv2d(previous, width, 4, stride=2 if i < num_layers else 1, padding=1, bias=False),
+                nn.Conv2d(previous, width, 4, stride=stride, padding=1, bias=False),
                 # Not BatchNorm: its statistics would differ per rank unless every step synchronises them, and they
                 # would mix real with fake images. A group belongs to one image.
-                nn.GroupNorm(math.gcd(32, width), width),
+                nn.GroupNorm(32, width),
                 nn.LeakyReLU(0.2),
             ]
         layers.append(nn.Conv2d(width, 1, 4, padding=1))

@@ -103,7 +103,6 @@ class StepCost:
     batch_per_gpu: int
     compute: float  # seconds, of forward and backward
     optimizer: float  # seconds
-    communication: float  # seconds, hidden or not
     exposed: float  # seconds of communication that computation does not hide
     sent: float  # bytes that each GPU sends
     memory: float  # bytes of each GPU
@@ -165,7 +164,6 @@ def step_cost(
         batch_per_gpu=batch,
         compute=compute,
         optimizer=optimizer,
-        communication=communication,
         exposed=max(0.0, communication - overlap * hiding),
         sent=sent,
         memory=STATE_BYTES * parameters / shards + gathered + activations,
