@@ -106,13 +106,13 @@ class Stream:
         synchronize(self.model.device)
 
 
-def host_rows(samples: list[int], *, steps: int = 32) -> list[list[str]]:
+def host_rows(samples: list[int]) -> list[list[str]]:
     """Return the CPU time of the host's part for each number of samples, eagerly and from captured steps."""
     config = ModelConfig(
         width=8, num_heads=1, pass1_layers=1, pass2_layers=1, vocab_size=4, num_classes=1000, grid=(16, 16)
     )
     model = FreeNetwork(config).eval()
-    settings, rows = SamplingSettings(steps=steps, guidance=4.0, temperature=0.0), []
+    settings, rows = SamplingSettings(steps=32, guidance=4.0, temperature=0.0), []
     setattr(continuous, "GraphPool", FreeGraphs)  # noqa: B010  (another type)
     for num in samples:
         cells = [str(num)]

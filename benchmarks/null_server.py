@@ -58,12 +58,12 @@ STAGES: dict[str, tuple[Any, str]] = {  # functions whose CPU time is counted, b
 }
 
 
-def photo_like(seed: int, size: int = 256) -> Pixels:
-    """Return noise with the spectrum of a photograph, uint8 `[size, size, 3]`."""
-    generator, frequency = np.random.default_rng(seed), np.fft.fftfreq(size)
+def photo_like(seed: int) -> Pixels:
+    """Return noise with the spectrum of a photograph, uint8 `[256, 256, 3]`."""
+    generator, frequency = np.random.default_rng(seed), np.fft.fftfreq(256)
     radius = np.hypot(frequency[:, None], frequency)
     radius[0, 0] = 1
-    noise_3HW = generator.standard_normal((3, size, size))
+    noise_3HW = generator.standard_normal((3, 256, 256))
     smooth_3HW = np.fft.ifft2(np.fft.fft2(noise_3HW) / radius**SPECTRUM).real
     mixed_3HW = smooth_3HW[:1] + 0.3 * smooth_3HW  # the channels of a photograph are alike
     scaled = 128 + 55 * (mixed_3HW - mixed_3HW.mean()) / mixed_3HW.std()

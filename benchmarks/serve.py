@@ -381,9 +381,9 @@ def measure_host(options: argparse.Namespace) -> dict[str, Any]:
     return {**about, "rows": rows, "png": compare_png_files()}
 
 
-def compare_png_files(repeats: int = 20) -> dict[str, dict[str, float]]:
+def compare_png_files() -> dict[str, dict[str, float]]:
     """Return CPU milliseconds and bytes of a PNG file of the null model, from Pillow and from the server."""
-    image = Image.fromarray(photo_like(0))
+    image, repeats = Image.fromarray(photo_like(0)), 20
 
     def pillow(level: int) -> bytes:
         file = io.BytesIO()

@@ -155,12 +155,13 @@ def generate_pixels(
     return np.stack([np.asarray(image.convert("RGB")) for image in made])
 
 
-def strength_zero_is_plain(generate: Generate, *, size: int, kind: str, num: int = 8) -> bool:
+def strength_zero_is_plain(generate: Generate, *, size: int, kind: str) -> bool:
     """Return whether at strength 0 every pixel of a few images is that without conditions."""
-    conditions = np.zeros((num, size, size), np.uint8)
+    seeds = range(8)
+    conditions = np.zeros((len(seeds), size, size), np.uint8)
     conditions[:, size // 4 : size // 2] = 255
-    none = np.full(num, NO_CLASS, np.int64)
-    a, b = (generate(conditions, none, kind=kind, seeds=range(num), strength=strength) for strength in (0.0, None))
+    none = np.full(len(seeds), NO_CLASS, np.int64)
+    a, b = (generate(conditions, none, kind=kind, seeds=seeds, strength=strength) for strength in (0.0, None))
     return np.array_equal(a, b)
 
 

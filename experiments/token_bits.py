@@ -50,7 +50,7 @@ def pack_tokens(tokens: TokenSet, folder: Path, *, views: int) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def unpack_tokens(folder: Path, target: Path, *, shard_size: int = 65536) -> TokenSet:
+def unpack_tokens(folder: Path, target: Path) -> TokenSet:
     """Write the token set that `pack_tokens` packed; one that is there already is opened."""
     if (target / "tokens.json").exists():
         return open_tokens(target)
@@ -66,7 +66,7 @@ def unpack_tokens(folder: Path, target: Path, *, shard_size: int = 65536) -> Tok
         vocab_size=about["vocab_size"],
         classes=tuple(about["classes"]),
         views=about["views"],
-        shard_size=shard_size,
+        shard_size=65536,
     )
     for start in range(writer.num_done, len(labels), 4096):
         rows = slice(start, start + 4096)

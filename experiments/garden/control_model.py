@@ -186,13 +186,13 @@ class ControlRun(StagedRun):
         log.info("%s", json.dumps(report, indent=1))
 
     @torch.no_grad()
-    def _losses(self, model: ARPG, batch_size: int = 256) -> dict[str, float]:
+    def _losses(self, model: ARPG) -> dict[str, float]:
         """Return teacher-forced losses in random orders, with and without the condition image; scenes have no class."""
         model, found = model.float().eval(), {}
         for folder in self.test:
             tokens = open_tokens(folder)
             kind = tokens.controls[0].kind
-            size = min(batch_size, len(tokens))
+            size = min(256, len(tokens))
             for name in ("with", "without") if model.control is not None else ("without",):
                 control = None
                 if name == "with":

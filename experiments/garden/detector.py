@@ -120,11 +120,11 @@ class Detector(Scorer):
         return Maps(*self.head(x).split((kinds, 2, 2, len(self.config.colours)), dim=1))
 
     @torch.no_grad()
-    def detect(self, pixels: Pixels, *, threshold: float | None = None, batch_size: int = 256) -> list[list[Detection]]:
+    def detect(self, pixels: Pixels, *, threshold: float | None = None) -> list[list[Detection]]:
         """Return the objects of each image with a score of `threshold` (default: of the config) or more, best first."""
         check_pixels(pixels)
         least = self.config.threshold if threshold is None else threshold
-        parts = [pixels[i : i + batch_size] for i in range(0, len(pixels), batch_size)]
+        parts = [pixels[i : i + 256] for i in range(0, len(pixels), 256)]
         return [found for part in parts for found in self._read(self(to_images(part, self.device)), least)]
 
     def _read(self, maps: Maps, threshold: float) -> list[list[Detection]]:

@@ -73,10 +73,10 @@ def write_text(pipe: Pipeline, folder: Path, *, num: int = 48) -> list[Path]:
     return save_all(made.items(), folder)
 
 
-def rows(pipe: Pipeline, prompts: Sequence[str], each: int = 2) -> Image.Image:
-    """Return `each` images of each prompt, side by side."""
-    made = pipe.generate(prompt=list(prompts), num_images=each, seed=0)
-    return sheet(made, columns=4 * each, captions=[shown(prompt) for prompt in prompts for _ in range(each)])
+def rows(pipe: Pipeline, prompts: Sequence[str]) -> Image.Image:
+    """Return two images of each prompt, side by side."""
+    made = pipe.generate(prompt=list(prompts), num_images=2, seed=0)
+    return sheet(made, columns=8, captions=[shown(prompt) for prompt in prompts for _ in range(2)])
 
 
 def shown(prompt: str) -> str:
@@ -84,19 +84,20 @@ def shown(prompt: str) -> str:
     return "".join(c if c.isascii() else f"[{unicodedata.name(c, '?').lower()}]" for c in prompt) or "(nothing)"
 
 
-def negatives(pipe: Pipeline, prompt: str = "an apple", each: int = 8) -> Image.Image:
+def negatives(pipe: Pipeline) -> Image.Image:
     """Return one row per negative prompt, with the same prompt and seeds."""
-    made = [pipe.generate(prompt=prompt, negative=text, num_images=each, seed=0) for text in NEGATIVE]
-    captions = [f"{prompt}, not {text}" if text else prompt for text in NEGATIVE for _ in range(each)]
-    return sheet([image for row in made for image in row], columns=each, captions=captions)
+    prompt, num = "an apple", 8
+    made = [pipe.generate(prompt=prompt, negative=text, num_images=num, seed=0) for text in NEGATIVE]
+    captions = [f"{prompt}, not {text}" if text else prompt for text in NEGATIVE for _ in range(num)]
+    return sheet([image for row in made for image in row], columns=num, captions=captions)
 
 
-def reconstructed_scenes(pipe: Pipeline, data: Path, num: int = 8) -> Image.Image:
+def reconstructed_scenes(pipe: Pipeline, data: Path) -> Image.Image:
     """Return composed scenes of the test views, and below each its reconstruction by the tokenizer."""
     composer = Composer(f"{data}/fruits.zip/fruits/test", f"{data}/emoji.zip/emoji")
-    pixels_nHW3 = np.stack([composer.scene(10**9 + i).pixels_HW3 for i in range(num)])
+    pixels_nHW3 = np.stack([composer.scene(10**9 + i).pixels_HW3 for i in range(8)])
     rows = np.concatenate((pixels_nHW3, reconstruct(pixels_nHW3, pipe.tokenizer)))
-    return sheet([Image.fromarray(pixels_HW3) for pixels_HW3 in rows], columns=num)
+    return sheet([Image.fromarray(pixels_HW3) for pixels_HW3 in rows], columns=8)
 
 
 LINE = 256  # pixels of a drawing's side, before the model's size
@@ -226,12 +227,12 @@ def circle(x: float, y: float, radius: float) -> Callable[[float], tuple[float, 
     return lambda t: (x + radius * math.cos(2 * math.pi * t), y + 0.94 * radius * math.sin(2 * math.pi * t))
 
 
-def pen(image: Image.Image, path: Callable[[float], tuple[float, float]], *, seed: int, points: int = 48) -> None:
+def pen(image: Image.Image, path: Callable[[float], tuple[float, float]], *, seed: int) -> None:
     """Draw a line along a path from 0 to 1, with the slow wobble of a hand."""
-    rng = np.random.default_rng(seed)
-    wobble = np.cumsum(rng.normal(0, 0.5, (points + 1, 2)), axis=0)
-    wobble -= np.linspace(0, 1, points + 1)[:, None] * wobble[-1]  # a closed path stays closed
-    line = [(x + dx, y + dy) for (x, y), (dx, dy) in zip(map(path, np.linspace(0, 1, points + 1)), wobble, strict=True)]
+    rng, places = np.random.default_rng(seed), np.linspace(0, 1, 49)
+    wobble = np.cumsum(rng.normal(0, 0.5, (len(places), 2)), axis=0)
+    wobble -= places[:, None] * wobble[-1]  # a closed path stays closed
+    line = [(x + dx, y + dy) for (x, y), (dx, dy) in zip(map(path, places), wobble, strict=True)]
     ImageDraw.Draw(image).line(line, fill=255, width=2, joint="curve")
 
 

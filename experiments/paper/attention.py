@@ -117,7 +117,7 @@ def attention_line(batches: Iterator[tuple[Tensor, Tensor, Tensor]], network: To
     return line
 
 
-def draw_last_layer(network: TokenDecoder, batch: tuple[Tensor, Tensor, Tensor], path: Path, *, heads: int = 4) -> bool:
+def draw_last_layer(network: TokenDecoder, batch: tuple[Tensor, Tensor, Tensor], path: Path) -> bool:
     """Draw the last layer's maps of some heads for the first image: a row of plots per kind of row.
 
     Each weight is divided by an even share. The slots of the interleaved peer are parted into [MASK]s and tokens.
@@ -125,7 +125,7 @@ def draw_last_layer(network: TokenDecoder, batch: tuple[Tensor, Tensor, Tensor],
     last: dict[str, LayerAttention] = {}
     for part in layer_attention(network, *(x[:1] for x in batch)):
         last[part.rows] = part
-    heads = min(heads, network.config.num_heads)
+    heads = min(4, network.config.num_heads)
     figure = new_plot((3 * heads + 1, 3 * len(last)), file=path.name)
     if figure is None:
         return False

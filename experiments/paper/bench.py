@@ -248,9 +248,9 @@ class Bench:
             return self.trained(designs(self.base)[0], seed=seed)
         return self._loaded(name, lambda: RowEngine(load_model(resolve(name), device=self.device, dtype=self.dtype)))
 
-    def curve(self, row: Row, *, seed: int = 0) -> dict[str, Any]:
+    def curve(self, row: Row) -> dict[str, Any]:
         """Return the losses of a finished run by the number of samples."""
-        path = self.weights(row, seed=seed) / METRICS
+        path = self.weights(row, seed=0) / METRICS
         entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         size = self.options.batch_size
         return {

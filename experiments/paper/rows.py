@@ -147,12 +147,12 @@ def train_row(row: Row, recipe: ModelRecipe, folder: Path, *, resume: bool, devi
     return train(lambda world: kind(recipe, folder, world), resume=resume, device=device)
 
 
-def store_row(row: Row, folder: Path, target: Path, *, form: str = "int8") -> None:
+def store_row(row: Row, folder: Path, target: Path) -> None:
     """Store what `train_row` wrote, in 8 bits: what comes back from a machine, and what is measured."""
     if row.peer is None:
-        store_folder(folder, target, form=form)
+        store_folder(folder, target, form="int8")
     else:
-        packed = pack(read_tensors(folder / WEIGHTS), form)
+        packed = pack(read_tensors(folder / WEIGHTS), "int8")
         write_whole(target / WEIGHTS, lambda path: write_tensors(packed, path))
 
 
