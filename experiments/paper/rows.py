@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from arpg.checkpoint import check_state, load_model, store_folder
+from arpg.checkpoint import load_model, store_folder
 from arpg.config import ModelConfig
-from arpg.files import read_tensors, write_tensors, write_whole
+from arpg.files import check_state, read_tensors, write_tensors, write_whole
 from arpg.model import ARPG
 from arpg.quantization.storage import pack, unpack
 from arpg.storage import AnyPath

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata, resources
@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from arpg.classes import ClassNames, numbered_classes, parse_classes
 from arpg.config import ModelConfig, TokenizerConfig, from_dict, to_dict
 from arpg.device import meta_device
 from arpg.errors import present, require
-from arpg.files import State, read_json, read_tensors, write_tensors, write_together
+from arpg.files import State, check_state, read_json, read_tensors, write_tensors, write_together
 from arpg.model import ARPG
 from arpg.quantization.packed import pack_linears
 from arpg.quantization.storage import add_difference, pack, pack_difference, unpack
@@ -253,27 +253,6 @@ def write_difference(folder: AnyPath, target: AnyPath, *, base: str, form: str) 
     write_folder(target, config, model=pack_difference(states[0], states[1], form))
 
 
-def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -> None:
-    """Raise an `InputError` that lists missing keys, unknown keys and wrong shapes, if there are any."""
-    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    found = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    check_keys(set(found), set(expected), where=where)
-    wrong = [
-        f"{key} is {list(found[key])}, not {list(shape)}" for key, shape in expected.items() if found[key] != shape
-    ]
-    require(not wrong, f"{where}: shapes do not fit the configuration: {_some(wrong)}")
-
-
-def check_keys(found: set[str], expected: set[str], *, where: str) -> None:
-    """Raise an `InputError` that lists missing and unknown keys, if there are any."""
-    problems = []
-    if missing := sorted(expected - found):
-        problems.append(f"missing keys: {_some(missing)}")
-    if unknown := sorted(found - expected):
-        problems.append(f"unknown keys: {_some(unknown)}")
-    require(not problems, f"{where}: {'; '.join(problems)}; is this another kind of checkpoint?")
-
-
 def _provided(entry: metadata.EntryPoint) -> InstalledModel:
     """Find the folder of an entry point, without an import of its package."""
     distribution = "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
@@ -285,11 +264,6 @@ def _provided(entry: metadata.EntryPoint) -> InstalledModel:
     folder = next((path for place in places if ((path := Path(place) / entry.name) / CONFIG).is_file()), None)
     problem = "" if folder is not None else f"{distribution} names the package {entry.module}, which has no folder "
     return InstalledModel(entry.name, distribution, folder, problem and f"{problem}{entry.name} with a {CONFIG}")
-
-
-def _some(items: list[str], most: int = 12) -> str:
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
 
 
 def _load(

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpg.checkpoint import check_keys, check_state
 from arpg.config import MODELS, ModelConfig, TokenizerConfig
 from arpg.device import meta_device
 from arpg.errors import present, require
-from arpg.files import State, read_pickle, read_tensors, write_whole
+from arpg.files import State, check_keys, check_state, read_pickle, read_tensors, write_whole
 from arpg.model import ARPG
 from arpg.tokenizer import VQTokenizer
 

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all; weights that are read without running code; checksums of tensors."""
+"""Files: written whole or not at all; weights that are read without running code, checked and hashed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ import safetensors
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from arpg.errors import InputError, describe_broken, require, require_file
 from arpg.storage import AnyPath, RemotePath, fetch
 
 State = dict[str, Tensor]
+MAX_LISTED = 12  # keys that an error names
 _STARTS = (b"PK", b"\x80\x02")  # of torch's files: a zip, formerly a pickle
 # np.load parses a header as Python; in Python 3.11, parsing in two threads at once raises SystemError now and then.
 _HEADER = threading.Lock()
@@ -172,6 +173,32 @@ def write_tensors(state: State, path: Path, *, metadata: dict[str, str] | None =
         safetensors.torch.save_file(state, path, metadata)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from None
+
+
+def check_state(state: Mapping[str, Tensor], module: nn.Module, *, where: str) -> None:
+    """Raise an `InputError` that lists missing keys, unknown keys and wrong shapes, if there are any."""
+    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    found = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    check_keys(set(found), set(expected), where=where)
+    wrong = [
+        f"{key} is {list(found[key])}, not {list(shape)}" for key, shape in expected.items() if found[key] != shape
+    ]
+    require(not wrong, f"{where}: shapes do not fit the configuration: {_some(wrong)}")
+
+
+def check_keys(found: set[str], expected: set[str], *, where: str) -> None:
+    """Raise an `InputError` that lists missing and unknown keys, if there are any."""
+    problems = []
+    if missing := sorted(expected - found):
+        problems.append(f"missing keys: {_some(missing)}")
+    if unknown := sorted(found - expected):
+        problems.append(f"unknown keys: {_some(unknown)}")
+    require(not problems, f"{where}: {'; '.join(problems)}; is this another kind of checkpoint?")
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(items[:MAX_LISTED]) + more
 
 
 def hash_file(path: AnyPath) -> str:

@@ -147,12 +147,12 @@ def test_half_precision_becomes_float32(tmp_path, images):
         (lambda s: s.update({"vgg.13.bias": torch.zeros(20)}), r"unknown keys: vgg\.13\.bias"),
         (
             lambda s: s.update({"vgg.0.weight": torch.zeros(4, 1, 3, 3)}),
-            r"vgg\.0\.weight is \[4, 1, 3, 3\], not",
+            r"shapes do not fit .*: vgg\.0\.weight is \[4, 1, 3, 3\], not",
         ),
-        (lambda s: s.update({"vgg.4.bias": torch.zeros(8)}), r"vgg\.4\.weight is \[12, 8, 3, 3\], not \[8, 8"),
+        (lambda s: s.update({"vgg.4.bias": torch.zeros(8)}), r".*: vgg\.4\.weight is \[12, 8, 3, 3\], not \[8, 8"),
         (
             lambda s: s.update({"lin.2.weight": torch.zeros(1, 8, 1, 1)}),
-            r"lin\.2\.weight is \[1, 8, 1, 1\], not",
+            r"shapes do not fit .*: lin\.2\.weight is \[1, 8, 1, 1\], not",
         ),
     ],
 )

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.checkpoint import check_state
 from arpg.config import from_dict, to_dict
 from arpg.device import meta_device
 from arpg.errors import InputError, require
-from arpg.files import read_json, read_tensors, write_json, write_tensors, write_whole
+from arpg.files import check_state, read_json, read_tensors, write_json, write_tensors, write_whole
 
 SMALLEST = 64  # pixels: four halvings leave a map worth averaging
 

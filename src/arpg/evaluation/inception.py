@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arpg.checkpoint import check_state
 from arpg.device import meta_device
 from arpg.errors import InputError, require, require_file
 from arpg.files import (
     State,
+    check_state,
     hash_file,
     hash_tensors,
     read_metadata,

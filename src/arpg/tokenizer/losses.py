@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arpg.errors import InputError, require
-from arpg.files import read_pickle, read_tensors
+from arpg.files import check_keys, check_state, read_pickle, read_tensors
 
 VGG16_CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 TAPS = (1, 3, 6, 9, 12)  # LPIPS compares the outputs of these convolutions
@@ -53,6 +53,7 @@ class LPIPS(nn.Module):
         else:
             require(heads is None, f"{path} is no torchvision VGG16, so heads ({heads}) do not belong to it; leave out")
         module = LPIPS(_channels(state, where=path))
+        check_state(state, module, where=str(path))
         module.load_state_dict({key: tensor.float() for key, tensor in state.items()}, strict=True)
         return module
 
@@ -195,33 +196,18 @@ def _read(path: Path) -> dict[str, Tensor]:
 def _from_torchvision(state: dict[str, Tensor], *, where: Path) -> dict[str, Tensor]:
     names = {f"features.{j}.{k}": f"vgg.{i}.{k}" for i, j in enumerate(TORCHVISION) for k in ("weight", "bias")}
     convs = {key: tensor for key, tensor in state.items() if not key.startswith("classifier.")}  # ImageNet's layers
-    _check_keys(set(convs), set(names), where=where)
+    check_keys(set(convs), set(names), where=str(where))
     return {names[key]: tensor for key, tensor in convs.items()}
 
 
 def _from_heads(state: dict[str, Tensor], *, where: Path) -> dict[str, Tensor]:
     names = {f"lin{i}.model.1.weight": f"lin.{i}.weight" for i in range(len(TAPS))}
-    _check_keys(set(state), set(names), where=where)
+    check_keys(set(state), set(names), where=str(where))
     return {names[key]: tensor for key, tensor in state.items()}
 
 
 def _channels(state: dict[str, Tensor], *, where: Path) -> tuple[int, ...]:
-    """Check all keys and shapes, and return the widths of the 13 convolutions."""
+    """Check all keys, and return the widths of the 13 convolutions."""
     expected = {f"vgg.{i}.{k}" for i in range(len(VGG16_CHANNELS)) for k in ("weight", "bias")}
-    _check_keys(set(state), expected | {f"lin.{i}.weight" for i in range(len(TAPS))}, where=where)
-    channels = tuple(len(state[f"vgg.{i}.bias"].flatten()) for i in range(len(VGG16_CHANNELS)))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i, (previous, width) in enumerate(zip((3, *channels), channels, strict=False)):
-        shapes |= {f"vgg.{i}.weight": (width, previous, 3, 3), f"vgg.{i}.bias": (width,)}
-    shapes |= {f"lin.{i}.weight": (1, channels[tap], 1, 1) for i, tap in enumerate(TAPS)}
-    for key, shape in shapes.items():
-        found = list(state[key].shape)
-        require(found == list(shape), f"{where}: {key} is {found}, not {list(shape)}; expected the LPIPS of a VGG16")
-    return channels
-
-
-def _check_keys(found: set[str], expected: set[str], *, where: Path) -> None:
-    for what, keys in (("missing", expected - found), ("unknown", found - expected)):
-        more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
-        listed = ", ".join(sorted(keys)[:6]) + more
-        require(not keys, f"{where}: {what} keys: {listed}; expected LPIPS weights for VGG16")
+    check_keys(set(state), expected | {f"lin.{i}.weight" for i in range(len(TAPS))}, where=str(where))
+    return tuple(len(state[f"vgg.{i}.bias"].flatten()) for i in range(len(VGG16_CHANNELS)))
