@@ -128,7 +128,7 @@ def test_a_longer_prefix_is_causal_too(model):
         for r in range(16):
             place = grid_positions(4, 4)[None, r : r + 1].expand(2, -1, -1)
             assert torch.allclose(model.predict(place, None, cache)[:, 0], forced[:, r], atol=1e-4)
-            model.encode(model.embed(ids[:, r : r + 1]), place, cache, causal=False)
+            model.encode(model.embedding(ids[:, r : r + 1]), place, cache, causal=False)
 
 
 def test_visible_limits_each_query(model):

@@ -146,12 +146,12 @@ class ARPG(TokenDecoder):
         """
         prefix, prefix_pos, length_B = condition.prefix_BPD, condition.pos_BP2, condition.length_B
         if length_B is None:
-            return torch.cat((prefix, self.embed(ids_BS)), dim=1), torch.cat((prefix_pos, pos_BS2), dim=1)
+            return torch.cat((prefix, self.embedding(ids_BS)), dim=1), torch.cat((prefix_pos, pos_BS2), dim=1)
         num_tokens = ids_BS.shape[1]
         slot_BT = torch.arange(prefix.shape[1] + num_tokens, device=ids_BS.device) - length_B.to(ids_BS.device)[:, None]
         index_BT = slot_BT.clamp(0, num_tokens - 1)
         is_prefix_BT1 = (slot_BT < 0)[..., None]
-        tokens = self.embed(ids_BS.gather(1, index_BT))
+        tokens = self.embedding(ids_BS.gather(1, index_BT))
         tokens_pos = pos_BS2.take_along_dim(index_BT[..., None], dim=1)
         padding = (0, 0, 0, num_tokens)
         x_BTD = torch.where(is_prefix_BT1, F.pad(prefix, padding), tokens)

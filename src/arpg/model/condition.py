@@ -125,7 +125,7 @@ def class_condition(model: TokenDecoder, labels_B: Tensor) -> Condition:
         bad = [label for label in labels_B.tolist() if not 0 <= label <= config.num_classes]
         require(not bad, f"class {bad} does not exist; expected 0 to {config.num_classes - 1}")
     ids_R = F.pad(labels_B + config.first_class_id, (0, 1), value=config.null_class_id)
-    prefix_RPD, batch = model.embed(send(ids_R, model.device)[:, None]), len(labels_B)
+    prefix_RPD, batch = model.embedding(send(ids_R, model.device)[:, None]), len(labels_B)
     return Condition(
         prefix_BPD=prefix_RPD[:batch],
         null_prefix_BPD=prefix_RPD[batch:].expand(batch, -1, -1),

@@ -64,11 +64,6 @@ class TokenDecoder(nn.Module, ABC):
         """Layers whose keys and values are cached."""
         return len(self.pass1)
 
-    def embed(self, ids_BS: Tensor) -> Tensor:
-        """`[B, S, D]`: the embeddings of codes, classes or `[MASK]`."""
-        out: Tensor = self.embedding(ids_BS)
-        return out
-
     def embed_at(
         self, ids_BN: Tensor, pos_BN2: Tensor, position_BS: Tensor, *, copies: int, static: bool = False
     ) -> tuple[Tensor, Tensor | Rope]:
