@@ -13,7 +13,7 @@ from arpg.decode.graphs import GraphCache
 from arpg.decode.plan import Plan
 from arpg.kernels.ops import Packing
 from arpg.model import class_condition, text_condition
-from arpg.model.condition import control_condition
+from arpg.model.condition import ControlMap, control_condition
 from arpg.settings import SamplingSettings
 from support.small import SMALL, TEXT, controlled_model, small_model, text_states
 
@@ -263,7 +263,7 @@ def test_other_conditions_join_and_leave(kind, captured, played_graphs):
         model = controlled_model()
         images = [torch.randint(0, 256, (8, 8), dtype=torch.uint8) for _ in range(3)]
         plain = [class_condition(model, torch.tensor([i])) for i in range(3)]
-        conditions = [control_condition(model, plain[i], [images[i]], ["canny"], [1.0]) for i in range(3)]
+        conditions = [control_condition(model, plain[i], [ControlMap(images[i], "canny", 1.0)]) for i in range(3)]
     else:
         model = small_model(dataclasses.replace(SMALL, guidance_input=True))
         conditions = [class_condition(model, torch.tensor([i])) for i in range(3)]

@@ -11,7 +11,7 @@ from arpg.checkpoint import FolderConfig, installed_folder, load_model, load_tok
 from arpg.config import DEFAULT_MODEL, ControlConfig, ModelConfig, from_dict, to_dict
 from arpg.convert import model_to_published
 from arpg.decode.likelihood import fill_bits
-from arpg.model import class_condition, control_condition, text_condition
+from arpg.model import ControlMap, class_condition, control_condition, text_condition
 from arpg.model.condition import training_control
 from arpg.quantization.storage import BITS, pack, unpack
 from support import oracle
@@ -28,7 +28,8 @@ def maps(number, seed=0, size=(8, 8)):
 
 def controlled(model, labels, images, strengths=None, kinds=None):
     plain = class_condition(model, torch.tensor(labels))
-    return control_condition(model, plain, images, kinds or ["canny"] * len(images), strengths or [1.0] * len(images))
+    kinds, strengths = kinds or ["canny"] * len(images), strengths or [1.0] * len(images)
+    return control_condition(model, plain, list(map(ControlMap, images, kinds, strengths)))
 
 
 def forced(model, condition, seed=1):
@@ -188,7 +189,7 @@ def test_below_float32_images_are_encoded_together(model, monkeypatch):
 def test_prompts_and_images_together():
     model = controlled_model(dataclasses.replace(TEXT, control=CONTROL))
     plain = text_condition(model, text_states(3, 5))
-    both = control_condition(model, plain, maps(2), ["canny", "depth"], [1.0, 1.0])
+    both = control_condition(model, plain, list(map(ControlMap, maps(2), ["canny", "depth"], [1.0, 1.0])))
     assert (forced(model, both) - forced(model, plain)).abs().max() > 0.01
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from arpg import ControlInput, Pipeline, tasks
+from arpg.model import ControlMap
 from arpg.serve.app import create_app
 from arpg.serve.batcher import Batcher
 from arpg.settings import SamplingSettings
@@ -181,7 +182,7 @@ def test_info_lists_the_kinds(client, monkeypatch, tmp_path):
 
 def request_with_control(model, seeds, kind, strength=1.0):
     image = torch.from_numpy(np.array(grey(seed=seeds[0])))
-    control = [tasks.ControlMap(image, kind, strength)] * len(seeds)
+    control = [ControlMap(image, kind, strength)] * len(seeds)
     ids, known = torch.zeros(16, dtype=torch.long), torch.zeros(16, dtype=torch.bool)
     return tasks.fill(model, seeds[0] % 5, seeds, ids_N=ids, known_N=known, control=control)
 

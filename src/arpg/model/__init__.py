@@ -2,7 +2,16 @@
 
 from arpg.model.arpg import ARPG
 from arpg.model.cache import Cache
-from arpg.model.condition import Condition, class_condition, control_condition, text_condition
+from arpg.model.condition import Condition, ControlMap, class_condition, control_condition, text_condition
 from arpg.model.decoder import TokenDecoder
 
-__all__ = ["ARPG", "Cache", "Condition", "TokenDecoder", "class_condition", "control_condition", "text_condition"]
+__all__ = [
+    "ARPG",
+    "Cache",
+    "Condition",
+    "ControlMap",
+    "TokenDecoder",
+    "class_condition",
+    "control_condition",
+    "text_condition",
+]

@@ -176,30 +176,29 @@ def training_condition(model: TokenDecoder, states_BTE: Tensor, length_B: Tensor
     )
 
 
-def control_condition(
-    model: TokenDecoder,
-    condition: Condition,
-    images: Sequence[Tensor],
-    kinds: Sequence[str],
-    strengths: Sequence[float],
-) -> Condition:
-    """Add a condition image for each sample: uint8 `[H, W]`, one patch for each token of the grid.
+@dataclass(frozen=True, eq=False)
+class ControlMap:
+    """A condition image that covers the grid of a request: uint8, as many pixels as its tokens stand for."""
 
-    A strength of 1 is what was trained, one of 0 is plain [MASK]. The null condition has neither class, prompt nor
-    image.
-    """
+    pixels_HW: Tensor
+    kind: str
+    strength: float  # 1 is what was trained, 0 is plain [MASK]
+
+
+def control_condition(model: TokenDecoder, condition: Condition, maps: Sequence[ControlMap]) -> Condition:
+    """Add a condition image to each sample of `condition`. The null condition has neither class, prompt nor image."""
     control = present(model.control, f"the model takes no condition images; one that does is {DEFAULT_CONTROL_MODEL}")
-    assert len(images) == len(kinds) == len(strengths) == len(condition)
-    for strength in strengths:
+    assert len(maps) == len(condition)
+    for each in maps:
         require(
-            math.isfinite(strength) and strength >= 0,
-            f"strength is {strength}; expected 0 (no control) or more (1 is what the model was trained with)",
+            math.isfinite(each.strength) and each.strength >= 0,
+            f"strength is {each.strength}; expected 0 (no control) or more (1 is what the model was trained with)",
         )
-    ids = [control.config.kind_id(kind) for kind in kinds]
-    if not any(strengths):
+    keys = [(id(each.pixels_HW), control.config.kind_id(each.kind)) for each in maps]
+    if not any(each.strength for each in maps):
         return condition
     mask_D = model.embedding.weight[model.config.mask_id]
-    distinct = {(id(image), kind): image for image, kind in zip(images, ids, strict=True)}
+    distinct = {key: each.pixels_HW for key, each in zip(keys, maps, strict=True)}
     pixels_IHW = torch.stack(list(distinct.values())).to(model.device)
     kind_I = torch.tensor([kind for _, kind in distinct], device=model.device)
     # In float32 one by one, so that an image does not depend on its batch. Below, every sum depends on it anyway.
@@ -207,9 +206,9 @@ def control_condition(
     parts = zip(torch.split(pixels_IHW, batch), torch.split(kind_I, batch), strict=True)
     made = dict(zip(distinct, torch.cat([control(*part) for part in parts]), strict=True))
     rows = []
-    for image, kind, strength in zip(images, ids, strengths, strict=True):
-        added_ND = made[id(image), kind]
-        rows.append(mask_D + strength * added_ND if strength else mask_D.expand_as(added_ND))
+    for key, each in zip(keys, maps, strict=True):
+        added_ND = made[key]
+        rows.append(mask_D + each.strength * added_ND if each.strength else mask_D.expand_as(added_ND))
     return dataclasses.replace(condition, query_BND=torch.stack(rows))
 
 

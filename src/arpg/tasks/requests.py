@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arpg.decode import Request
 from arpg.errors import require
-from arpg.model import Condition, TokenDecoder, class_condition, control_condition, text_condition
+from arpg.model import Condition, ControlMap, TokenDecoder, class_condition, control_condition, text_condition
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +29,6 @@ class Prompt:
 Label = int | Prompt  # a class id, or a prompt
 
 
-@dataclass(frozen=True, eq=False)
-class ControlMap:
-    """A condition image that covers the grid of a request: uint8, as many pixels as its tokens stand for."""
-
-    pixels_HW: Tensor
-    kind: str
-    strength: float
-
-
 def label_condition(model: TokenDecoder, labels: Sequence[Label]) -> Condition:
     """Build the condition of `labels`: all classes or all prompts, whichever the model takes."""
     prompts = [label for label in labels if isinstance(label, Prompt)]
@@ -46,16 +37,6 @@ def label_condition(model: TokenDecoder, labels: Sequence[Label]) -> Condition:
         require(not classes, "there are classes and prompts; expected one or the other")
         return text_condition(model, [p.states_TE for p in prompts], [p.negative_TE for p in prompts])
     return class_condition(model, torch.tensor(classes))
-
-
-@torch.no_grad()
-def add_control(model: TokenDecoder, condition: Condition, control: Sequence[ControlMap]) -> Condition:
-    """Add a condition image to each sample of `condition`; an empty `control` returns it unchanged."""
-    if not control:
-        return condition
-    return control_condition(
-        model, condition, [c.pixels_HW for c in control], [c.kind for c in control], [c.strength for c in control]
-    )
 
 
 def fill(
@@ -78,8 +59,12 @@ def fill(
         labels = model.config.num_classes if model.text is None else Prompt()
     if isinstance(labels, Label):
         labels = [labels] * len(seeds)
+    condition = label_condition(model, labels)
+    if control:
+        with torch.no_grad():
+            condition = control_condition(model, condition, control)
     return Request(
-        add_control(model, label_condition(model, labels), control),
+        condition,
         grid or model.config.grid,
         ids_N.cpu().expand(len(seeds), -1),
         known_N.cpu().expand(len(seeds), -1),

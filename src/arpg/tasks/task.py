@@ -30,6 +30,7 @@ from arpg.decode.likelihood import fill_bits
 from arpg.decode.order import resolve_order
 from arpg.errors import require
 from arpg.image import Pixels, sheet
+from arpg.model import ControlMap
 from arpg.settings import TASK_SETTINGS, SamplingSettings
 from arpg.tasks.control_input import WHOLE, ControlInput
 from arpg.tasks.stages import Stage
@@ -291,18 +292,18 @@ class ImageTask:
         (top, left), (high, wide) = request.corner, self.stages[request.stage].window
         return slice(top, top + high), slice(left, left + wide)
 
-    def _control_maps(self, request: RequestSpec) -> list[tasks.ControlMap]:
+    def _control_maps(self, request: RequestSpec) -> list[ControlMap]:
         """Cut the request's window out of each candidate's condition image; equal images give the same object."""
         if not self.spec.controls:
             return []
         stage, stride = self.stages[request.stage], self.codec.config.stride
         size = (stage.grid[1] * stride, stage.grid[0] * stride)
         rows, columns = (slice(s.start * stride, s.stop * stride) for s in self._view(request))
-        maps: dict[int, tasks.ControlMap] = {}
+        maps: dict[int, ControlMap] = {}
         for control in map(self.spec.control_of, self.rows):
             if id(control) not in maps:
                 pixels_HW = np.array(control.fit(size, stage.control_part))[rows, columns]
-                maps[id(control)] = tasks.ControlMap(torch.from_numpy(pixels_HW), control.kind, control.strength)
+                maps[id(control)] = ControlMap(torch.from_numpy(pixels_HW), control.kind, control.strength)
         return [maps[id(self.spec.control_of(row))] for row in self.rows]
 
     def _start_stage(self, stage: Stage, batch_size: int) -> None:

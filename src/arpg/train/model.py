@@ -32,7 +32,7 @@ from arpg.hub import resolve
 from arpg.image import sheet, to_pil
 from arpg.kernels.dispatch import can_compile
 from arpg.lora import WEIGHTS, add_adapters, merged_weights, trained_weights, write_adapter
-from arpg.model import ARPG, text_condition
+from arpg.model import ARPG, ControlMap, text_condition
 from arpg.storage import AnyPath, as_path
 from arpg.train.cost import fit_to_device, forward_flops
 from arpg.train.distributed import World, mean_over_ranks, parallelize
@@ -292,7 +292,7 @@ def make_samples(model: ARPG, dataset: Dataset, num_images: int) -> Samples:
         index = np.arange(num_images) * len(tokens) // num_images
         pixels_BHW, kind_B = control.gather(index, np.zeros_like(index))
         pairs = zip(pixels_BHW, kind_B.tolist(), strict=True)
-        maps = [tasks.ControlMap(pixels, control.kinds[kind], 1.0) for pixels, kind in pairs]
+        maps = [ControlMap(pixels, control.kinds[kind], 1.0) for pixels, kind in pairs]
         labels = None
         if model.text is None:
             labels = [model.config.num_classes if label == NO_CLASS else int(label) for label in tokens.labels[index]]
