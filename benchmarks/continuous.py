@@ -181,6 +181,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args()
+    if options.images % options.running:
+        parser.error(f"--images is {options.images}; expected a multiple of --running, {options.running}")
     if options.host:
         torch.set_num_threads(1)
         heads = ["samples", "eager step, ms", "join, ms", "captured step, ms", "join, ms"]

@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--clients", type=int, required=True, help="requests that may be waiting")
     parser.add_argument("--no-png", action="store_true", help="make no PNG files: all images have the same one")
-    parser.add_argument("--worker-process", action="store_true", help="as in `arpg serve`")
+    parser.add_argument("--worker-process", action=argparse.BooleanOptionalAction, help="as in `arpg serve`")
     options = parser.parse_args()
     if options.no_png:
         file = responses.to_png(Image.fromarray(photo_like(0)))

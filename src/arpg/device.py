@@ -154,7 +154,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def receive(tensor: Tensor) -> Tensor:
-    """Copy `tensor` to the CPU through pinned memory, so that other threads are not held up in the driver meanwhile."""
+    """Copy `tensor` to the CPU through pinned memory: other threads can use the driver while this one waits."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     received = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

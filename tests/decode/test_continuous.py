@@ -381,11 +381,11 @@ def test_a_request_that_does_not_fit_changes_nothing(model, monkeypatch):
 def test_packed_tokens_are_those_of_their_rows():
     """Three samples of 2, 0 and 3 tokens, conditional and unconditional, and one token of padding."""
     start_R, count_R = torch.tensor([0, 6, 2, 8, 2, 8]), torch.tensor([2, 2, 0, 0, 3, 3])
-    packing = Packing(start_R, count_R, 3, (2, 6))
-    assert packing.token_index[[0, 1], :2].tolist() == [[0, 1], [6, 7]]
-    assert packing.token_index[[4, 5]].tolist() == [[2, 3, 4], [8, 9, 10]]
-    assert packing.place_index[:, :5].tolist() == [[0, 1, 12, 13, 14], [3, 4, 15, 16, 17]]
-    for index, size in ((packing.token_index, 2 * 6), (packing.place_index, 6 * 3)):  # padding, too, is somewhere
+    packing = Packing(start_R, count_R, 3, (2, 6)).with_indices()
+    assert packing.token_RS[[0, 1], :2].tolist() == [[0, 1], [6, 7]]
+    assert packing.token_RS[[4, 5]].tolist() == [[2, 3, 4], [8, 9, 10]]
+    assert packing.place_CT[:, :5].tolist() == [[0, 1, 12, 13, 14], [3, 4, 15, 16, 17]]
+    for index, size in ((packing.token_RS, 2 * 6), (packing.place_CT, 6 * 3)):  # padding, too, is somewhere
         assert index.min() >= 0
         assert index.max() < size
 

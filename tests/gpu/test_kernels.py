@@ -257,7 +257,7 @@ def test_attention_of_packed_tokens(stored, width, causal):
     counts, held = torch.tensor([width, 0, width // 2 + 1]), torch.tensor([40, 3, 0, 7, 5, 90], device=DEVICE)
     count_R, num = counts.repeat_interleave(2).to(DEVICE), int(counts.sum()) + 2
     start_R = ((counts.cumsum(0) - counts)[:, None] + num * torch.arange(2)).flatten().to(DEVICE)
-    packing = ops.Packing(start_R, count_R, width, (2, num))
+    packing = ops.Packing(start_R, count_R, width, (2, num)).with_indices()
     qkv, by = draw(2, num, 3, 2, 16, seed=1), rotation_of(2, num, 16)
     caches = [draw(2, 6, 90 + width + 1, 2, 16).unbind(0) for _ in range(2)]  # the same twice
     if stored:
@@ -276,6 +276,33 @@ def test_attention_of_packed_tokens(stored, width, causal):
         for row, (first, count) in enumerate(zip(held.tolist(), count_R.tolist(), strict=True)):
             stop = first + count
             torch.testing.assert_close(key_or_value[row, :stop], expected[row, :stop], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("held", [0, 5, 40])
+@pytest.mark.parametrize(
+    "width", [3, 21, pytest.param(16, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_packed_rows_of_one_length(held, width, copies, causal):
+    """Samples that begin together: the cache ends at the same slot in all rows, whose earlier slots are settled."""
+    rows, num, stop = 2 * copies, 2 * width, held + width
+    start_R = (width * torch.arange(2)[:, None] + num * torch.arange(copies)).flatten().to(DEVICE)
+    packing = ops.Packing(start_R, torch.full((rows,), width, device=DEVICE), width, (copies, num)).with_indices()
+    qkv, by = draw(copies, num, 3, 2, 16, seed=1), rotation_of(copies, num, 16)
+    caches = [draw(2, rows, stop + 2, 2, 16).unbind(0) for _ in range(2)]  # the same twice
+    slot, limit = torch.arange(stop, device=DEVICE), None
+    if causal:
+        limit = (held + 1 + torch.arange(width, device=DEVICE)).expand(rows, -1)
+    mask = None if limit is None else (slot < limit[..., None])[:, None]
+    plain = ops.attention_with_cache_write(qkv, *caches[0], mask, rope=by, first=held, stop=stop, packing=packing)
+    stored = attend_and_store(qkv, caches[1], limit, tuple(by), held, settled=held, packing=packing)
+    torch.testing.assert_close(stored.flatten(2), plain, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(caches[1], caches[0], atol=2e-5, rtol=2e-5)
+    visible = [each[:, :stop] for each in caches[1]]
+    plain = ops.attention(qkv[:, :, 0], *visible, mask, rope=by, packing=packing)
+    fused = attend(qkv[:, :, 0], *visible, limit, tuple(by), settled=held, packing=packing)
+    torch.testing.assert_close(fused.flatten(2), plain, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("settled", "newest"), CUTS)
@@ -450,19 +477,24 @@ def test_decoding_through_the_kernels(settings, monkeypatch):
     assert dispatch.TRITON_AVAILABLE
 
 
-def test_a_continuous_batch_through_the_kernels(monkeypatch):
-    """Packed tokens of samples at different steps: the tokens of the same without the kernels."""
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("attention", ["block", "causal"])
+def test_a_continuous_batch_through_the_kernels(monkeypatch, together, guidance, attention):
+    """Packed tokens of samples at different steps, or all at the same: the tokens of the same without the kernels."""
     from arpg import make_plan, tasks
     from arpg.decode.continuous import ContinuousBatch
 
-    model, settings = small_model().to(DEVICE), SamplingSettings(steps=3, guidance=3.0)
+    model = small_model(dataclasses.replace(SMALL, grid=(6, 6))).to(DEVICE)
+    settings = SamplingSettings(steps=2, guidance=guidance, schedule="linear", attention=attention)  # of 18 tokens
 
     def run():
         requests = [tasks.generate(model, [seed], [seed]) for seed in (1, 2, 3)]
-        plans = [make_plan((4, 4), request.known_BN, request.seeds, settings) for request in requests]
+        plans = [make_plan((6, 6), request.known_BN, request.seeds, settings) for request in requests]
         running = ContinuousBatch(model, requests[0], plans[0], settings)
         for request, plan in zip(requests[1:], plans[1:], strict=True):
-            running.step()
+            if not together:
+                running.step()
             running.add(request, plan)
         while not all(row.finished for row in running.rows):
             running.step()

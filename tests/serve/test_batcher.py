@@ -278,6 +278,33 @@ def test_a_batch_with_captured_steps_is_kept(model, slow, monkeypatch):
     assert [len(batch.rows) for batch in batcher._idle.values()] == [0, 0]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_of_batches_without_rows_is_given_to_new_ones(model, slow, monkeypatch, kept):
+    """A batch that finds no memory is begun again without them; where there are none, its requests fail."""
+    monkeypatch.setattr("arpg.serve.batcher.GraphCache", partial(GraphCache, capture_after=10**9))
+    monkeypatch.setattr("arpg.serve.batcher.choose_mode", lambda mode, device: "graph")
+    batcher = slow(max_batch=8)
+    batcher.allowed.release(1000)
+    if kept:
+        rows = SubmittedRows(model, "a")
+        batcher.submit(rows.pending)
+        assert rows.is_right()
+    make, error = Slots.__init__, torch.OutOfMemoryError("no memory")
+
+    def scarce(slots, *arguments, **options):
+        if batcher._idle or not kept:
+            raise error
+        make(slots, *arguments, **options)
+
+    monkeypatch.setattr(Slots, "__init__", scarce)
+    other = SubmittedRows(model, "b", settings=SamplingSettings(steps=4, guidance=1.0))
+    batcher.submit(other.pending)
+    if kept:
+        assert other.is_right()
+    else:
+        assert other.wait().error is error
+
+
 def test_an_idle_gpu_does_not_wait_for_more_rows(model):
     assert choose_max_wait(model) == 0.01
     assert choose_max_wait(SimpleNamespace(device=torch.device("cuda"))) == 0.0

@@ -106,7 +106,7 @@ def paused_files(monkeypatch):
 
 
 def test_the_deadline_ends_a_job_whose_files_are_being_encoded(served, paused_files):
-    client = TestClient(create_app(served(deadline=0.5)))
+    client = TestClient(create_app(served(deadline=3.0)))
     body = {"class": 1, "steps": 1}
     assert error(client.post("/v1/arpg/generate", json=body), 504)["code"] == "deadline_exceeded"
     assert len(paused_files.started) == 1
@@ -119,9 +119,9 @@ def test_files_that_nobody_reads_are_not_encoded(live, paused_files):
     service.encoders._max_workers = 1
     body = {"class": 1, "steps": 1}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=0.5)
+        httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=2)
     with pytest.raises(httpx.ReadTimeout):  # waits for the first
-        httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=0.5)
+        httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=2)
     assert until(lambda: service.admission.num_admitted == 0)
     paused_files.set()
     assert httpx.post(f"{address}/v1/arpg/generate", json=body, timeout=60).status_code == 200

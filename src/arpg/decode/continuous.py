@@ -2,7 +2,7 @@
 
 Each sample has a slot: its tokens and its rows of a cache that stays. Joining takes a free slot, leaving frees it;
 nothing is copied. The tokens of a step are packed one after the other, so samples at different steps, of different
-numbers of tokens, cost no padding outside attention. The host plans a step for all slots at once and sends its numbers
+numbers of tokens, are not padded to the longest row. The host plans a step for all slots at once and sends its numbers
 in one copy. With a `GraphCache` packed tokens, rows and widths are padded to buckets, each of which is captured as a
 CUDA graph. A server decodes the images of many requests this way.
 Shapes: B samples, S slots, N grid tokens, C copies of a sample (2 when guided), T packed tokens, R rows of the cache,
@@ -256,8 +256,8 @@ class SlotPlans:
         encode_S, predict_S, copy_C = first[: shape.slots], first[shape.slots :] - num, np.arange(self.copies)
         inputs.encode_start_R[:] = (encode_S[:, None] + shape.encoded * copy_C).ravel()
         inputs.predict_start_R[:] = (predict_S[:, None] + shape.predicted * copy_C).ravel()
-        # Padding belongs to no row, and what becomes of it is never read: the first class, and behind it the last place
-        # of the first slot.
+        # Padding is the first class, and behind it the last place of the first slot. It belongs to no row (of a single
+        # slot: to its rows, behind their end), and what becomes of it is never read.
         first_class = len(self.steps_S) * (self.num_tokens + 1)
         inputs.encode_CT[:, num:], inputs.encode_CT[:, :num] = first_class, index_T[:num]
         classes = np.flatnonzero(column_T[:num] == 0)
@@ -449,14 +449,14 @@ class ContinuousBatch:
         rows = slice(copies * shape.first, copies * (shape.first + shape.slots))
         cache = pool.cache.view(rows, shape.longest, inputs.length_R if shape.ragged else None)
         if shape.encoded:
-            rows_of = (inputs.encode_start_R, inputs.encode_count_R)
-            cache.packing = Packing(*rows_of, shape.encode_width, (copies, shape.encoded)) if shape.packed else None
+            rows_of = (inputs.encode_start_R, inputs.encode_count_R, shape.encode_width, (copies, shape.encoded))
+            cache.packing = Packing.of(*rows_of, like=model.embedding.weight) if shape.packed else None
             ids_CX, pos_CX2 = pool.ids_X.expand(copies, -1), pool.pos_X2.expand(copies, -1, -1)
             x_CTD, pos = model.embed_at(ids_CX, pos_CX2, inputs.encode_CT, copies=1)
             causal, count_R = self.settings.attention == "causal", inputs.encode_count_R if shape.ragged else None
             model.encode(x_CTD, pos, cache, causal=causal, count_B=count_R, end=shape.end)
-        rows_of = (inputs.predict_start_R, inputs.predict_count_R)
-        cache.packing = Packing(*rows_of, shape.predict_width, (copies, shape.predicted)) if shape.packed else None
+        rows_of = (inputs.predict_start_R, inputs.predict_count_R, shape.predict_width, (copies, shape.predicted))
+        cache.packing = Packing.of(*rows_of, like=model.embedding.weight) if shape.packed else None
         index_T, query = inputs.predict_T, None if pool.query_CXD is None else pool.query_CXD[:, inputs.predict_T]
         pos = model.rope_at(pool.pos_X2[None], index_T[None], copies=copies)
         scale_1T = inputs.scale_T[None] if self.guided else None

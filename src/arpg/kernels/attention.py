@@ -63,7 +63,7 @@ def tiles(
     rows = _FEW_QUERIES if packed or queries <= _FEW_QUERIES else 32 if queries <= 32 else _MAX_QUERIES
     if pairs * triton.cdiv(queries, rows) < _BUSY_PROGRAMS:  # read as much of the cache at once as there is
         slots = None if settled is None else next((size for size in _PREFETCH_WARPS if size >= settled), None)
-        if slots is not None and newest <= rows == _FEW_QUERIES:
+        if slots is not None and max(newest, queries) <= rows == _FEW_QUERIES:  # all newest ones in one tile
             return Tiles(rows, slots, _PREFETCH_WARPS[slots], stages=2, prefetch=True)
         slots, warps = (128, 8) if rows == _FEW_QUERIES else (64, 4)
         return Tiles(rows, slots, warps, stages=2)
@@ -111,13 +111,14 @@ def attend_and_store(
     """
     q, k, v = qkv_BS3HK.unbind(2)
     # With one program for all queries of packed rows, every row would take the time of the longest.
-    if q.shape[1] <= _MAX_QUERIES if packing is None else packing.width <= _FEW_QUERIES:
+    num_new, most = (q.shape[1], _MAX_QUERIES) if packing is None else (packing.width, _FEW_QUERIES)
+    if num_new <= most:
         return _launch((q, k, v), cache, limit_BS, rope, first, settled, new=True, dtype=dtype, packing=packing)
     store_rope(k, v, *rope, key_BTHK=cache[0], value_BTHK=cache[1], first=first, packing=packing)
     if isinstance(first, Tensor):  # a row ends where its limits say
         return attend(q, *cache, limit_BS, rope, dtype=dtype, packing=packing)
-    key, value = (x[:, : first + q.shape[1]] for x in cache)
-    return attend(q, key, value, limit_BS, rope, dtype=dtype)
+    key, value = (x[:, : first + num_new] for x in cache)
+    return attend(q, key, value, limit_BS, rope, dtype=dtype, packing=packing)
 
 
 def _launch(

@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -48,35 +46,37 @@ class Rope(NamedTuple):
     sin_BSK: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Packing:
+class Packing(NamedTuple):
     """Rows of different lengths whose tokens are packed one after the other as `[C, T]`.
 
-    C: conditional and unconditional copies; row C i + c is that of sample i. Behind the last row there may be padding.
-    Only attention and the cache take rows; plain code pads them, kernels read them where they are.
+    C: conditional and unconditional copies; row C i + c is that of sample i. Behind the last row there may be padding,
+    of which kernels leave results undefined. Only attention and the cache take rows; plain code pads them by the two
+    indices, kernels read them where they are.
     """
 
     start_R: Tensor  # the first token of each row, counted over all copies
     count_R: Tensor  # the tokens of each row
     width: int  # of a padded row: no row has more tokens
     shape: tuple[int, int]  # C, T
+    token_RS: Tensor | None = None  # the packed token at each place of padded rows; any where the row is shorter
+    place_CT: Tensor | None = None  # the place of each packed token in padded rows, row * S + slot; any for padding
 
-    @cached_property
-    def token_index(self) -> Tensor:
-        """`[R, S]`: the packed token at each place of padded rows; any where the row is shorter."""
-        slot_S = torch.arange(self.width, device=self.start_R.device)
-        return (self.start_R[:, None] + slot_S).clamp(max=math.prod(self.shape) - 1)
+    @classmethod
+    def of(cls, start_R: Tensor, count_R: Tensor, width: int, shape: tuple[int, int], *, like: Tensor) -> Packing:
+        """Make a packing for tensors as `like`, with the indices where no kernel takes these."""
+        packing = cls(start_R, count_R, width, shape)
+        return packing if can_fuse_inference(like) else packing.with_indices()
 
-    @cached_property
-    def place_index(self) -> Tensor:
-        """`[C, T]`: the place of each packed token in padded rows, row * S + slot; any for padding."""
-        copies, tokens = self.shape
-        token_CT = torch.arange(copies * tokens, device=self.start_R.device).view(copies, tokens)
+    def with_indices(self) -> Packing:
+        """Return the packing with the indices of plain code."""
+        (copies, tokens), device = self.shape, self.start_R.device
+        token_RS = (self.start_R[:, None] + torch.arange(self.width, device=device)).clamp(max=copies * tokens - 1)
+        token_CT = torch.arange(copies * tokens, device=device).view(copies, tokens)
         start_CB = self.start_R.view(-1, copies).t().contiguous()
         sample_CT = torch.searchsorted(start_CB, token_CT, right=True) - 1
-        row_CT = copies * sample_CT + torch.arange(copies, device=token_CT.device)[:, None]
-        slot_CT = token_CT - start_CB.gather(1, sample_CT)
-        return row_CT * self.width + slot_CT.clamp(max=self.width - 1)
+        row_CT = copies * sample_CT + torch.arange(copies, device=device)[:, None]
+        slot_CT = (token_CT - start_CB.gather(1, sample_CT)).clamp(max=self.width - 1)
+        return self._replace(token_RS=token_RS, place_CT=row_CT * self.width + slot_CT)
 
 
 class Stream(NamedTuple):
@@ -440,12 +440,18 @@ def _store(key_BSHK: Tensor, value_BSHK: Tensor, key_BTHK: Tensor, value_BTHK: T
 
 def _unpack(x_CTHK: Tensor, packing: Packing | None) -> Tensor:
     """Return packed tokens as padded rows, `[R, S, H, K]`."""
-    return x_CTHK if packing is None else x_CTHK.flatten(0, 1)[packing.token_index]
+    if packing is None:
+        return x_CTHK
+    assert packing.token_RS is not None
+    return x_CTHK.flatten(0, 1)[packing.token_RS]
 
 
 def _pack(x_RSD: Tensor, packing: Packing | None) -> Tensor:
     """Return padded rows as packed tokens, `[C, T, D]`."""
-    return x_RSD if packing is None else x_RSD.flatten(0, 1)[packing.place_index]
+    if packing is None:
+        return x_RSD
+    assert packing.place_CT is not None
+    return x_RSD.flatten(0, 1)[packing.place_CT]
 
 
 # Tokens of a decoding step

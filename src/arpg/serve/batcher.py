@@ -22,7 +22,7 @@ from torch import Tensor
 from arpg.decode import Plan, Request, SamplePlan, make_plan
 from arpg.decode.continuous import BUCKET, ContinuousBatch, DraftingBatch, TokenCopy, start_batch
 from arpg.decode.engine import choose_mode
-from arpg.decode.graphs import GraphCache
+from arpg.decode.graphs import CapturedStep, GraphCache
 from arpg.model import ARPG
 from arpg.serve.observability import WorkerMetrics
 from arpg.serve.workers import WorkerThread
@@ -121,8 +121,8 @@ class Batcher(WorkerThread):
         pause: float = 0.0,
         num_jobs: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: as in `Engine`; in `graph` the
-        steps of a batch are captured, bucket by bucket.
+        """`max_wait`: seconds that an idle batcher waits for more rows. `engine`: `auto` is `graph` on an NVIDIA GPU;
+        there a bucket of steps is captured when it first occurs.
 
         `pause`: seconds between two steps for each job that is in no batch, if the device is idle; `num_jobs`: how many
         jobs there are.
@@ -198,7 +198,7 @@ class Batcher(WorkerThread):
         Launching a step of few rows takes the interpreter as long as one of many. While the device is busy, more of
         them arrive anyway.
         """
-        if self._pause and self._device_idle and self._batches:
+        if self._pause and self._device_idle and len(self._batches) == 1:
             outside = self._num_jobs() - len(self._open)
             if outside > 0:
                 time.sleep(min(self._pause * outside, _MAX_PAUSE_S))
@@ -279,28 +279,33 @@ class Batcher(WorkerThread):
         rows = [ref for ref in rows if ref.plan.sizes]
         if not rows:
             return
-        parts, plans = [(ref.pending.request, ref.row) for ref in rows], tuple(ref.plan for ref in rows)
         running = (each for each in self._batches if each.key == key and isinstance(each.decode, ContinuousBatch))
         batch = next(running, None) or self._idle.pop(key, None)
         try:
-            if batch is None:
-                decode = start_batch(
-                    self.model,
-                    Request.gather(parts),
-                    Plan(plans),
-                    rows[0].pending.settings,
-                    graphs=GraphCache(self.model.device) if self.captures else None,
-                )
-                batch = Batch(key, decode, [])
-            else:
-                assert isinstance(batch.decode, ContinuousBatch)
-                batch.decode.add_rows(parts, plans)
+            try:
+                batch = self._join(batch, key, rows)
+            except torch.OutOfMemoryError:
+                if not self._idle:
+                    raise
+                self._drop_idle()
+                batch = self._join(batch, key, rows)
         except Exception as error:
             self._fail(rows, error)
             return
         batch.rows += rows
         if batch not in self._batches:
             self._batches.appendleft(batch)
+
+    def _join(self, batch: Batch | None, key: tuple[Any, ...], rows: list[RowRef]) -> Batch:
+        """Add rows to what a batch decodes, or to a new one. Where this fails, the batch is as it was."""
+        parts, plans = [(ref.pending.request, ref.row) for ref in rows], tuple(ref.plan for ref in rows)
+        if batch is not None:
+            assert isinstance(batch.decode, ContinuousBatch)
+            batch.decode.add_rows(parts, plans)
+            return batch
+        graphs: GraphCache[CapturedStep] | None = GraphCache(self.model.device) if self.captures else None
+        settings = rows[0].pending.settings
+        return Batch(key, start_batch(self.model, Request.gather(parts), Plan(plans), settings, graphs=graphs), [])
 
     def _step(self) -> None:
         """Launch one step of the first batch, then move it to the end. Deliver what the steps before it have made: the
@@ -409,8 +414,12 @@ class Batcher(WorkerThread):
             self._end(pending, error)
         self._remove(failed)
         if isinstance(error, torch.OutOfMemoryError):
-            self._idle.clear()
-            torch.cuda.empty_cache()
+            self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        """Free the memory of batches without rows."""
+        self._idle.clear()
+        torch.cuda.empty_cache()
 
     def _fail_all(self, error: BaseException) -> None:
         with self._wake:

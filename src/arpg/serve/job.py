@@ -1,7 +1,7 @@
 """Jobs: the work for one call, where the models are, and the stream of its events where its response is written.
 
-Both may be in different processes: a `JobSpec` and all events can be pickled. Image files are encoded by the stream, so
-that this takes nothing of the interpreter lock of the process that decodes.
+Both may be in different processes: a `JobSpec` and all events can be pickled. The files of results (not of previews)
+are encoded by the stream, so that this takes nothing of the interpreter lock of the process that decodes.
 """
 
 from __future__ import annotations

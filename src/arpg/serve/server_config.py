@@ -82,8 +82,8 @@ class ServeSettings:
     )
     worker_process: bool | None = _option(
         None,
-        "Run the models in a process of their own, so that HTTP and image files do not hold up decoding; by default on "
-        "a GPU, not on Ray.",
+        "Run the models in a process of their own, so that HTTP and the files of images do not hold up decoding; by "
+        "default on a GPU, not on Ray.",
     )
     threads: int | None = _option(None, "CPU threads of a step; by default one per core.")
     limits: Limits = field(default_factory=Limits)

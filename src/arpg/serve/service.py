@@ -29,7 +29,8 @@ from arpg.serve.worker_process import WorkerProcess
 class ImageService:
     """The models of a server, the first of which is the default. Until `open` has loaded them, calls get a 503.
 
-    Image files are encoded in as many threads as there are cores: compression does not hold the interpreter lock.
+    Image files are encoded in as many threads as there are cores, four at least: compression does not hold the
+    interpreter lock.
     """
 
     def __init__(
