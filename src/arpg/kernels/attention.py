@@ -218,6 +218,9 @@ def _attend(  # type: ignore[no-untyped-def]
         if tl.program_id(0) * ROWS >= S:
             return
         origin = tl.load(starts + batch)
+        q += origin * qs
+        k += origin * ns
+        v += origin * us
     end = first
     if RAGGED:
         end = tl.load(lengths + batch).to(tl.int32)
@@ -226,15 +229,13 @@ def _attend(  # type: ignore[no-untyped-def]
         if not NEW:  # a row may be shorter than the longest: no more is read than its queries see
             end = tl.minimum(end, tl.max(sees))
     row = tl.minimum(query, S - 1)[:, None]  # behind the last query: the last one again
-    angle = (origin + row) * K + channel
-    if PACKED:
-        row += origin
     x = _load(q + batch * qb + head * qh + row * qs + channel, whole)
     if NEW:  # as many as there are queries
         new_keys = _load(k + batch * nb + head * nh + row * ns + channel, whole)
         new_values = _load(v + batch * ub + head * uh + row * us + channel, whole)
     if ROPE:
-        c, n = _load(cos + angle, whole), _load(sin + angle, whole)
+        angle = row * K + channel
+        c, n = _load(cos + origin * K + angle, whole), _load(sin + origin * K + angle, whole)
     if PREFETCH and not NEW:  # keys last: their layout conversion holds up later loads
         slot = settled + tl.arange(0, ROWS)
         stored = (slot[:, None] < end) & (column < K // WIDTH)
