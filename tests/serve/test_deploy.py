@@ -166,17 +166,12 @@ def test_the_ray_service_names_what_exists(monkeypatch):
 
 
 def test_the_rest_imports_without_the_server(monkeypatch):
-    """Only the server imports the packages of its extra; the executor imports Ray where `--ray` is given."""
+    """Only the server imports the packages of its extra when it is imported itself."""
     package = ROOT / "src" / "arpg"
     settings = package / "serve" / "server_config.py"  # the defaults of the command's options
-    files = [
-        settings,
-        *(path for path in package.rglob("*.py") if "serve" not in path.parts and path.name != "executor.py"),
-    ]
+    files = [settings, *(path for path in package.rglob("*.py") if "serve" not in path.parts)]
     text = "\n".join(path.read_text() for path in files)
     assert not re.search(r"^\s*(import|from) (fastapi|starlette|uvicorn|pydantic|prometheus_client|ray)\b", text, re.M)
-    ray = (package / "executor.py").read_text()
-    assert re.findall(r"^( *)(?:import|from) ray", ray, re.M) == [" " * 8]  # inside a function
     outside = [p for p in (ROOT / "src" / "arpg").rglob("*.py") if "serve" not in p.parts and "cli" not in p.parts]
     assert not any("arpg.serve" in path.read_text() for path in outside)
     lines = (ROOT / "src" / "arpg" / "cli" / "serve.py").read_text().splitlines()
