@@ -291,11 +291,11 @@ def page_tables(records: Path) -> dict[str, str]:
 
 def host_table(measured: list[dict[str, Any]], prefix: str) -> str:
     """Return the table of the CPU time of an image by thread; `prefix` begins the names of the models' threads."""
-    http = {"MainThread": "event loop", "arpg-encode": "encode", "arpg-channel": "pipe"}
+    http = {"MainThread": "event loop", "arpg-encode": "encode", "arpg-channel": "pipe, HTTP"}
     names = {"arpg-prepare": "prepare", "arpg-batcher": "batcher", "arpg-tokenizer": "pixels", "arpg-finish": "finish"}
     if prefix:
         http = {f"http {name}": title for name, title in http.items()}
-        names = {f"{prefix}{name}": title for name, title in (names | {"arpg-channel": "pipe"}).items()}
+        names = {f"{prefix}{name}": title for name, title in (names | {"arpg-channel": "pipe, models"}).items()}
     used = {name for row in measured for name in row["cpu ms/image by thread"]}
     columns = {name: title for name, title in (http | names).items() if name in used}
     rows = [
