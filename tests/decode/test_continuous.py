@@ -326,6 +326,53 @@ def test_buckets_hold_their_tokens(num):
     assert _token_bucket(bucket) == bucket
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_a_device_is_idle_if_the_step_before_has_ended(monkeypatch, done):
+    """Two steps may be in flight; the third waits for the end of the first."""
+    model, settings, waits = small_model(), SamplingSettings(steps=6), []
+
+    class Mark:
+        def query(self):
+            return done
+
+        def synchronize(self):
+            waits.append(self)
+
+    request = tasks.generate(model, [1, 2], [1, 2])
+    running = ContinuousBatch(model, request, plan_of(request, settings), settings)
+    monkeypatch.setattr(type(model), "device", property(lambda model: torch.device("cuda")))
+    monkeypatch.setattr(running, "_launch", lambda shape, flat: None)
+    monkeypatch.setattr(continuous, "_mark", lambda device: Mark())
+    idle = []
+    for _ in range(4):
+        running.step()
+        idle.append(running.device_idle)
+    assert idle == [True, done, done, done]  # nothing was launched before the first
+    assert len(waits) == 2
+    assert running.waited_s > 0
+
+
+def test_a_compiled_batch_is_traced_whole(monkeypatch):
+    """No part of a block of packed rows ends the trace; tokens are those of the same without compilation."""
+    settings = SamplingSettings(steps=3, guidance=2.0)
+
+    def run(model):
+        request = tasks.generate(model, [1, 2, 3], [1, 2, 3])
+        running = ContinuousBatch(model, request, plan_of(request, settings), settings)
+        for _ in range(3):
+            running.step()
+        return running.fetch(range(3)).wait()[0]
+
+    plain, compiled = run(small_model()), small_model()
+    compile_block = torch.nn.Module.compile  # the code itself is not made, only traced
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **how: compile_block(block, backend="eager", **how))
+    compiled.compile_blocks(dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(run(compiled), plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -362,6 +362,21 @@ def test_everything_known_needs_no_step(model, batcher):
     assert torch.equal(rows.pending.ids_BN, ids)
 
 
+def test_no_pause_while_two_batches_take_turns(model, slow, monkeypatch):
+    """The device of a batch that waits for its turn is busy with the other."""
+    pauses = []
+    monkeypatch.setattr("arpg.serve.batcher.time", SimpleNamespace(**{**vars(time), "sleep": pauses.append}))
+    batcher = slow(max_batch=4, pause=0.0002, num_jobs=lambda: 1000)
+    submitted = [SubmittedRows(model, i, settings=SamplingSettings(steps=5, guidance=1.0 + i)) for i in range(2)]
+    with batcher._wake:
+        for rows in submitted:
+            batcher.submit(rows.pending)
+    batcher.step(10)
+    assert all(rows.is_right() for rows in submitted)
+    batcher.close()
+    assert len(pauses) <= 1  # after the end of the first
+
+
 def test_closing_ends_what_is_left(model):
     batcher = SteppedBatcher(model, max_batch=2)
     submitted = [SubmittedRows(model, i) for i in range(4)]
